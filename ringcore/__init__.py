@@ -1,0 +1,46 @@
+"""ringcore: an engine that runs large language models.
+
+Importing this package imports nothing heavy; each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringcore import errors
+    from ringcore.config import EngineConfig
+    from ringcore.engine_core.core import EngineCore
+    from ringcore.llm import LLM
+    from ringcore.outputs import CompletionOutput, RequestOutput
+    from ringcore.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineCore",
+    "RequestOutput",
+    "SamplingParams",
+    "errors",
+]
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "ringcore.llm",
+    "CompletionOutput": "ringcore.outputs",
+    "EngineConfig": "ringcore.config",
+    "EngineCore": "ringcore.engine_core.core",
+    "RequestOutput": "ringcore.outputs",
+    "SamplingParams": "ringcore.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("ringcore.errors")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ringcore' has no attribute {name!r}")

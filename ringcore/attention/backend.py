@@ -1,0 +1,50 @@
+"""The seam between a model's attention layers and the code that computes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kv_cache.spec import KVCacheSpec
+
+__all__ = ["AttentionBackend"]
+
+
+class AttentionBackend(ABC):
+    """Paged attention for layers of one KVCacheSpec. Holds no state of a step: that is `plan`'s result."""
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: KVCacheSpec, num_heads: int) -> None:
+        """`num_heads` query heads on this rank, a multiple of `spec.num_kv_heads`."""
+        self.spec = spec
+        self.num_heads = num_heads
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+        """Why this backend cannot serve layers of `spec` on `device`; None if it can."""
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """The shape of one layer's cache tensor; its bytes are num_blocks * spec.page_size_bytes."""
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """Whatever all layers of this step share. Valid until the next call to `plan`."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_size]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+        kv_cache: torch.Tensor,  # of kv_cache_shape
+        metadata: AttentionMetadata,
+        plan: object,
+        scale: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_size]
+        """Writes keys and values to their slots, then attends causally over each sequence's whole context."""

@@ -1,0 +1,46 @@
+"""What attention is told about a step. It does not know what a request is, only sequences of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from ringcore.attention.backend import AttentionBackend
+
+__all__ = ["AttentionMetadata", "ForwardContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """The ragged layout of one step: sequence i owns the tokens query_start_loc[i] to query_start_loc[i + 1].
+
+    `seq_lens` counts the tokens of a sequence whose keys are in the cache once this step's are written, so
+    the first query token of sequence i stands at position seq_lens[i] - query_lens[i].
+    `*_cpu` arrays are host mirrors of the same numbers.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc_cpu: np.ndarray  # [num_seqs + 1] int32
+    seq_lens_cpu: np.ndarray  # [num_seqs] int32
+    block_table_cpu: np.ndarray  # [num_seqs, max_num_blocks] int32; entries past a sequence's end are 0
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Everything a forward pass needs beside weights, ids and positions; handed down as an argument.
+
+    `plan` is what the backend's `plan()` made of the metadata, once for all layers of the step.
+    """
+
+    metadata: AttentionMetadata
+    backend: AttentionBackend
+    plan: object
+    kv_caches: tuple[torch.Tensor, ...]  # by attention layer, each of the backend's kv_cache_shape

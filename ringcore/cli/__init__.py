@@ -1,0 +1,1 @@
+"""The ringcore command; it does not know how anything is computed."""

@@ -1,0 +1,199 @@
+"""What is known before start: the engine options, resolved and cross-checked once, then frozen.
+
+`EngineConfig.from_options(model=..., **options)` is the one door. Each option is a field of exactly one part;
+fields below the line `# resolved` are facts read from the model's files. What is measured at run time is never
+written back here. No environment variable is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, cast
+
+from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
+from ringcore.errors import ConfigError, unknown_option
+from ringcore.registry import MODELS
+
+__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu")
+EXECUTORS = ("multiproc", "uniproc")
+ATTENTION_BACKENDS = ("auto", "torch_sdpa")
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"option": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str = _option("", "a model folder, a .gguf file, or a hub id")
+    tokenizer: str | None = _option(None, "a folder or file with the tokenizer; None means the model's own")
+    dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto takes the checkpoint's where the device is fast at it")
+    load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
+    max_model_len: int | None = _option(None, "prompt and completion together, in tokens; None means the model's own")
+    seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    # resolved
+    files: ModelFiles
+    spec: ModelSpec
+
+    @property
+    def context_len(self) -> int:
+        """`max_model_len`, or the model's own."""
+        return self.max_model_len or self.spec.max_position_embeddings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    block_size: int = _option(16, "tokens in a block of the KV cache")
+    num_blocks_override: int | None = _option(None, "this many blocks, whatever the memory; one of them is the null block")
+    kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
+    gpu_memory_utilization: float | None = _option(
+        None, "the share of the device's memory to use; None means 0.9, and 0.4 of the free host memory on a CPU"
+    )
+    enable_prefix_caching: bool = _option(True, "keep full blocks of finished requests for prompts that begin alike")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int = _option(256, "requests that run at once")
+    max_num_batched_tokens: int = _option(2048, "tokens computed in one step, prompts and completions together")
+    long_prefill_token_threshold: int | None = _option(None, "the most tokens of one prompt in one step")
+    steps_in_flight: int = _option(2, "1, or 2 to schedule a step before the tokens of the one before it are known")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    tensor_parallel_size: int = _option(1, "workers that share each layer")
+    executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
+    worker_extension: str | None = _option(None, "'module.Class', mixed into the worker; its @rpc methods can be called")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    device: str = _option("auto", f"one of {', '.join(DEVICES)}")
+    attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    device: DeviceConfig
+
+    PARTS: ClassVar[Mapping[str, type]] = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "parallel": ParallelConfig,
+        "device": DeviceConfig,
+    }
+
+    @classmethod
+    def options(cls) -> dict[str, Field[Any]]:
+        """Every engine option by name; `.default`, `.type` and `.metadata["option"]` (one line) describe it."""
+        return {f.name: f for part in cls.PARTS.values() for f in fields(part) if "option" in f.metadata}
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Resolves and checks the engine options.
+
+        Raises `UnknownOptionError` for a name that is no option, `ConfigError` for a value that cannot work,
+        `ModelLoadError` where the model's files are missing, broken or of an unknown architecture.
+        """
+        known = cls.options()
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, known, "engine option")
+        options = {name: f.default if f.default is not MISSING else None for name, f in known.items()} | options
+        options["executor"] = _executor_name(options["executor"])
+        _check_values(options)
+        files = find_model(options["model"], options["load_format"])
+        spec = read_model_spec(files, MODELS)
+        parts: dict[str, Any] = {
+            name: part(
+                **{f.name: options[f.name] for f in fields(part) if f.name in options},
+                **({"files": files, "spec": spec} if part is ModelConfig else {}),
+            )
+            for name, part in cls.PARTS.items()
+        }
+        config = cls(**parts)
+        _check_together(config)
+        return config
+
+
+def _executor_name(executor: object) -> str:
+    if isinstance(executor, type):
+        return f"{executor.__module__}:{executor.__qualname__}"
+    return cast(str, executor)
+
+
+def _bad(option: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=repr(value))
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Each option alone."""
+    if not isinstance(options["model"], str | os.PathLike) or not str(options["model"]):
+        raise _bad("model", options["model"], "give a model folder, a .gguf file, or a hub id")
+    for name, choices in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("device", DEVICES)):
+        if options[name] not in choices:
+            raise _bad(name, options[name], f"give one of {', '.join(choices)}")
+    if options["attention_backend"] not in ATTENTION_BACKENDS:
+        raise _bad("attention_backend", options["attention_backend"], f"give one of {', '.join(ATTENTION_BACKENDS)}")
+    executor = options["executor"]
+    if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
+        raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or its 'module:Class'")
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        _check_count(name, options[name], 1)
+    for name in ("max_model_len", "kv_cache_bytes", "long_prefill_token_threshold"):
+        if options[name] is not None:
+            _check_count(name, options[name], 1)
+    if options["num_blocks_override"] is not None:
+        _check_count("num_blocks_override", options["num_blocks_override"], 2)
+    if options["steps_in_flight"] not in (1, 2):
+        raise _bad("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
+    share = options["gpu_memory_utilization"]
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise _bad("gpu_memory_utilization", share, "give a number above 0 and at most 1")
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise _bad(name, value, f"give an integer of at least {low}")
+
+
+def _check_together(config: EngineConfig) -> None:
+    """The options with each other and with the model."""
+    spec, size = config.model.spec, config.parallel.tensor_parallel_size
+    limit = spec.max_position_embeddings
+    if config.model.context_len > limit:
+        raise _bad("max_model_len", config.model.max_model_len, f"the model has positions for {limit} tokens; lower it")
+    if config.parallel.executor == "uniproc" and size != 1:
+        raise _bad("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
+    if spec.num_heads % size:
+        divisors = [n for n in range(1, spec.num_heads + 1) if _divides(spec, n)]
+        raise _bad(
+            "tensor_parallel_size",
+            size,
+            f"{spec.num_heads} attention heads do not divide into {size} ranks; give one of {divisors}",
+        )
+    if not _divides(spec, size):
+        raise _bad(
+            "tensor_parallel_size",
+            size,
+            f"{spec.num_kv_heads} KV heads and an intermediate size of {spec.intermediate_size} "
+            f"cannot be split or replicated evenly over {size} ranks",
+        )
+
+
+def _divides(spec: ModelSpec, size: int) -> bool:
+    """Whether `size` ranks can share a layer: KV heads are split, or replicated where there are more ranks."""
+    kv_ok = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+    return spec.num_heads % size == 0 and kv_ok and spec.intermediate_size % size == 0

@@ -1,0 +1,139 @@
+"""Every error that a caller of ringcore can see, and how each crosses a process boundary.
+
+    RingcoreError
+    ├── ConfigError            (ValueError)    an engine option is wrong, alone or with another
+    ├── UnknownOptionError     (TypeError)     no such engine option or sampling parameter
+    ├── InvalidRequestError    (ValueError)    one request is wrong; its neighbours go on
+    ├── ModelLoadError                         the checkpoint cannot be read or does not fit the model
+    ├── CapacityError                          too little memory; carries what would fit
+    ├── EngineDeadError                        a process of the engine ended; every later call raises it again
+    ├── WorkerError                            a worker method raised; rank, type, message, remote traceback
+    ├── RpcTimeoutError        (TimeoutError)  the deadline passed; method and missing ranks
+    └── SleepingError                          the call needs memory that sleep gave back
+
+An error has a message for a person and `details` for a program: builtin values only, so that any of them can
+be encoded, sent, and raised again on the other side as the same type with the same details.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "ModelLoadError",
+    "RingcoreError",
+    "RpcTimeoutError",
+    "SleepingError",
+    "UnknownOptionError",
+    "WorkerError",
+    "error_from_wire",
+    "error_to_wire",
+    "unknown_option",
+]
+
+
+class RingcoreError(Exception):
+    """Base of every error raised on purpose by ringcore.
+
+    `details` holds the facts of the message as builtin values; which keys there are is said by each subclass.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details: dict[str, Any] = details
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.details))
+
+
+def _rebuild(cls: type[RingcoreError], message: str, details: dict[str, Any]) -> RingcoreError:
+    return cls(message, **details)
+
+
+class ConfigError(RingcoreError, ValueError):
+    """An engine option has a value that cannot work. Details: `option`, `value`."""
+
+
+class UnknownOptionError(RingcoreError, TypeError):
+    """A keyword that is no option. Details: `option`, `nearest` (a valid name or None)."""
+
+
+class InvalidRequestError(RingcoreError, ValueError):
+    """A request cannot be served as asked. Details: `field`, `value`, and `index` where it came in a batch."""
+
+
+class ModelLoadError(RingcoreError):
+    """A model cannot be found, read or built. Details: `path`, `tensor`, `architecture` as known."""
+
+
+class CapacityError(RingcoreError):
+    """Memory does not hold what was asked. Details: `needed_bytes`, `available_bytes`, `max_model_len` that fits."""
+
+
+class EngineDeadError(RingcoreError):
+    """A process of the engine ended. Details: `process`, `rank`, `exit_code`, `signal`, `last_log` (list of lines)."""
+
+
+class WorkerError(RingcoreError):
+    """A method raised in a worker. Details: `rank`, `error_type`, `error_message`, `traceback`, `method`."""
+
+
+class RpcTimeoutError(RingcoreError, TimeoutError):
+    """A call's deadline passed. Details: `method`, `timeout_s`, `missing_ranks`."""
+
+
+class SleepingError(RingcoreError):
+    """The engine sleeps and the call needs what it gave back. Details: `tags`."""
+
+
+_WIRE_TYPES: dict[str, type[RingcoreError]] = {
+    cls.__name__: cls
+    for cls in (
+        ConfigError,
+        UnknownOptionError,
+        InvalidRequestError,
+        ModelLoadError,
+        CapacityError,
+        EngineDeadError,
+        WorkerError,
+        RpcTimeoutError,
+        SleepingError,
+    )
+}
+
+
+def error_to_wire(error: BaseException) -> dict[str, Any]:
+    """An error as builtin values: `{"type", "message", "details"}`.
+
+    A type that is not ours travels as a `WorkerError` would, by name and text: see `executor.worker_proc`.
+    """
+    if isinstance(error, RingcoreError):
+        return {"type": type(error).__name__, "message": error.message, "details": error.details}
+    return {"type": type(error).__name__, "message": str(error), "details": {}}
+
+
+def error_from_wire(wire: Mapping[str, Any]) -> RingcoreError:
+    """The error that `error_to_wire` described; an unknown type becomes a `RingcoreError` that names it."""
+    cls = _WIRE_TYPES.get(wire["type"])
+    if cls is None:
+        return RingcoreError(f"{wire['type']}: {wire['message']}", **wire["details"])
+    return cls(wire["message"], **wire["details"])
+
+
+def unknown_option(option: str, valid: Iterable[str], what: str) -> UnknownOptionError:
+    """The error for a keyword that is not among `valid`; names the nearest one. `what` is e.g. "engine option"."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.5)
+    nearest = close[0] if close else None
+    remedy = f"did you mean {nearest!r}?" if nearest else f"valid names: {', '.join(names)}"
+    return UnknownOptionError(f"unknown {what} {option!r}; {remedy}", option=option, nearest=nearest)

@@ -1,0 +1,41 @@
+"""The seam between the worker and a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from ringcore.attention.layer import Attention
+from ringcore.attention.metadata import ForwardContext
+from ringcore.checkpoint import ModelSpec
+from ringcore.model_executor.loader import Weight
+from ringcore.model_executor.parallel import TensorParallel
+
+__all__ = ["CausalLM"]
+
+
+class CausalLM(ABC):
+    """A decoder-only language model on one rank. Built without weights; `weights()` says what to load where."""
+
+    attention_layers: Sequence[Attention]
+
+    @abstractmethod
+    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None: ...
+
+    @abstractmethod
+    def weights(self) -> Sequence[Weight]:
+        """Every tensor of this rank: its final (fused, sliced) shape and the checkpoint slices that fill it."""
+
+    @abstractmethod
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say)."""
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""

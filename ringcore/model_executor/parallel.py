@@ -1,0 +1,37 @@
+"""Tensor parallelism as a model sees it: a rank, a size and two collectives, passed as an argument."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+__all__ = ["SingleRank", "TensorParallel"]
+
+
+class TensorParallel(ABC):
+    """This rank among `size`. All ranks call the same collectives in the same order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, [same shape]; may be written in place."""
+
+    @abstractmethod
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank."""
+
+
+class SingleRank(TensorParallel):
+    """No parallelism: the collectives are the identity."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor

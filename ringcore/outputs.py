@@ -1,0 +1,68 @@
+"""What a caller gets back for a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ringcore.errors import RingcoreError
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's natural-log probability under the model's raw distribution, and its rank (1 = most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Moments of a request on the host's monotonic clock, in seconds; None while it has not come to that."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt, as far as it has come.
+
+    `logprobs` has one dict a generated token, from token id to `Logprob`: the sampled token and the most
+    likely ones. `stop_reason` is the stop string or stop token id that ended it, None for end of text.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions. `error` is set, and `outputs` may be empty, where the request failed."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: RingcoreError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or (
+            bool(self.outputs) and all(o.finish_reason is not None for o in self.outputs)
+        )

@@ -1,0 +1,15 @@
+"""The model classes ringcore knows: the `architectures` name of config.json, and where its class is.
+
+Pure data, so that a wrong name is refused before any process starts and without importing torch.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MODELS"]
+
+# architecture: (module, class)
+MODELS: dict[str, tuple[str, str]] = {
+    "LlamaForCausalLM": ("ringcore.model_executor.models.llama", "LlamaForCausalLM"),
+    "Qwen2ForCausalLM": ("ringcore.model_executor.models.qwen2", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM": ("ringcore.model_executor.models.qwen3", "Qwen3ForCausalLM"),
+}

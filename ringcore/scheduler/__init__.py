@@ -1,0 +1,1 @@
+"""Decides what each step computes; it does not know what a tensor is."""

@@ -1,0 +1,1 @@
+"""Runs steps on one device; it does not know why a token was scheduled."""
