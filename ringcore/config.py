@@ -114,6 +114,8 @@ class EngineConfig:
         options = {name: f.default if f.default is not MISSING else None for name, f in known.items()} | options
         options["executor"] = _executor_name(options["executor"])
         _check_values(options)
+        for name in ("model", "tokenizer"):  # plain strings: the config travels to other processes
+            options[name] = options[name] and os.fspath(options[name])
         files = find_model(options["model"], options["load_format"])
         spec = read_model_spec(files, MODELS)
         parts: dict[str, Any] = {

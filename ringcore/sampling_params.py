@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
@@ -16,10 +15,13 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
+MAX_NUMBER = 1e9
+MAX_COUNT = 2**31 - 1  # what the workers' columns hold
 
 
 def _bad(field: str, value: object, remedy: str) -> InvalidRequestError:
-    shown = value if isinstance(value, str | int | float | bool | None) else repr(value)
+    sendable = isinstance(value, str | float | None) or (isinstance(value, int) and abs(value) < 2**63)
+    shown = value if sendable else repr(value)
     return InvalidRequestError(f"{field}={value!r}: {remedy}", field=field, value=shown)
 
 
@@ -69,22 +71,22 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise _bad(name, value, "give a finite number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:  # NaN too
+                raise _bad(name, value, f"give a finite number, at most {MAX_NUMBER:g}")
         if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
             raise _bad("temperature", self.temperature, f"give 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise _bad("top_p", self.top_p, "give a number above 0 and at most 1 (1 keeps every token)")
         if not 0 <= self.min_p <= 1:
             raise _bad("min_p", self.min_p, "give a number from 0 to 1 (0 keeps every token)")
-        _check_int("top_k", self.top_k, 0, None, "0 keeps every token")
+        _check_int("top_k", self.top_k, 0, MAX_COUNT, "0 keeps every token")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1, "None draws one")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None, "None means up to max_model_len")
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, "at most max_tokens")
+            _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT, "None means up to max_model_len")
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT, "at most max_tokens")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None reports none")
 
@@ -95,11 +97,13 @@ class SamplingParams:
         for text in stops:
             if not isinstance(text, str) or not text or len(text) > MAX_STOP_STRING_CHARS:
                 raise _bad("stop", text, f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters")
+            if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise _bad("stop", text.encode(errors="replace").decode(), "it holds half of a surrogate pair; remove it")
         ids = self.stop_token_ids or []
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise _bad("stop_token_ids", len(ids), f"give at most {MAX_STOP_TOKEN_IDS} stop token ids")
         for token_id in ids:
-            _check_int("stop_token_ids", token_id, 0, None, "a token id of the model's vocabulary")
+            _check_int("stop_token_ids", token_id, 0, MAX_COUNT, "a token id of the model's vocabulary")
 
     @property
     def stop_strings(self) -> list[str]:
@@ -112,12 +116,9 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _check_int(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    if ok and isinstance(value, int) and value >= low and (high is None or value <= high):
-        return
-    bounds = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    raise _bad(name, value, f"give {bounds}; {remedy}")
+def _check_int(name: str, value: object, low: int, high: int, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _bad(name, value, f"give an integer from {low} to {high}; {remedy}")
 
 
 def _reject_unknown_options() -> None:

@@ -1,1 +1,21 @@
 """Reads what a model's files say without loading a weight; it does not know what a tensor library is."""
+
+from ringcore.checkpoint.gguf_header import GGUFHeader, GGUFTensorInfo, read_gguf_header
+from ringcore.checkpoint.model_files import ModelFiles, find_model
+from ringcore.checkpoint.model_spec import ModelSpec, RopeSpec
+from ringcore.checkpoint.safetensors_header import TensorEntry, TensorIndex, read_safetensors_header
+from ringcore.checkpoint.spec_reader import read_model_spec
+
+__all__ = [
+    "GGUFHeader",
+    "GGUFTensorInfo",
+    "ModelFiles",
+    "ModelSpec",
+    "RopeSpec",
+    "TensorEntry",
+    "TensorIndex",
+    "find_model",
+    "read_gguf_header",
+    "read_model_spec",
+    "read_safetensors_header",
+]

@@ -1,1 +1,25 @@
 """The ringcore command; it does not know how anything is computed."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line. Exit code 2 for what the user can mend in the command, 1 for every other failure."""
+    from ringcore.cli.app import make_app
+    from ringcore.errors import ConfigError, InvalidRequestError, RingcoreError, UnknownOptionError
+
+    try:
+        make_app()(args)
+    except (ConfigError, InvalidRequestError, UnknownOptionError) as error:
+        sys.exit(_report(error, 2))
+    except RingcoreError as error:
+        sys.exit(_report(error, 1))
+
+
+def _report(error: Exception, exit_code: int) -> int:
+    print(f"ringcore: {' '.join(str(error).split())}", file=sys.stderr)
+    return exit_code

@@ -67,5 +67,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and frees what they held. Idempotent; pending futures raise `EngineDeadError`."""
-
-

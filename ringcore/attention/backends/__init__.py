@@ -1,1 +1,44 @@
-"""One file an attention backend."""
+"""The attention backends, in the order of preference, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
+from ringcore.errors import ConfigError
+from ringcore.kv_cache.spec import KVCacheSpec
+
+__all__ = ["BACKENDS", "choose_backend"]
+
+# name: class; "auto" takes the first that does not refuse
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    TorchSdpaBackend.name: TorchSdpaBackend,
+}
+
+
+def choose_backend(
+    name: str, spec: KVCacheSpec, num_heads: int, device: torch.device, order: Sequence[str] | None = None
+) -> AttentionBackend:
+    """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve `spec` on `device`.
+
+    `num_heads` query heads on this rank. Raises `ConfigError` with the reason of every backend that refused.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise _refused(name, f"no such backend; give auto or one of {', '.join(BACKENDS)}")
+    if num_heads % spec.num_kv_heads:
+        raise _refused(name, f"{num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+    candidates = (order if order is not None else list(BACKENDS)) if name == "auto" else [name]
+    reasons = []
+    for candidate in candidates:
+        reason = BACKENDS[candidate].refusal(spec, device)
+        if reason is None:
+            return BACKENDS[candidate](spec, num_heads)
+        reasons.append(f"{candidate}: {reason}")
+    raise _refused(name, f"no backend is left ({'; '.join(reasons)}); give attention_backend='auto' or another dtype")
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"attention_backend={name!r}: {reason}", option="attention_backend", value=name)

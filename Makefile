@@ -1,0 +1,39 @@
+# make run    set up everything, then run the main job: an offline batch with SmolLM2-135M
+# make test   the same set-up, then the tests
+# make setup  the set-up alone: .venv, pinned packages, the model folder
+# make lint   linters, type checker, import contracts
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup run test lint format clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(INSTALLED)
+	@$(BIN)/python scripts/fetch_model.py smollm2-135m
+
+run: setup
+	$(BIN)/python examples/offline_batch.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks report --check
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,10 @@
+"""Measures ringcore beside its peers, on one machine, in one run; it does not know how an engine works inside.
+
+`python -m benchmarks` lists the benchmarks. A new one is a file with a `Benchmark` class and a line below.
+"""
+
+BENCHMARKS = {
+    "throughput": "benchmarks.throughput:Throughput",
+    "startup": "benchmarks.startup:Startup",
+    "footprint": "benchmarks.footprint:Footprint",
+}

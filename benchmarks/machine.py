@@ -1,0 +1,61 @@
+"""What a reader must know of the machine and the code to judge a number."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from benchmarks.driver import ROOT
+from benchmarks.peers.protocol import package_versions
+
+__all__ = ["git_commit", "machine_facts", "shown_path"]
+
+_PACKAGES = ("ringcore", "torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq")
+
+
+def machine_facts() -> dict[str, str | int | float | dict[str, str]]:
+    """CPU model, cores this process may use, memory in bytes, system, Python, packages, and the load just now."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": package_versions(_PACKAGES),
+        "load_average_1min": os.getloadavg()[0],
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str:
+    """The commit of this checkout, with "+changes" where tracked files differ from it; "unknown" outside of git."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as a result may show it: relative to the repository, or to the home folder, or its name alone."""
+    absolute = Path(path).expanduser().absolute()
+    if absolute.is_relative_to(ROOT):
+        return str(absolute.relative_to(ROOT))
+    if absolute.is_relative_to(Path.home()):
+        return f"~/{absolute.relative_to(Path.home())}"
+    return absolute.name

@@ -1,0 +1,138 @@
+"""Turns results into Markdown tables, and keeps those in the documents equal to the results.
+
+In a document, everything between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` belongs to the report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import BENCHMARKS
+from benchmarks.driver import ROOT, BenchmarkError
+from benchmarks.result import Measurement, Result, read_result
+from benchmarks.stats import Summary, pairwise_ratios, summarize
+
+__all__ = ["DOCUMENTS", "RESULTS", "outdated", "read_results", "render", "replace_tables", "update"]
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+RESULTS = ROOT / "benchmarks" / "results"
+_OPENING, _CLOSING = "<!-- benchmark:", "<!-- /benchmark -->"
+_SECTION = re.compile(
+    rf"(?P<open>^{_OPENING}(?P<name>\w+) -->\n)(?P<body>(?:(?!{_OPENING}).)*?)(?P<close>^{_CLOSING}$)", re.S | re.M
+)
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, Result]:
+    """Every benchmark's result in `folder`, by the benchmark's name. Raises `BenchmarkError` where two are of one."""
+    results: dict[str, Result] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = read_result(path)
+        if result.benchmark in results:
+            raise BenchmarkError(f"{path}: a second result of {result.benchmark!r}; keep one of them", path=str(path))
+        results[result.benchmark] = result
+    return results
+
+
+def outdated(documents: Sequence[Path], results: Mapping[str, Result]) -> list[Path]:
+    """The documents whose tables are not what the results say."""
+    return [path for path in documents if (text := path.read_text()) != replace_tables(text, results)]
+
+
+def update(documents: Sequence[Path], results: Mapping[str, Result]) -> list[Path]:
+    """Writes the tables; returns the documents that changed."""
+    changed = outdated(documents, results)
+    for path in changed:
+        path.write_text(replace_tables(path.read_text(), results))
+    return changed
+
+
+def replace_tables(text: str, results: Mapping[str, Result]) -> str:
+    """`text` with every section rendered anew; a benchmark without a result leaves its section empty.
+
+    Raises `BenchmarkError` for a section of no known benchmark, or one that is not closed.
+    """
+    sections = list(_SECTION.finditer(text))
+    if not len(sections) == text.count(_OPENING) == text.count(_CLOSING):
+        raise BenchmarkError(f"a benchmark section is not closed; each needs {_OPENING}NAME --> and {_CLOSING} lines")
+    for section in sections:
+        if section["name"] not in BENCHMARKS:
+            raise BenchmarkError(f"section {section['name']!r} is no benchmark; there are: {', '.join(BENCHMARKS)}")
+
+    def body(section: re.Match[str]) -> str:
+        result = results.get(section["name"])
+        return section["open"] + (render(result) if result else "") + section["close"]
+
+    return _SECTION.sub(body, text)
+
+
+def render(result: Result) -> str:
+    """The table of a result with what is needed to judge it, as Markdown that ends in a newline."""
+    findings = result.findings
+    ours, *peers = findings.engines
+    has_limit = any(measurement.limit for measurement in findings.measurements)
+    header = ["", ours, *peers, *(f"against {peer}" for peer in peers), *(["of the limit"] if has_limit else [])]
+    rows = [_row(measurement, ours, peers, has_limit) for measurement in findings.measurements]
+    lines = [_line(header), _line(["---"] + ["--:"] * (len(header) - 1)), *(_line(row) for row in rows), ""]
+    lines += [
+        f"Median of {result.rounds} rounds (lowest to highest); ratios are taken round by round, above 1 is ahead.",
+        *findings.conditions,
+        *(f"Limit, {m.name}: {m.limit.statement}." for m in findings.measurements if m.limit),
+        *(f"{check.name[:1].upper()}{check.name[1:]}: {check.value}." for check in findings.checks),
+        _machine(result),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(measurement: Measurement, ours: str, peers: Sequence[str], has_limit: bool) -> list[str]:
+    samples = measurement.samples
+    cells = [f"{measurement.name}, {measurement.unit}"]
+    cells += [_spread(summarize(samples[engine])) if engine in samples else "" for engine in (ours, *peers)]
+    for peer in peers:
+        if ours in samples and peer in samples:
+            ratios = pairwise_ratios(samples[ours], samples[peer], higher_is_better=measurement.higher_is_better)
+            cells.append(_spread(summarize(ratios), "x"))
+        else:
+            cells.append("")
+    if has_limit:
+        cells.append(_share(measurement, ours))
+    return cells
+
+
+def _share(measurement: Measurement, ours: str) -> str:
+    if measurement.limit is None or ours not in measurement.samples:
+        return ""
+    value, limit = summarize(measurement.samples[ours]).median, measurement.limit.value
+    return f"{value / limit if measurement.higher_is_better else limit / value:.0%}"
+
+
+def _machine(result: Result) -> str:
+    machine, engines = result.machine, result.findings.engines
+    versions = []
+    for name, facts in engines.items():
+        package = name.split()[0]
+        listed = {k: v for k, v in facts["packages"].items() if k == "torch" or k.startswith(package)}
+        settings = [f"{key}={value}" for key, value in facts["env"].items()]
+        versions.append(f"{name} ({', '.join([f'{k} {v}' for k, v in listed.items()] + settings)})")
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"Python {machine['python']}; {'; '.join(versions)}. {result.date[:10]}, commit {result.commit}: "
+        f"`{result.command}`"
+    )
+
+
+def _spread(summary: Summary, unit: str = "") -> str:
+    return f"{number(summary.median)}{unit} ({number(summary.low)} to {number(summary.high)})"
+
+
+def number(value: float) -> str:
+    """Three figures that matter, without an exponent."""
+    for floor, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)):
+        if abs(value) >= floor:
+            return f"{value:,.{digits}f}"
+    return f"{value:.4f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,158 @@
+"""Reads a `ModelSpec` from the metadata and the tensor names of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
+from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.model_spec import ModelSpec, RopeSpec
+from ringcore.errors import ModelLoadError
+
+__all__ = ["GGUF_ARCHITECTURES", "read_gguf_spec"]
+
+# general.architecture: the name in config.json
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# A quantized weight is exact only in float32, to which it is expanded.
+_FILE_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
+    """The facts of the model in a GGUF file. Raises `ModelLoadError` as `read_model_spec` does."""
+    header = read_gguf_header(path)
+    meta = Metadata(header.metadata, path)
+    name = meta.text("general.architecture")
+    architecture = GGUF_ARCHITECTURES.get(name, "")
+    if architecture not in known:
+        names = sorted(ggml for ggml, ours in GGUF_ARCHITECTURES.items() if ours in known)
+        raise ModelLoadError(
+            f"{path}: the architecture {name!r} is not known; known: {', '.join(names)}", path=path, architecture=name
+        )
+    _refuse_unsupported(meta, name)
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError(f"{path}: tensor 'token_embd.weight' is missing", path=path, tensor="token_embd.weight")
+    hidden_size = meta.integer(f"{name}.embedding_length")
+    num_heads = meta.integer(f"{name}.attention.head_count")
+    head_dim = _head_dim(meta, name, hidden_size, num_heads)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=meta.integer(f"{name}.feed_forward_length"),
+        num_layers=meta.integer(f"{name}.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=meta.integer(f"{name}.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=_shortest(meta.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        max_position_embeddings=meta.integer(f"{name}.context_length"),
+        rope=_rope(header, meta, name, head_dim),
+        tie_word_embeddings="output.weight" not in header.tensors,
+        attention_bias="blk.0.attn_q.bias" in header.tensors,
+        attention_out_bias="blk.0.attn_output.bias" in header.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in header.tensors,
+        dtype=_FILE_DTYPES.get(_commonest_type(header), "float32"),
+        bos_token_id=_token_id(meta, "bos_token_id"),
+        eos_token_ids=list(dict.fromkeys(i for key in _END_KEYS if (i := _token_id(meta, key)) is not None)),
+    )
+
+
+def _shortest(value: float) -> float:
+    """A float32 of the file as the decimal number it was made from: 1e-6, not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))
+
+
+def _refuse_unsupported(meta: Metadata, name: str) -> None:
+    if meta.get(f"{name}.expert_count"):
+        raise meta.error(f"{name}.expert_count", f"is {meta.get(f'{name}.expert_count')}; experts are not computed")
+    if meta.get(f"{name}.attention.sliding_window"):
+        raise meta.error(f"{name}.attention.sliding_window", "is present; sliding windows are not computed")
+
+
+def _head_dim(meta: Metadata, name: str, hidden_size: int, num_heads: int) -> int:
+    if f"{name}.attention.key_length" not in meta and hidden_size % num_heads:
+        raise meta.error(f"{name}.attention.head_count", f"is {num_heads}, which does not divide {hidden_size}")
+    head_dim = meta.integer(f"{name}.attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if meta.integer(f"{name}.{key}", head_dim) != head_dim:
+            raise meta.error(f"{name}.{key}", f"is {meta.get(f'{name}.{key}')}; only the head size {head_dim} is known")
+    return head_dim
+
+
+def _token_id(meta: Metadata, key: str) -> int | None:
+    key = f"tokenizer.ggml.{key}"
+    return meta.integer(key, low=0) if key in meta else None
+
+
+def _commonest_type(header: GGUFHeader) -> int:
+    """The type of most bytes of the matrices."""
+    sizes: dict[int, int] = {}
+    for info in header.tensors.values():
+        if len(info.shape) == 2:
+            sizes[info.ggml_type] = sizes.get(info.ggml_type, 0) + info.nbytes
+    return max(sizes, key=lambda kind: sizes[kind]) if sizes else 0
+
+
+def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeSpec:
+    theta = _shortest(meta.number(f"{name}.rope.freq_base", 10_000.0))
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3_rope(header, theta, head_dim)
+    prefix = f"{name}.rope.scaling."
+    kind = meta.text(prefix + "type", "none")
+    if kind == "none":
+        old_scale = _shortest(meta.number(f"{name}.rope.scale_linear", 1.0))  # before rope.scaling.*
+        return RopeSpec(theta, "linear", old_scale) if old_scale != 1.0 else RopeSpec(theta)
+    factor = _shortest(meta.number(prefix + "factor"))
+    if kind == "linear":
+        return RopeSpec(theta, "linear", factor)
+    if kind != "yarn" or prefix + "yarn_log_multiplier" in meta:
+        raise meta.error(prefix + "type", f"is {kind!r}; known: none, linear, yarn without yarn_log_multiplier")
+    scale = _shortest(meta.number(prefix + "attn_factor", 1.0))
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=meta.integer(prefix + "original_context_length"),
+        beta_fast=_shortest(meta.number(prefix + "yarn_beta_fast", 32.0)),
+        beta_slow=_shortest(meta.number(prefix + "yarn_beta_slow", 1.0)),
+        # GGML multiplies the paper's scale by its factor; config.json gives the product.
+        attention_factor=None if scale == 1.0 else scale * (0.1 * math.log(factor) + 1.0),
+    )
+
+
+def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
+    """What llama3 scaling divides each frequency by: [head_dim / 2] float64."""
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
+    wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
+    turns = rope.original_max_position_embeddings / wavelength
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - smooth) / rope.factor + smooth))
+
+
+def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
+    """Llama 3.1's scaling: a GGUF file holds only the divisors it comes to.
+
+    The family publishes one set of parameters besides the factor, which is the largest divisor; they are taken
+    if they give the divisors of the file, else the file is refused.
+    """
+    info = header.tensors["rope_freqs.weight"]
+    if info.shape == (head_dim // 2,) and info.ggml_type == 0:
+        divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=info.offset)
+        rope = RopeSpec(theta, "llama3", float(divisors.max()), 8192, 1.0, 4.0)
+        if rope.factor and np.allclose(divisors, llama3_divisors(rope, head_dim), rtol=1e-4, atol=0):
+            return rope
+    raise ModelLoadError(
+        f"{header.path}: tensor 'rope_freqs.weight' holds no llama3 scaling with the published parameters "
+        "(low_freq_factor 1, high_freq_factor 4, 8192 positions); load the model from safetensors",
+        path=header.path,
+        tensor="rope_freqs.weight",
+    )

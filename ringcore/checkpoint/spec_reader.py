@@ -1,0 +1,173 @@
+"""Reads a `ModelSpec` from a model's files: from config.json here, from a GGUF header in `gguf_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringcore.checkpoint.gguf_spec import read_gguf_spec
+from ringcore.checkpoint.metadata import Metadata, read_json
+from ringcore.checkpoint.model_files import ModelFiles
+from ringcore.checkpoint.model_spec import ModelSpec
+from ringcore.checkpoint.rope import read_rope
+from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.errors import ModelLoadError
+
+__all__ = ["read_model_spec"]
+
+_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
+# What transformers' config classes assume where config.json is silent.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 128},
+}
+
+
+def read_model_spec(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
+    """The facts of the model. `known` holds the architectures there is a model class for.
+
+    Raises `ModelLoadError` for an architecture not in `known`, a field that is missing or cannot be right
+    (naming it and the file), and for what the model classes do not compute: sliding windows, partial rotary
+    embeddings, quantized safetensors, another activation than SiLU.
+    """
+    if files.config_path is None:
+        spec = read_gguf_spec(files.path, known)
+        source = files.path
+    else:
+        spec = _from_config(files, known)
+        source = files.config_path
+    _check_sizes(spec, source)
+    return spec
+
+
+def _architecture(config: Metadata, known: Mapping[str, object]) -> str:
+    names = config.required("architectures")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
+        raise config.error("architectures", f"is {names!r}, a list of one name is needed")
+    for name in names:
+        if name in known:
+            return str(name)
+    raise ModelLoadError(
+        f"{config.path}: the architecture {names[0]!r} is not known; known: {', '.join(sorted(known))}",
+        path=config.path,
+        architecture=names[0],
+    )
+
+
+def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
+    assert files.config_path is not None
+    raw = read_json(files.config_path)
+    architecture = _architecture(Metadata(raw, files.config_path), known)
+    present = {key: value for key, value in raw.items() if value is not None}
+    config = Metadata(_DEFAULTS.get(architecture, {}) | present, files.config_path)
+    num_layers = config.integer("num_hidden_layers")
+    _refuse_unsupported(config, num_layers)
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if "head_dim" not in config and hidden_size % num_heads:
+        raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size {hidden_size}")
+    max_position_embeddings = config.integer("max_position_embeddings")
+    # Qwen2's code has the bias fixed: on q, k and v, and no field says so.
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    bias = config.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=max_position_embeddings,
+        rope=read_rope(config, max_position_embeddings),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        attention_bias=qwen2 or bias,
+        attention_out_bias=bias and not qwen2,
+        mlp_bias=config.flag("mlp_bias", False) and architecture == "LlamaForCausalLM",
+        dtype=_dtype(config, files),
+        bos_token_id=_bos_token_id(config),
+        eos_token_ids=_eos_token_ids(config, files),
+    )
+
+
+def _refuse_unsupported(config: Metadata, num_layers: int) -> None:
+    if "quantization_config" in config:
+        raise config.error("quantization_config", "is present: quantized safetensors are not read; a .gguf file is")
+    if (activation := config.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise config.error("hidden_act", f"is {activation!r}; the known models compute 'silu'")
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise config.error("layer_types", f"is {layer_types!r}, a list is needed")
+        for kind in layer_types:
+            if kind != "full_attention":
+                raise config.error("layer_types", f"has {kind!r} layers; only full attention is computed")
+    elif config.flag("use_sliding_window", False) and "sliding_window" in config:
+        first = config.integer("max_window_layers", 28, low=0)  # 28: transformers' default
+        if first < num_layers:
+            raise config.error(
+                "use_sliding_window", f"is true for the layers from {first} on; sliding windows are not computed"
+            )
+
+
+def _dtype(config: Metadata, files: ModelFiles) -> str:
+    """What config.json says (`torch_dtype` before transformers 5), else what most tensors of the files have."""
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            name = config.text(key).removeprefix("torch.")
+            if name not in ("float32", "float16", "bfloat16"):
+                raise config.error(key, f"is {name!r}; float32, float16 and bfloat16 are known")
+            return name
+    found = [_DTYPES[e.dtype] for e in TensorIndex(files.weight_files).values() if e.dtype in _DTYPES]
+    return max(set(found), key=found.count) if found else "float32"
+
+
+def _bos_token_id(config: Metadata) -> int | None:
+    value = config.get("bos_token_id")
+    if isinstance(value, list):  # a few checkpoints have a list of one
+        value = value[0] if value else None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise config.error("bos_token_id", f"is {value!r}, a token id is needed")
+    return value
+
+
+def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
+    """The ids that end a completion: those of generation_config.json, then those of config.json."""
+    sources = [config]
+    generation = Path(files.path) / "generation_config.json"
+    if generation.is_file():
+        sources.insert(0, Metadata(read_json(generation), str(generation)))
+    ids: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise source.error("eos_token_id", f"is {value!r}, a token id or a list of them is needed")
+            if token_id >= 0 and token_id not in ids:  # -1 is how some say "none"
+                ids.append(token_id)
+    return ids
+
+
+def _check_sizes(spec: ModelSpec, source: str) -> None:
+    """The sizes with each other."""
+
+    def bad(what: str) -> ModelLoadError:
+        return ModelLoadError(f"{source}: {what}", path=source, architecture=spec.architecture)
+
+    if spec.num_heads % spec.num_kv_heads:
+        raise bad(f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} attention heads")
+    if spec.head_dim % 2:
+        raise bad(f"head_dim {spec.head_dim} is odd; a rotary embedding turns pairs")
+    for token_id in spec.eos_token_ids:
+        if token_id >= spec.vocab_size:
+            raise bad(f"eos_token_id {token_id} is outside the vocabulary of {spec.vocab_size}")

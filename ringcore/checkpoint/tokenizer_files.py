@@ -1,0 +1,129 @@
+"""Reads a tokenizer's files: tokenizer.json, tokenizer_config.json and the chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, processors
+
+from ringcore.checkpoint.metadata import Metadata, read_json
+from ringcore.errors import ModelLoadError
+
+__all__ = ["TokenizerFiles", "bos_eos_processor", "read_tokenizer_folder"]
+
+TOKENIZER_MAX_BYTES = 256 << 20
+TOKENIZER_CONFIG_MAX_BYTES = 16 << 20  # it may repeat every added token
+TEMPLATE_MAX_BYTES = 1 << 20
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a model's files say of its tokenizer. `special_tokens` maps "eos_token" and its like to the text."""
+
+    path: str
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
+    """The tokenizer in a folder. Raises `ModelLoadError` where a file is missing, too large or broken."""
+    config_path = folder / "tokenizer_config.json"
+    raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if config_path.is_file() else {}
+    config = Metadata(raw, str(config_path))
+    special = _special_tokens(config, folder)
+    template = _chat_template(config, folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return TokenizerFiles(str(folder), _through_transformers(folder), special, template)
+    backend = _load(file)
+    # A limit of length saved by a training run would cut prompts and pad them.
+    backend.no_truncation()
+    backend.no_padding()
+    if "add_bos_token" in config or "add_eos_token" in config:
+        bos = special.get("bos_token") if config.flag("add_bos_token", False) else None
+        eos = special.get("eos_token") if config.flag("add_eos_token", False) else None
+        backend.post_processor = bos_eos_processor(backend, bos, eos)
+    return TokenizerFiles(str(folder), backend, special, template)
+
+
+def bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> Any:
+    """What puts `bos` before and `eos` after every text; None for no token."""
+    named = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    for token, token_id in named:
+        if token_id is None:
+            raise ModelLoadError(f"the special token {token!r} is not in the tokenizer's vocabulary")
+    parts = [part for part in (bos, "$A", eos) if part is not None]
+    return processors.TemplateProcessing(single=parts, special_tokens=list(dict(named).items()))
+
+
+def _load(file: Path) -> Tokenizer:
+    size = file.stat().st_size
+    if size > TOKENIZER_MAX_BYTES:
+        raise ModelLoadError(f"{file}: has {size} bytes, more than the {TOKENIZER_MAX_BYTES} allowed", path=str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises its own kind, by no name
+        raise ModelLoadError(f"{file}: not a valid tokenizer: {error}", path=str(file)) from error
+
+
+def _through_transformers(folder: Path) -> Tokenizer:
+    """A folder in an older layout (vocab.json and merges.txt, tokenizer.model): transformers can convert it."""
+    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model", "tokenizer_config.json")):
+        raise ModelLoadError(
+            f"{folder}: tokenizer.json is missing; give the option tokenizer, a folder that has one", path=str(folder)
+        )
+    from transformers import AutoTokenizer  # takes seconds, so only here
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend: Tokenizer = tokenizer.backend_tokenizer
+    except Exception as error:  # of many kinds, by the layout
+        raise ModelLoadError(
+            f"{folder}: tokenizer.json is missing, and transformers cannot convert what is there: {error}",
+            path=str(folder),
+        ) from error
+    return backend
+
+
+def _special_tokens(config: Metadata, folder: Path) -> dict[str, str]:
+    """From tokenizer_config.json; where it has none, from special_tokens_map.json, as older folders have it."""
+    sources = [config]
+    older = folder / "special_tokens_map.json"
+    if older.is_file():
+        sources.append(Metadata(read_json(older), str(older)))
+    special: dict[str, str] = {}
+    for name in _SPECIAL:
+        for source in sources:
+            value = source.get(name)
+            if isinstance(value, dict):  # an AddedToken as JSON
+                value = value.get("content")
+            if value is not None and not isinstance(value, str):
+                raise source.error(name, f"is {value!r}, a token is needed")
+            if value is not None:
+                special[name] = value
+                break
+    return special
+
+
+def _chat_template(config: Metadata, folder: Path) -> str | None:
+    """chat_template.jinja, else the field of tokenizer_config.json; of several named ones the "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        data = file.read_bytes()
+        if len(data) > TEMPLATE_MAX_BYTES:
+            raise ModelLoadError(f"{file}: larger than {TEMPLATE_MAX_BYTES} bytes", path=str(file))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelLoadError(f"{file}: not UTF-8: {error}", path=str(file)) from error
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise config.error("chat_template", "is neither a string nor a list of named templates")
+    return value

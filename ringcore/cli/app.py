@@ -1,0 +1,27 @@
+"""The commands. Each is imported where it is made, and what it runs when it runs: `--help` starts at once."""
+
+from __future__ import annotations
+
+import typer
+
+__all__ = ["make_app"]
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="ringcore",
+        help="Runs large language models on this machine.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,  # errors are ours to show; a bug is shown as Python shows it
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def root() -> None:
+        """Keeps `generate` a command of its own while it is the only one."""
+
+    from ringcore.cli.generate import make_generate
+
+    app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
+    return app

@@ -1,0 +1,93 @@
+"""Command-line options made from dataclass fields, so that each option has one name, one default, one description."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any
+
+import typer
+
+from ringcore.config import EngineConfig
+from ringcore.sampling_params import SamplingParams
+
+__all__ = ["engine_options", "given", "sampling_options", "with_options"]
+
+# The engine's `seed` has the plain name; a request's own seed is the one option that goes by another.
+_SAMPLING_NAMES = {"seed": "request_seed"}
+
+
+def engine_options() -> list[inspect.Parameter]:
+    """One parameter for each of `EngineConfig.options()`, under its own name."""
+    types: dict[str, Any] = {}
+    for part in EngineConfig.PARTS.values():
+        types |= typing.get_type_hints(part)
+    return [
+        _parameter(name, types[name], option, option.metadata["option"], required=name == "model")
+        for name, option in EngineConfig.options().items()
+    ]
+
+
+def sampling_options() -> list[inspect.Parameter]:
+    """One parameter for each field of `SamplingParams`, described by the lines of its docstring."""
+    types, docs = typing.get_type_hints(SamplingParams), _field_docs(SamplingParams.__doc__ or "")
+    return [
+        _parameter(_SAMPLING_NAMES.get(f.name, f.name), types[f.name], f, docs.get(f.name, ""))
+        for f in fields(SamplingParams)
+    ]
+
+
+def given(values: dict[str, Any], parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """The options of `parameters` that the command line set, by the names of their fields.
+
+    What was not given is left out, so that the default is the dataclass's own.
+    """
+    names = {shown: name for name, shown in _SAMPLING_NAMES.items()}
+    return {names.get(p.name, p.name): values[p.name] for p in parameters if values[p.name] not in (None, [])}
+
+
+def with_options(command: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """`command(**options)` as a function whose signature also lists `parameters`, which typer reads."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    every = [*own, *parameters]
+
+    def run(**options: Any) -> None:
+        command(**options)
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in every}
+    return run
+
+
+def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: bool = False) -> inspect.Parameter:
+    """A keyword whose default is None (not given); the help names the field's own default."""
+    plain, default = _plain_type(kind), option.default
+    if default is not MISSING and default not in (None, "") and not required:
+        doc = f"{doc} (default: {default})"
+    flag = f"--{name.replace('_', '-')}"
+    flags = f"{flag}/--no-{flag[2:]}" if plain is bool else flag
+    annotation = Annotated[plain if required else plain | None, typer.Option(flags, help=doc, show_default=False)]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=annotation,
+        default=inspect.Parameter.empty if required else None,
+    )
+
+
+def _plain_type(kind: Any) -> Any:
+    """The type that one flag takes: `int | None` is int; `list[str] | str | None` is a flag given several times."""
+    if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
+        kinds = [k for k in typing.get_args(kind) if k is not NoneType]
+        return next((k for k in kinds if typing.get_origin(k) is list), kinds[0])
+    return kind
+
+
+def _field_docs(doc: str) -> dict[str, str]:
+    """The lines "name: text" of a docstring."""
+    pairs = (line.strip().split(": ", 1) for line in doc.splitlines() if ": " in line)
+    return {name: text for name, text in pairs if name.isidentifier()}

@@ -1,0 +1,176 @@
+"""What a caller gives as a prompt becomes an `EngineCoreRequest`, or an error that says what is wrong with it."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError, unknown_option
+from ringcore.protocol import EngineCoreRequest
+from ringcore.sampling_params import SamplingParams
+
+__all__ = ["InputProcessor", "PreparedRequest", "Prompt", "as_prompt_list"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt")
+_MAX_ID_BYTES = 256
+
+
+class TextEncoder(Protocol):
+    """What is needed of a `Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request: what the engine gets, and what the caller knows of it."""
+
+    request: EngineCoreRequest
+    request_id: str  # the caller's name for it; the engine's own is unique for as long as the engine lives
+    prompt: str | None
+
+
+class InputProcessor:
+    """Checks prompts against one model, before anything is sent: every error here is an `InvalidRequestError`
+    (or an `UnknownOptionError` for a key of a prompt's dict) that names the field, the value and the remedy."""
+
+    def __init__(self, config: EngineConfig, tokenizer: TextEncoder) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = config.model.spec.vocab_size
+        self._max_model_len = config.model.context_len
+        self._numbers = count()
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+        if not isinstance(params, SamplingParams):
+            raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
+        _check_keys(fields)
+        text, token_ids = self._text_and_ids(fields)
+        self._check_ids("prompt_token_ids", token_ids)
+        self._check_length(len(token_ids))
+        if params.stop_token_ids:
+            self._check_ids("stop_token_ids", params.stop_token_ids)
+        number = next(self._numbers)
+        request_id = _checked_string("request_id", fields.get("request_id")) or f"request-{number}"
+        request = EngineCoreRequest(
+            request_id=f"{request_id}#{number}",
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            arrival_s=time.monotonic(),
+            cache_salt=_checked_string("cache_salt", fields.get("cache_salt")),
+        )
+        return PreparedRequest(request, request_id, text)
+
+    def _text_and_ids(self, fields: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if (text is None) == (token_ids is None):
+            raise _bad("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
+        if token_ids is not None:
+            return None, _integers("prompt_token_ids", token_ids)
+        if not isinstance(text, str):
+            raise _bad("prompt", type(text).__name__, "give a str, or token ids as prompt_token_ids")
+        if not text:
+            raise _bad("prompt", "", "the prompt is empty; give at least one character")
+        return text, self._tokenizer.encode(text)
+
+    def _check_ids(self, field: str, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise _bad(field, 0, "the prompt is empty; give at least one token")
+        if min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
+            return
+        position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+        raise InvalidRequestError(
+            f"{field}: token id {token_ids[position]} at position {position} is not in the vocabulary; "
+            f"give integers from 0 to {self._vocab_size - 1}",
+            field=field,
+            value=token_ids[position] if abs(token_ids[position]) < 2**63 else str(token_ids[position]),
+            position=position,
+            vocab_size=self._vocab_size,
+        )
+
+    def _check_length(self, num_tokens: int) -> None:
+        longest = self._max_model_len - 1  # one token of the completion has to fit
+        if num_tokens > longest:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens and max_model_len is {self._max_model_len}; "
+                f"shorten it to {longest} tokens or raise max_model_len",
+                field="prompt",
+                value=num_tokens,
+                max_model_len=self._max_model_len,
+            )
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """The prompts of a call: a list of ints is one prompt of token ids, any other list is one of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise _bad("prompts", type(prompts).__name__, "give a str, a list of token ids, a dict, or a list of these")
+    if prompts and all(_is_integer(item) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _fields_of(prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, list | tuple):
+        return {"prompt_token_ids": prompt}
+    raise _bad("prompt", type(prompt).__name__, "give a str, a list of token ids, or a dict")
+
+
+def _check_keys(fields: Mapping[str, Any]) -> None:
+    for key in fields:
+        if key not in _PROMPT_KEYS:
+            raise unknown_option(str(key), _PROMPT_KEYS, "key of a prompt")
+
+
+def _integers(field: str, values: Any) -> list[int]:
+    """The values as plain ints; numpy's are taken too, floats and bools are not."""
+    if not isinstance(values, list | tuple):
+        raise _bad(field, type(values).__name__, "give a list of token ids")
+    for position, value in enumerate(values):
+        if not _is_integer(value):
+            raise InvalidRequestError(
+                f"{field}: {value!r} at position {position} is a {type(value).__name__}; give integers",
+                field=field,
+                value=repr(value)[:80],
+                position=position,
+            )
+    return [operator.index(value) for value in values]
+
+
+def _is_integer(value: Any) -> bool:
+    if type(value) is int:
+        return True
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def _checked_string(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise _bad(field, repr(value)[:80], "give a str that is not empty")
+    try:
+        length = len(value.encode())
+    except UnicodeEncodeError:
+        raise _bad(field, repr(value)[:80], "it holds half of a surrogate pair; remove it") from None
+    if length > _MAX_ID_BYTES:
+        raise _bad(field, repr(value)[:80], f"it has {length} bytes; give at most {_MAX_ID_BYTES}")
+    return value
+
+
+def _bad(field: str, value: object, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}={value!r}: {remedy}", field=field, value=value)

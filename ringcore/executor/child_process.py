@@ -1,0 +1,244 @@
+"""Starts and ends one child process of ours.
+
+Not `multiprocessing`: the user's `__main__` is never imported again, so a script without a guard just works, and
+there is no resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
+through an inherited memfd, and dies with its parent (see `child_main`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+
+from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor.child_log import ChildLog
+from ringcore.executor.child_main import PARENT_DEATH
+
+__all__ = ["ChildProcess", "terminate_all"]
+
+TERM_GRACE_S = 2.0
+KILL_GRACE_S = 5.0
+
+# Only what sets sys.path: everything else is in child_main, which can be imported then.
+_BOOT = """\
+import json, os, sys
+with os.fdopen(int(sys.argv[1]), "rb") as boot:
+    header = json.loads(boot.readline())
+    payload = boot.read()
+sys.path[:] = header["path"]
+from ringcore.executor.child_main import run
+run(header, payload)
+"""
+
+
+class ChildProcess:
+    """A child process, from `start` to `terminate`. Safe to use from several threads.
+
+    pid: its process id. pidfd: a descriptor that becomes readable when it ends; closed by `terminate`.
+    """
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], death_fd: int, log_fd: int) -> None:
+        self.name = name
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)  # before anybody reaps it: the pid is still its own
+        self._popen = popen
+        self._log = ChildLog(name, log_fd)
+        self._lock = threading.Lock()
+        self._fds = [self.pidfd, death_fd]
+        self._is_closed = False
+        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, self._fds)
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        entry: str,
+        payload: bytes = b"",
+        fds: Mapping[str, int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ChildProcess:
+        """Starts a Python process that calls `entry` ("module:function") as `entry(payload, fds)`.
+
+        `fds` are inherited under the same numbers, by name; the child finds one more, "parent_death", that hangs up
+        when this process ends. `env` is laid over this process's environment. The child ignores SIGINT, has no stdin,
+        and what it prints comes out on this process's stderr. Raises `RingcoreError` where it cannot be started.
+        """
+        if not sys.executable:
+            raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
+        death_read, death_write = os.pipe2(os.O_CLOEXEC)
+        log_read, log_write = os.pipe2(os.O_CLOEXEC)
+        passed = dict(fds or {}) | {PARENT_DEATH: death_read}
+        boot_fd = _boot_memory(name, entry, payload, passed)
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=log_write,
+                stderr=log_write,
+                pass_fds=[boot_fd, *passed.values()],
+                env={**os.environ, **env} if env else None,
+            )
+        except BaseException as error:
+            os.close(death_write)
+            os.close(log_read)
+            if isinstance(error, OSError):
+                raise RingcoreError(f"cannot start the process {name!r} with {sys.executable}: {error}") from error
+            raise
+        finally:
+            for fd in (boot_fd, death_read, log_write):
+                os.close(fd)
+        try:
+            return cls(name, popen, death_write, log_read)
+        except BaseException:
+            popen.kill()
+            popen.wait()
+            os.close(death_write)
+            os.close(log_read)
+            raise
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end; whether it has come. A process that has ended is reaped."""
+        if self._popen.returncode is None and not self._is_closed:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            if not poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3):
+                return False
+            self._popen.wait()
+        return self._popen.returncode is not None
+
+    def is_alive(self) -> bool:
+        return not self.wait(0)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or None while it runs or where a signal ended it."""
+        code = self._popen.returncode
+        return code if code is not None and code >= 0 else None
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that ended it, e.g. "SIGKILL"."""
+        code = self._popen.returncode
+        if code is None or code >= 0:
+            return None
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+
+    def describe_end(self) -> str:
+        """How it ended, for a person: "killed by SIGKILL, often the out-of-memory killer", "exit code 3"."""
+        if self.is_alive():
+            return "still running"
+        if self.signal_name == "SIGKILL":
+            return "killed by SIGKILL, often the out-of-memory killer"
+        return f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
+
+    def last_log(self) -> list[str]:
+        """The last lines it printed, oldest first; complete once it has ended."""
+        if not self.is_alive():
+            self._log.finish(0.2)
+        return self._log.lines()
+
+    def dead_error(self, rank: int | None = None) -> EngineDeadError:
+        """The error that says how this process ended; `rank` where it is a worker."""
+        last_log = self.last_log()
+        message = f"the process {self.name!r} (pid {self.pid}) ended: {self.describe_end()}"
+        if last_log:
+            message += f"; it said last: {last_log[-1]}"
+        return EngineDeadError(
+            message,
+            process=self.name,
+            rank=rank,
+            exit_code=self.exit_code,
+            signal=self.signal_name,
+            last_log=last_log,
+        )
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.is_alive() and not self._is_closed:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def terminate(self, grace_s: float = 0.0) -> None:
+        """Ends it and frees what it held here: see `terminate_all`. Idempotent."""
+        terminate_all([self], grace_s)
+
+    def _close(self) -> None:
+        """Frees descriptors and the log's thread; the process has ended, or nothing can end it."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._abandoned.detach()
+            self._log.close()
+            for fd in self._fds:
+                os.close(fd)
+
+
+def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
+    """Ends processes together: `grace_s` seconds to leave by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
+
+    Returns when all are reaped and their descriptors and threads are gone.
+    """
+    left = [child for child in children if not child._is_closed]
+    ended = list(left)
+    try:
+        for number, wait_s in ((None, grace_s), (signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, KILL_GRACE_S)):
+            if number is not None:
+                for child in left:
+                    child.signal(number)
+            deadline = time.monotonic() + wait_s
+            left = [child for child in left if not child.wait(deadline - time.monotonic())]
+            if not left:
+                break
+    finally:  # an interrupt ends the patience, not the work
+        for child in ended:
+            child.signal(signal.SIGKILL)
+            child.wait(KILL_GRACE_S)
+            child._close()
+
+
+def _abandon(popen: subprocess.Popen[bytes], log: ChildLog, fds: list[int]) -> None:
+    """The last resort for a child whose owner is gone without `terminate`."""
+    popen.kill()
+    popen.wait()
+    log.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
+    """A memfd with what the child reads first: a line of JSON, then the payload."""
+    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": sys.path}
+    fd = os.memfd_create("ringcore-boot", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as boot:
+        boot.write(json.dumps(header).encode() + b"\n")
+        boot.write(payload)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _interpreter_flags() -> list[str]:
+    """The options of this interpreter that a child must share: they change what its code means."""
+    options = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+        "-B": sys.flags.dont_write_bytecode,
+        "-O": sys.flags.optimize == 1,
+        "-OO": sys.flags.optimize >= 2,
+    }
+    flags = [name for name, is_on in options.items() if is_on]
+    flags += [f"-W{option}" for option in sys.warnoptions]
+    return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

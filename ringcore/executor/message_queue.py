@@ -1,0 +1,247 @@
+"""Messages over a ring: several byte buffers a message, of any size up to `MAX_MESSAGE_BYTES`, in the order of sending.
+
+What is too large for the ring goes by `side_channel`, while a stub in the ring keeps the message's place.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ringcore.errors import InvalidRequestError
+from ringcore.executor.ring_buffer import LINE, Buffer, RingReader, RingWriter
+from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
+from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
+from ringcore.executor.waiting import SPACE_TICK_S, Waiter
+
+__all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
+
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_PARTS = 64
+
+# Kinds of records.
+_INLINE, _SIDE = 1, 2
+_PADDING = memoryview(bytes(LINE))
+
+
+@dataclass(frozen=True)
+class QueueHandle:
+    """The descriptors of one queue, owned by whoever made the handle.
+
+    The ring's, and for each reader a socketpair for large messages. A process that inherited one end builds its own
+    handle with `from_fds` and has only that end's.
+    """
+
+    ring: RingHandle
+    send_fds: dict[int, int] = field(default_factory=dict)
+    receive_fds: dict[int, int] = field(default_factory=dict)
+
+    def fds_of_reader(self, index: int) -> dict[str, int]:
+        """What reader `index` inherits."""
+        return self._shared() | {
+            f"wake.{index}": self.ring.wake_fds[index],
+            f"receive.{index}": self.receive_fds[index],
+        }
+
+    def fds_of_writer(self) -> dict[str, int]:
+        """What the writer inherits."""
+        wakes = {f"wake.{i}": fd for i, fd in self.ring.wake_fds.items()}
+        return self._shared() | wakes | {f"send.{i}": fd for i, fd in self.send_fds.items()}
+
+    def _shared(self) -> dict[str, int]:
+        return {"memory": self.ring.memory_fd, "acks": self.ring.acks_fd, "space": self.ring.space_fd}
+
+    @classmethod
+    def from_fds(cls, fds: Mapping[str, int]) -> QueueHandle:
+        """The handle of an end that was inherited by these names."""
+
+        def numbered(prefix: str) -> dict[int, int]:
+            return {int(name.removeprefix(prefix)): fd for name, fd in fds.items() if name.startswith(prefix)}
+
+        ring = RingHandle(fds["memory"], fds["acks"], fds["space"], numbered("wake."))
+        return cls(ring, numbered("send."), numbered("receive."))
+
+    def close_receiving(self) -> None:
+        """Closes what only readers use, in the process that has the writer. They inherited theirs."""
+        _close_all(self.receive_fds)
+
+    def close_sending(self) -> None:
+        """Closes what only the writer uses, in a process that has a reader."""
+        _close_all(self.send_fds)
+
+    def close(self) -> None:
+        self.ring.close()
+        _close_all(self.send_fds)
+        _close_all(self.receive_fds)
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def create_queue(capacity: int, num_readers: int) -> QueueHandle:
+    """A queue whose ring has `capacity` bytes, a multiple of the page size. Raises `CapacityError`."""
+    handle = QueueHandle(create_ring(capacity, num_readers))
+    try:
+        for i in range(num_readers):
+            handle.send_fds[i], handle.receive_fds[i] = side_socketpair()
+    except BaseException:
+        handle.close()
+        raise
+    return handle
+
+
+class Message:
+    """A received message on lease: `parts` are read-only shared memory, valid inside the `with` block alone.
+
+    Leaving the block gives the memory back to the writer, so whatever is kept must have been copied or decoded into
+    objects of its own. A view made by numpy would survive the block and change under its owner.
+    """
+
+    __slots__ = ("_give_back", "parts")
+
+    def __init__(self, parts: list[memoryview], give_back: Callable[[], None]) -> None:
+        self.parts = parts
+        self._give_back = give_back
+
+    def __enter__(self) -> list[memoryview]:
+        return self.parts
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for part in self.parts:
+            try:
+                part.release()
+            except BufferError:  # somebody still looks through it; the memory goes back all the same
+                continue
+        self._give_back()
+
+
+def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """A message as buffers to put one after the other, and their bytes.
+
+    First a table (count u32, then the bytes of each part u32), then the parts, each at a multiple of 64.
+    """
+    assert len(parts) <= MAX_PARTS
+    flat = [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in parts]
+    table = struct.pack(f"<{1 + len(flat)}I", len(flat), *map(len, flat))
+    laid: list[Buffer] = [table]
+    size = len(table)
+    for part in flat:
+        if size % LINE:
+            laid.append(_PADDING[size % LINE :])
+            size += LINE - size % LINE
+        laid.append(part)
+        size += len(part)
+    return laid, size
+
+
+def _split(payload: memoryview) -> list[memoryview]:
+    """The parts of a laid-out message; every length is checked. Raises `RingCorruptError`."""
+    size = len(payload)
+    count = int.from_bytes(payload[:4], "little")
+    offset = 4 * (1 + count)
+    if size < 4 or count > MAX_PARTS or offset > size:
+        raise RingCorruptError(f"a message of {size} bytes cannot have {count} parts")
+    parts = []
+    for length in payload[4:offset].cast("I"):
+        offset += -offset % LINE
+        if offset + length > size:
+            raise RingCorruptError(f"a part of {length} bytes at {offset} leaves its message of {size} bytes")
+        parts.append(payload[offset : offset + length])
+        offset += length
+    return parts
+
+
+class MessageWriter:
+    """The sending end. Not thread-safe.
+
+    deaths: descriptors that become readable when a reader ends; a blocked `send` watches them.
+    """
+
+    def __init__(self, handle: QueueHandle, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
+        self._ring = RingWriter(handle.ring)
+        self._aside = SideSender(handle.send_fds[i] for i in sorted(handle.send_fds))
+        self._waiter = Waiter([handle.ring.space_fd], deaths, spin_s)
+
+    def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
+        """Sends one message, waiting for room. The parts are copied: they may be changed as soon as this returns.
+
+        Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message that is too large,
+        `CapacityError` where there is no memory for a large one.
+        """
+        self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
+
+    def try_send(self, parts: Sequence[Buffer]) -> bool:
+        """Sends one message if there is room at once."""
+        laid, size = _layout(parts)
+        if size <= self._ring.max_payload_bytes:
+            return self._ring.try_write(_INLINE, laid)
+        if size > MAX_MESSAGE_BYTES:
+            raise InvalidRequestError(
+                f"a message of {size} bytes: at most {MAX_MESSAGE_BYTES} can be sent at once; send it in pieces",
+                field="message",
+                value=size,
+            )
+        if not self._ring.has_room(STUB_BYTES):
+            return False
+        stub = self._aside.try_send(laid, size)
+        return stub is not None and self._ring.try_write(_SIDE, [stub])
+
+    def lagging(self) -> list[int]:
+        """The readers that have not taken in every message."""
+        return self._ring.lagging()
+
+    def close(self) -> None:
+        """Tells the readers that nothing follows. Idempotent; the handle stays open."""
+        self._ring.close()
+        self._aside.close()
+
+
+class MessageReader:
+    """The receiving end `index`. Not thread-safe.
+
+    deaths: descriptors that become readable when the writer ends; a blocked `receive` watches them.
+    """
+
+    def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
+        self._ring = RingReader(handle.ring, index)
+        self._aside = SideReceiver(handle.receive_fds[index])
+        self._waiter = Waiter([handle.ring.wake_fds[index]], deaths, spin_s)
+
+    def receive(self, deadline: float | None = None) -> Message:
+        """The next message, on lease. Raises `DeadlinePassed`, `PeerDied`, `RingClosed`, `RingCorruptError`."""
+        taken: list[Message] = []
+
+        def arrived() -> bool:
+            message = self.try_receive()
+            if message is not None:
+                taken.append(message)
+            return message is not None
+
+        self._waiter.wait(arrived, deadline)
+        return taken[0]
+
+    def try_receive(self) -> Message | None:
+        """The next message, on lease, or None where none has arrived."""
+        record = self._ring.try_read()
+        if record is None:
+            return None
+        kind, payload = record
+        if kind == _INLINE:
+            return Message(_split(payload), self._ring.release)
+        if kind != _SIDE:
+            raise RingCorruptError(f"a record of kind {kind} is no message")
+        stub = bytes(payload)
+        payload.release()
+        self._ring.release()
+        # Unmapping is left to the last view: one that outlives the lease keeps its memory, which nobody writes again.
+        return Message(_split(memoryview(self._aside.receive(stub))), lambda: None)
+
+    def close(self) -> None:
+        """Tells the writer that nobody reads here any more. Idempotent; the handle stays open."""
+        self._ring.close()
+        self._aside.close()

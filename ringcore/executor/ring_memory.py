@@ -1,0 +1,116 @@
+"""The memory of a ring: made in full, sealed, without a name, and mapped by those who inherit its descriptors.
+
+It is a memfd, so nobody else can open it and nothing is left behind when every process is killed. It is allocated in
+full at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+from ringcore.errors import CapacityError, RingcoreError
+
+__all__ = ["PAGE", "RingCorruptError", "RingHandle", "RingMapping", "create_ring", "make_memfd"]
+
+PAGE = mmap.PAGESIZE
+MAGIC, VERSION = 0x52494E47434F5245, 1
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+# Words (u64) of the control page that never change; ring_buffer has the others.
+W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
+
+
+class RingCorruptError(RingcoreError):
+    """Shared memory holds what no writer or reader of ours writes. Fatal: nothing is resynchronised."""
+
+
+@dataclass(frozen=True)
+class RingHandle:
+    """The descriptors of one ring. They belong to whoever made the handle, who calls `close`.
+
+    memory_fd: the control page and the data. acks_fd: one page a reader. space_fd: an eventfd that wakes the writer.
+    wake_fds: the eventfds that wake the readers, by index; a reader's own process has only its own.
+    """
+
+    memory_fd: int
+    acks_fd: int
+    space_fd: int
+    wake_fds: dict[int, int]
+
+    def close(self) -> None:
+        for fd in (self.memory_fd, self.acks_fd, self.space_fd, *self.wake_fds.values()):
+            os.close(fd)
+
+
+def make_memfd(name: str, num_bytes: int) -> int:
+    """A memfd of this size whose pages exist. The name is for /proc alone. Raises `CapacityError`."""
+    fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise CapacityError(
+            f"no shared memory for {name}: {num_bytes} bytes asked, {error.strerror}; free memory or raise the limit "
+            "on shared memory of this container",
+            needed_bytes=num_bytes,
+        ) from error
+    return fd
+
+
+def create_ring(capacity: int, num_readers: int) -> RingHandle:
+    """A ring of `capacity` bytes (a multiple of the page size). Raises `CapacityError` where memory is short."""
+    assert capacity > 0
+    assert capacity % PAGE == 0
+    assert num_readers > 0
+    fds: list[int] = []
+    try:
+        fds.append(make_memfd("ring", PAGE + capacity))
+        fds.append(make_memfd("acks", PAGE * num_readers))
+        with mmap.mmap(fds[0], PAGE) as page:
+            struct.pack_into("<4Q", page, 0, MAGIC, VERSION, capacity, num_readers)
+        for fd in fds:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        fds.extend(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1 + num_readers))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    memory_fd, acks_fd, space_fd, *wake_fds = fds
+    return RingHandle(memory_fd, acks_fd, space_fd, dict(enumerate(wake_fds)))
+
+
+class RingMapping:
+    """A ring's memory in this process; the data is writable for the writer alone."""
+
+    def __init__(self, handle: RingHandle, is_writer: bool) -> None:
+        if not fcntl.fcntl(handle.memory_fd, fcntl.F_GET_SEALS) & SEALS == SEALS:
+            raise RingCorruptError("the ring's memory is not sealed against a change of its size")
+        size = os.fstat(handle.memory_fd).st_size
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writer else 0)
+        self.memory = mmap.mmap(handle.memory_fd, size, prot=access)
+        view = memoryview(self.memory)
+        self.words = view[:PAGE].cast("Q")
+        self.data = view[PAGE:]
+        self.capacity, self.num_readers = self.words[W_CAPACITY], self.words[W_NUM_READERS]
+        if (self.words[W_MAGIC], self.words[W_VERSION], self.capacity) != (MAGIC, VERSION, size - PAGE):
+            raise RingCorruptError(f"{size} bytes of shared memory do not begin as a ring of version {VERSION}")
+        self.views = [self.words, self.data, view]
+
+    def map_ack(self, handle: RingHandle, index: int, is_reader: bool) -> memoryview:
+        """The words of reader `index`'s own page."""
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_reader else 0)
+        words = memoryview(mmap.mmap(handle.acks_fd, PAGE, prot=access, offset=PAGE * index)).cast("Q")
+        self.views.append(words)
+        return words
+
+    def close(self) -> None:
+        for view in self.views:
+            view.release()
+        try:
+            self.memory.close()
+        except BufferError:  # a caller still holds a view of a message: the mapping goes when that view does
+            return

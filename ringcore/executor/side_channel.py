@@ -1,0 +1,124 @@
+"""Messages that are too large for the ring: each in a memfd of its own, whose descriptor goes over a socketpair.
+
+A ZMQ socket would need a name in some directory, an I/O thread in every process and one copy by the kernel for each
+reader. The memfd has no name, is written once however many read it, cannot be changed afterwards (it is sealed), and
+is gone with its last reader.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+
+from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.ring_memory import RingCorruptError, make_memfd
+
+__all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
+
+_STUB = struct.Struct("<QQ")  # transfer number, bytes
+STUB_BYTES = _STUB.size
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def side_socketpair() -> tuple[int, int]:
+    """The sending and the receiving descriptor of one reader's side channel."""
+    send, receive = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send.setblocking(False)
+    receive.setblocking(False)
+    # As little as the kernel takes: one or two large messages are under way at a time, so that a slow reader bounds
+    # the memory, as it does in the ring.
+    send.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    return send.detach(), receive.detach()
+
+
+class SideSender:
+    """The sending end, to every reader of a queue. It duplicates the descriptors that it is given."""
+
+    def __init__(self, fds: Iterable[int]) -> None:
+        self._sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
+        self._num_transfers = 0
+
+    def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
+        """Sends `size` bytes, the buffers one after the other; the stub to put in the ring, or None where a reader
+        has not taken the ones before.
+
+        Descriptors go first and the stub last, so that a reader that sees the stub finds its descriptor waiting. Where
+        a socket refuses after all, the descriptors that went out have a number that no stub will ever have, and their
+        readers drop them. Raises `CapacityError`.
+        """
+        if not self._have_room():
+            return None
+        self._num_transfers += 1
+        stub = _STUB.pack(self._num_transfers, size)
+        fd = make_memfd("message", size)
+        try:
+            for buffer in buffers:
+                _write_all(fd, buffer)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            for s in self._sockets:
+                socket.send_fds(s, [stub], [fd], socket.MSG_NOSIGNAL)
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            return None  # of a reader that has ended, the caller learns by its death
+        finally:
+            os.close(fd)
+        return stub
+
+    def _have_room(self) -> bool:
+        poll = select.poll()
+        for s in self._sockets:
+            poll.register(s, select.POLLOUT)
+        return len(poll.poll(0)) == len(self._sockets)
+
+    def close(self) -> None:
+        for s in self._sockets:
+            s.close()
+
+
+def _write_all(fd: int, buffer: Buffer) -> None:
+    left = memoryview(buffer)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+class SideReceiver:
+    """One reader's receiving end. It duplicates the descriptor that it is given."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(fd))
+
+    def receive(self, stub: bytes) -> mmap.mmap:
+        """The read-only memory of the message with this stub. Raises `RingCorruptError`."""
+        if len(stub) != _STUB.size:
+            raise RingCorruptError(f"a stub of {len(stub)} bytes is none")
+        number, size = _STUB.unpack(stub)
+        while True:
+            found, fd = self._next(number)
+            try:
+                if found < number:
+                    continue  # of a transfer that was given up
+                if found > number:
+                    raise RingCorruptError(f"message {found} came where {number} was announced")
+                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+                if not sealed or os.fstat(fd).st_size != size:
+                    raise RingCorruptError(f"the memory of message {number} is not {size} sealed bytes")
+                return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+
+    def _next(self, number: int) -> tuple[int, int]:
+        """The next descriptor and its transfer number."""
+        try:
+            tag, fds, _, _ = socket.recv_fds(self._socket, _STUB.size, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise RingCorruptError(f"the descriptor of message {number} did not come: {error}") from error
+        if not fds or len(tag) != _STUB.size:
+            raise RingCorruptError(f"the descriptor of message {number} was lost; raise the limit on open files")
+        return _STUB.unpack(tag)[0], fds[0]
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,119 @@
+"""How a process waits for another: a brief spin, then poll(). Every wait ends on a result, a death or a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterable
+
+from ringcore.executor.memory_order import IS_STRONGLY_ORDERED
+
+__all__ = ["SPACE_TICK_S", "DeadlinePassed", "PeerDied", "Waiter", "drain_event", "signal_event", "spin_budget_s"]
+
+SPIN_S = 200e-6  # longer than the copy of a large message, shorter than anything a person or a step would notice
+CROWDED_SPIN_S = 50e-6
+SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be missed (see ring_buffer)
+
+
+class PeerDied(Exception):
+    """The process behind the descriptor `fd` has ended."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(f"the process behind descriptor {fd} has ended")
+        self.fd = fd
+
+
+class DeadlinePassed(Exception):
+    """The deadline passed before what was waited for."""
+
+
+def spin_budget_s(num_processes: int) -> float:
+    """Seconds to spin before sleeping, where `num_processes` take turns on the cores that this process may use.
+
+    Waking a halted core costs about 70 us, so a wait that is likely to be short spins first. A spinner that has no
+    core of its own takes it from the one that it waits for, hence the smaller budget. Without strong memory ordering
+    only what was announced through the kernel is taken for published: no spin at all.
+    """
+    if not IS_STRONGLY_ORDERED:
+        return 0.0
+    return SPIN_S if len(os.sched_getaffinity(0)) >= num_processes else CROWDED_SPIN_S
+
+
+def signal_event(fd: int) -> None:
+    """Makes an eventfd readable. One whose count is full is readable already."""
+    try:
+        os.eventfd_write(fd, 1)
+    except BlockingIOError:
+        return
+
+
+def drain_event(fd: int) -> None:
+    """Makes an eventfd unreadable. Look for what it announced after this, never before: nothing is missed then."""
+    try:
+        os.eventfd_read(fd)
+    except BlockingIOError:
+        return
+
+
+class Waiter:
+    """Waits until a condition holds that other processes make true.
+
+    events: eventfds that are written after each change of the condition; they are drained here.
+    deaths: descriptors that become readable, or hang up, when a peer ends (pidfds, read ends of death pipes).
+    spin_s: how long to look again and again, yielding the core each time, before sleeping in poll().
+    """
+
+    def __init__(self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
+        self._events = frozenset(events)
+        self._spin_s = spin_s
+        self._poll = select.poll()
+        for fd in (*self._events, *deaths):
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> None:
+        """Returns when `ready()` is true.
+
+        `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose announcement may be missed.
+        Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more: what a peer did before
+        it died counts. Whatever `ready` raises passes through.
+        """
+        if ready() or self._spin(ready, deadline):
+            return
+        while True:
+            dead = self._sleep(deadline, tick_s)
+            if ready():
+                return
+            if dead is not None:
+                raise PeerDied(dead)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlinePassed
+
+    def take_events(self) -> int | None:
+        """Drains the events that were signalled, without waiting; the descriptor of a peer that has ended, if any."""
+        return self._sleep(None, 0.0)
+
+    def _spin(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        now = time.monotonic
+        until = now() + self._spin_s
+        if deadline is not None:
+            until = min(until, deadline)
+        while now() < until:
+            os.sched_yield()
+            if ready():
+                return True
+        return False
+
+    def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
+        """Sleeps until something happens or is due; the descriptor of a peer that has ended, if any."""
+        sleep_s = tick_s
+        if deadline is not None:
+            left_s = max(0.0, deadline - time.monotonic())
+            sleep_s = left_s if sleep_s is None else min(sleep_s, left_s)
+        dead = None
+        for fd, _ in self._poll.poll(None if sleep_s is None else sleep_s * 1e3):
+            if fd in self._events:
+                drain_event(fd)
+            else:
+                dead = fd
+        return dead

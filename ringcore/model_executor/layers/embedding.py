@@ -1,0 +1,95 @@
+"""The vocabulary's two ends: from token ids to hidden states, and from hidden states to logits.
+
+Each rank has an equal run of the vocabulary, padded at its end to divide by the number of ranks. Rows of padding are
+zero, no id reaches them, and their logits are cut off.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from ringcore.model_executor.packing import Product, pack_linear
+from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.weight import Weight, WeightPart
+
+__all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
+
+
+def _vocab_weight(
+    name: str, checkpoint_name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel
+) -> Weight:
+    num_rows = -(-vocab_size // tp.size)
+    start = min(tp.rank * num_rows, vocab_size)
+    length = min(num_rows, vocab_size - start)
+    part = WeightPart(f"{checkpoint_name}.weight", (vocab_size, hidden_size), 0, start, length)
+    return Weight(f"{name}.weight", (num_rows, hidden_size), dtype, (part,), "matrix")
+
+
+class VocabParallelEmbedding:
+    def __init__(
+        self,
+        name: str,
+        checkpoint_name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        self._tp = tp
+        self.table: torch.Tensor  # [this rank's rows, hidden_size]
+
+    def weights(self) -> list[Weight]:
+        return [self._weight]
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensor out of the dict."""
+        self.table = tensors.pop(self._weight.name)
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size], equal on every rank."""
+        if self._tp.size == 1:
+            return F.embedding(input_ids, self.table)
+        # Each id is some rank's; the others add zeros.
+        rows = input_ids - self._tp.rank * len(self.table)
+        elsewhere = (rows < 0) | (rows >= len(self.table))
+        hidden = F.embedding(rows.masked_fill_(elsewhere, 0), self.table)
+        return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class ParallelLMHead:
+    """Logits from the embedding's own table where `tied` is given, else from a matrix of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint_name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        tied: VocabParallelEmbedding | None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        self._tied = tied
+        self._tp = tp
+        self._product: Product
+
+    def weights(self) -> list[Weight]:
+        return [self._weight] if self._tied is None else []
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensor out of the dict, or the table of the embedding, which is bound before and stays."""
+        table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
+        self._product = pack_linear(table, None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank."""
+        logits = self._tp.all_gather_last_dim(self._product(hidden))
+        if logits.shape[-1] != self._vocab_size:
+            logits = logits[:, : self._vocab_size].contiguous()
+        return logits.float()

@@ -1,0 +1,143 @@
+"""Matrix products whose weight is split over the ranks: by rows of the weight, or by its columns.
+
+A pair needs one collective: the outputs that a column-parallel layer leaves on each rank are the inputs that the
+row-parallel layer behind it takes, and its partial sums are added over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ringcore.model_executor.packing import Product, pack_linear
+from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.weight import Weight, WeightPart
+
+__all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlice:
+    """The outputs that one rank computes of one checkpoint matrix: rows `start` to `start + length` of its weight."""
+
+    checkpoint_name: str  # without ".weight" or ".bias"
+    num_outputs: int  # of the whole matrix
+    start: int
+    length: int
+
+
+def merged_outputs(checkpoint_names: Sequence[str], num_outputs: int, tp: TensorParallel) -> list[OutputSlice]:
+    """An equal share of each of several matrices of `num_outputs` rows, side by side: gate and up, say."""
+    assert num_outputs % tp.size == 0, (checkpoint_names, num_outputs, tp.size)
+    length = num_outputs // tp.size
+    return [OutputSlice(name, num_outputs, tp.rank * length, length) for name in checkpoint_names]
+
+
+def qkv_outputs(
+    checkpoint_names: tuple[str, str, str], num_heads: int, num_kv_heads: int, head_dim: int, tp: TensorParallel
+) -> list[OutputSlice]:
+    """This rank's heads of q, k and v. Where there are more ranks than KV heads, several ranks hold the same head."""
+    heads = num_heads // tp.size
+    kv_heads = max(1, num_kv_heads // tp.size)
+    first_kv_head = tp.rank * num_kv_heads // tp.size
+    assert heads * tp.size == num_heads, (num_heads, tp.size)
+    assert num_kv_heads % tp.size == 0 or tp.size % num_kv_heads == 0, (num_kv_heads, tp.size)
+    q, k, v = checkpoint_names
+    return [
+        OutputSlice(q, num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim),
+        *(OutputSlice(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim) for name in (k, v)),
+    ]
+
+
+class ColumnParallelLinear:
+    """One product for several matrices of the same input, each split by its outputs.
+
+    `output_order`, if given, is a permutation of this rank's outputs: output i is what the checkpoint has at
+    output_order[i].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[OutputSlice],
+        num_inputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        output_order: torch.Tensor | None = None,
+    ) -> None:
+        self._weight = _stacked(f"{name}.weight", ".weight", outputs, (num_inputs,), dtype)
+        self._bias = _stacked(f"{name}.bias", ".bias", outputs, (), dtype) if bias else None
+        self._output_order = output_order
+        self._product: Product
+
+    def weights(self) -> list[Weight]:
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensors out of the dict; they are freed where they were packed."""
+        weight = tensors.pop(self._weight.name)
+        bias = tensors.pop(self._bias.name) if self._bias is not None else None
+        if self._output_order is not None:
+            order = self._output_order.to(weight.device)
+            weight, bias = weight[order], bias[order] if bias is not None else None
+        self._product = pack_linear(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
+        return self._product(x)
+
+
+def _stacked(
+    name: str, suffix: str, outputs: Sequence[OutputSlice], row_shape: tuple[int, ...], dtype: torch.dtype
+) -> Weight:
+    """One tensor of all slices, one under the other."""
+    parts = []
+    offset = 0
+    for part in outputs:
+        shape = (part.num_outputs, *row_shape)
+        parts.append(WeightPart(part.checkpoint_name + suffix, shape, 0, part.start, part.length, offset))
+        offset += part.length
+    return Weight(name, (offset, *row_shape), dtype, tuple(parts), "matrix" if row_shape else "bias")
+
+
+class RowParallelLinear:
+    """A product split by its inputs; the sum over the ranks is the whole output on each of them."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint_name: str,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        assert num_inputs % tp.size == 0, (name, num_inputs, tp.size)
+        length = num_inputs // tp.size
+        shape = (num_outputs, num_inputs)
+        part = WeightPart(f"{checkpoint_name}.weight", shape, 1, tp.rank * length, length)
+        self._weight = Weight(f"{name}.weight", (num_outputs, length), dtype, (part,), "matrix")
+        self._bias: Weight | None = None
+        if bias:
+            bias_part = WeightPart(f"{checkpoint_name}.bias", (num_outputs,), 0, 0, num_outputs)
+            self._bias = Weight(f"{name}.bias", (num_outputs,), dtype, (bias_part,), "bias")
+        self._tp = tp
+        self._product: Product
+
+    def weights(self) -> list[Weight]:
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensors out of the dict; they are freed where they were packed."""
+        bias = tensors.pop(self._bias.name) if self._bias is not None else None
+        # Added once: by the first rank's share of the sum.
+        self._product = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
+        return self._tp.all_reduce(self._product(x))

@@ -1,0 +1,87 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringcore.model_executor import ops
+from ringcore.model_executor.weight import Weight, WeightPart
+
+__all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
+
+
+def bind_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`ops.rms_norm` with this weight, in the fastest form that works for its dtype and device."""
+    if weight.dtype == torch.float32 and weight.device.type == "cpu":
+        gain, floor = ops.rms_norm_gain(weight, eps)
+        return functools.partial(ops.rms_norm_by_gain, gain=gain, floor=floor)
+    return functools.partial(ops.rms_norm, weight=weight, eps=eps)
+
+
+def _norm_weight(name: str, checkpoint_name: str, size: int, dtype: torch.dtype) -> Weight:
+    part = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size)
+    return Weight(f"{name}.weight", (size,), dtype, (part,), "norm")
+
+
+class RMSNorm:
+    """Normalises rows of `size`; whole on every rank."""
+
+    def __init__(self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype) -> None:
+        self._weight = _norm_weight(name, checkpoint_name, size, dtype)
+        self._eps = eps
+        self._normalise: Callable[[torch.Tensor], torch.Tensor]
+
+    def weights(self) -> list[Weight]:
+        return [self._weight]
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensor out of the dict."""
+        self._normalise = bind_rms_norm(tensors.pop(self._weight.name), self._eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, size] -> a new tensor [n, size]."""
+        return self._normalise(x)
+
+
+class HeadNorm:
+    """Normalises each head of q and k, side by side in one tensor, q and k with a weight of their own.
+
+    `order`: a permutation of the entries of a head, as in `ColumnParallelLinear.output_order`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint_names: tuple[str, str],
+        num_heads: tuple[int, int],
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        order: torch.Tensor,
+    ) -> None:
+        self._weights = [
+            _norm_weight(f"{name}.{which}", checkpoint_name, head_dim, dtype)
+            for which, checkpoint_name in zip(("q", "k"), checkpoint_names, strict=True)
+        ]
+        self._num_heads = num_heads
+        self._eps = eps
+        self._order = order
+        self._normalise: Callable[[torch.Tensor], torch.Tensor]
+
+    def weights(self) -> Sequence[Weight]:
+        return self._weights
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes its tensors out of the dict."""
+        rows = [
+            tensors.pop(weight.name)[self._order].expand(heads, -1)
+            for weight, heads in zip(self._weights, self._num_heads, strict=True)
+        ]
+        self._normalise = bind_rms_norm(torch.cat(rows), self._eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, q heads + k heads, head_dim] -> a new tensor of that shape."""
+        return self._normalise(x)

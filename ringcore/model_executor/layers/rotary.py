@@ -1,0 +1,112 @@
+"""Rotary position embedding: the angles of every kind, and the layout in which they are cheap to apply.
+
+A checkpoint pairs entry i of a head with entry i + head_dim / 2. Here q and k come out of their product with the
+pairs side by side, 2i and 2i + 1: the rows of the weight are put in that order once (`interleaved`), and turning a
+pair is then one product of complex numbers. Scores do not change, since q and k change alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ringcore.checkpoint import RopeSpec
+
+__all__ = ["RotaryEmbedding", "interleaved", "inverse_frequencies"]
+
+
+def interleaved(head_dim: int) -> torch.Tensor:
+    """[head_dim] int64: entry j of a head here is entry interleaved[j] of it in a checkpoint."""
+    return torch.arange(head_dim).view(2, head_dim // 2).t().flatten()
+
+
+class RotaryEmbedding:
+    """The angle of every pair at every position, gathered once a step for all layers."""
+
+    def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
+        assert head_dim % 2 == 0, head_dim
+        self._head_dim = head_dim
+        self._rope = rope
+        self._max_model_len = max_model_len
+        self._table: torch.Tensor  # [max_model_len, 1, head_dim / 2] complex64
+
+    def bind(self, device: torch.device) -> None:
+        """Computes the table; in float32, as transformers does."""
+        frequencies, factor = inverse_frequencies(self._head_dim, self._rope)
+        angles = torch.arange(self._max_model_len, dtype=torch.float32)[:, None] * frequencies
+        table = torch.complex(angles.cos(), angles.sin()).mul_(factor)
+        self._table = table.unsqueeze(1).to(device)
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions: [n] int64, below max_model_len -> [n, 1, head_dim / 2] complex64, for `ops.apply_rotary`."""
+        return self._table.index_select(0, positions)
+
+
+def inverse_frequencies(head_dim: int, rope: RopeSpec) -> tuple[torch.Tensor, float]:
+    """([head_dim / 2] float32 radians a position, the factor on q and k) of a kind of rotary embedding.
+
+    The formulas are those of transformers, in its order of operations: a last bit here is multiplied by a position.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    match rope.kind:
+        case "default":
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / _given(rope.factor), 1.0
+        case "llama3":
+            return _llama3(frequencies, rope), 1.0
+        case "yarn":
+            return _yarn(frequencies, head_dim, rope), _yarn_factor(rope)
+    raise AssertionError(f"rope kind {rope.kind!r} passed the reader of the configuration")
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    factor, low, high = _given(rope.factor), _given(rope.low_freq_factor), _given(rope.high_freq_factor)
+    context = _given(rope.original_max_position_embeddings)
+    wavelengths = 2 * math.pi / frequencies
+    blend = (context / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, stretched)
+
+
+def _yarn(frequencies: torch.Tensor, head_dim: int, rope: RopeSpec) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): a linear ramp over the pairs, from kept to stretched by `factor`."""
+    factor, context = _given(rope.factor), _given(rope.original_max_position_embeddings)
+
+    def pair_with(turns: float) -> float:
+        """The pair, as a real number, that turns so many times within the original context."""
+        return (head_dim * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(_given(rope.beta_fast)), pair_with(_given(rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers does: the ramp is a step, and no division by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    stretched = 1.0 / (factor * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    return stretched * ramp + frequencies * (1 - ramp)
+
+
+def _yarn_factor(rope: RopeSpec) -> float:
+    """What keeps the attention's temperature: given, or from `factor` as the paper says, or from the two mscales."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(mscale: float) -> float:
+        factor = _given(rope.factor)
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def _given(value: float | None) -> float:
+    """A field that the kind needs and the reader of the configuration has checked."""
+    assert value is not None
+    return value

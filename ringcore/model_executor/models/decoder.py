@@ -1,0 +1,197 @@
+"""The dense decoder that Llama, Qwen2 and Qwen3 share: pre-norm, rotary attention over KV heads, a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import torch
+
+from ringcore.attention.layer import Attention
+from ringcore.attention.metadata import ForwardContext
+from ringcore.checkpoint import ModelSpec
+from ringcore.model_executor import ops
+from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from ringcore.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    merged_outputs,
+    qkv_outputs,
+)
+from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
+from ringcore.model_executor.layers.rotary import RotaryEmbedding, interleaved
+from ringcore.model_executor.models.base import CausalLM
+from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.weight import Weight
+
+__all__ = ["DenseDecoder"]
+
+
+class Bindable(Protocol):
+    """A layer with weights: says which, and takes them."""
+
+    def weights(self) -> Sequence[Weight]: ...
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+
+class SelfAttention:
+    """Projections, rotary embedding and attention of one layer, on this rank's heads."""
+
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, head_norm: bool) -> None:
+        name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.self_attn"
+        head_dim = spec.head_dim
+        self.num_heads = spec.num_heads // tp.size
+        self.num_kv_heads = max(1, spec.num_kv_heads // tp.size)
+        self.head_dim = head_dim
+        self.attention = Attention(index, self.num_heads, self.num_kv_heads, head_dim, head_dim**-0.5)
+        names = (f"{checkpoint_name}.q_proj", f"{checkpoint_name}.k_proj", f"{checkpoint_name}.v_proj")
+        self.qkv_proj = ColumnParallelLinear(
+            f"{name}.qkv_proj",
+            qkv_outputs(names, spec.num_heads, spec.num_kv_heads, head_dim, tp),
+            spec.hidden_size,
+            bias=spec.attention_bias,
+            dtype=dtype,
+            output_order=self._qkv_order(),
+        )
+        self.head_norm: HeadNorm | None = None
+        if head_norm:
+            self.head_norm = HeadNorm(
+                f"{name}.head_norm",
+                (f"{checkpoint_name}.q_norm", f"{checkpoint_name}.k_norm"),
+                (self.num_heads, self.num_kv_heads),
+                head_dim,
+                spec.rms_norm_eps,
+                dtype,
+                interleaved(head_dim),
+            )
+        self.o_proj = RowParallelLinear(
+            f"{name}.o_proj",
+            f"{checkpoint_name}.o_proj",
+            spec.num_heads * head_dim,
+            spec.hidden_size,
+            bias=spec.attention_out_bias,
+            dtype=dtype,
+            tp=tp,
+        )
+
+    def _qkv_order(self) -> torch.Tensor:
+        """Heads of q and k with their pairs side by side, heads of v as they are."""
+        num_turned, head_dim = self.num_heads + self.num_kv_heads, self.head_dim
+        order = torch.arange((num_turned + self.num_kv_heads) * head_dim)
+        turned = order[: num_turned * head_dim].view(num_turned, head_dim)
+        turned.copy_(turned[:, interleaved(head_dim)])
+        return order
+
+    def layers(self) -> list[Bindable]:
+        return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
+
+    def __call__(self, x: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """x: [n, hidden_size] -> [n, hidden_size]."""
+        n, heads, kv_heads = x.shape[0], self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).view(n, -1, self.head_dim)
+        qk, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        ops.apply_rotary(qk, rotation)
+        q, k = torch.split_with_sizes(qk, (heads, kv_heads), 1)
+        return self.o_proj(self.attention(q, k, v, ctx).reshape(n, -1))
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype) -> None:
+        name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.mlp"
+        self.gate_up_proj = ColumnParallelLinear(
+            f"{name}.gate_up_proj",
+            merged_outputs((f"{checkpoint_name}.gate_proj", f"{checkpoint_name}.up_proj"), spec.intermediate_size, tp),
+            spec.hidden_size,
+            bias=spec.mlp_bias,
+            dtype=dtype,
+        )
+        self.down_proj = RowParallelLinear(
+            f"{name}.down_proj",
+            f"{checkpoint_name}.down_proj",
+            spec.intermediate_size,
+            spec.hidden_size,
+            bias=spec.mlp_bias,
+            dtype=dtype,
+            tp=tp,
+        )
+
+    def layers(self) -> list[Bindable]:
+        return [self.gate_up_proj, self.down_proj]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, hidden_size] -> [n, hidden_size]."""
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer:
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, head_norm: bool) -> None:
+        name, checkpoint_name = f"layers.{index}", f"model.layers.{index}"
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(f"{name}.input_norm", f"{checkpoint_name}.input_layernorm", size, eps, dtype)
+        self.self_attention = SelfAttention(index, spec, tp, dtype, head_norm)
+        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", f"{checkpoint_name}.post_attention_layernorm", size, eps, dtype)
+        self.mlp = MLP(index, spec, tp, dtype)
+
+    def layers(self) -> list[Bindable]:
+        return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
+
+    def __call__(self, hidden: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> None:
+        """Adds the layer's two contributions to the residual stream `hidden` [n, hidden_size], in place."""
+        hidden += self.self_attention(self.input_norm(hidden), rotation, ctx)
+        hidden += self.mlp(self.mlp_norm(hidden))
+
+
+class DenseDecoder(CausalLM):
+    """The whole model; a family says with class attributes what the configuration leaves open."""
+
+    head_norm: ClassVar[bool] = False  # q and k are normalised per head before they are turned
+
+    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
+        self.embed_tokens = VocabParallelEmbedding(
+            "embed_tokens", "model.embed_tokens", spec.vocab_size, spec.hidden_size, dtype=dtype, tp=tp
+        )
+        self.rotary = RotaryEmbedding(spec.head_dim, spec.rope, max_model_len)
+        self.layers = [DecoderLayer(i, spec, tp, dtype, self.head_norm) for i in range(spec.num_layers)]
+        self.norm = RMSNorm("norm", "model.norm", spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.lm_head = ParallelLMHead(
+            "lm_head",
+            "lm_head",
+            spec.vocab_size,
+            spec.hidden_size,
+            dtype=dtype,
+            tp=tp,
+            tied=self.embed_tokens if spec.tie_word_embeddings else None,
+        )
+        self.attention_layers = [layer.self_attention.attention for layer in self.layers]
+
+    def _bindable(self) -> list[Bindable]:
+        """Every layer with weights, the embedding before the head that may share its table."""
+        inner = [bindable for layer in self.layers for bindable in layer.layers()]
+        return [self.embed_tokens, *inner, self.norm, self.lm_head]
+
+    def weights(self) -> list[Weight]:
+        return [weight for layer in self._bindable() for weight in layer.weights()]
+
+    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
+        self.rotary.bind(next(iter(tensors.values())).device)
+        for layer in self._bindable():
+            layer.bind(tensors)
+        assert not tensors, list(tensors)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
+        rotation = self.rotary(positions)
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            layer(hidden, rotation, ctx)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""
+        return self.lm_head(hidden)

@@ -1,0 +1,65 @@
+"""The functions that all layers share, in plain torch: the reference of every later kernel.
+
+On a CPU an operation costs 1 to 4 us however small it is, and a model of 30 layers decodes a token in some 12 ms:
+so these are written for few operations, and where a shape of the weights saves one, the weights are prepared when
+they are bound.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+__all__ = ["apply_rotary", "linear", "rms_norm", "rms_norm_by_gain", "rms_norm_gain", "silu_and_mul"]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [n, in], weight: [out, in], bias: [out] -> [n, out]."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32 whatever the dtype.
+
+    x: [..., size] with weight [size], or [n, heads, size] with weight [heads, size].
+    """
+    if weight.ndim == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
+
+
+def rms_norm_gain(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gain, floor) for `rms_norm_by_gain`, from its weight [..., size]."""
+    size = weight.shape[-1]
+    return weight * math.sqrt(size), torch.tensor([math.sqrt(size * eps)], dtype=weight.dtype, device=weight.device)
+
+
+def rms_norm_by_gain(x: torch.Tensor, gain: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """`rms_norm` for float32 on a CPU, with weight and eps as `rms_norm_gain` made them.
+
+    sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size). Four operations where torch's own has six:
+    3.5 us against 7.9 for [1, 576], 6.1 against 10.4 for [16, 576], 13 against 20 for [64, 576].
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+    return (x / norm.hypot_(floor)).mul_(gain)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x: [n, 2 * size], gate beside up -> silu(gate) * up: [n, size]."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def apply_rotary(x: torch.Tensor, rotation: torch.Tensor) -> None:
+    """Turns x in place: [n, heads, head_size] whose neighbours (0, 1), (2, 3), ... are the pairs to turn.
+
+    rotation: [n, 1, head_size / 2] complex64, see `layers.rotary`. As one complex product it takes 3.8 us for
+    [1, 12, 64] and 13 for [64, 12, 64]; the form with two halves and a concatenation takes 11 and 33 at the best.
+    """
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:  # no complex numbers of 16 bits
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))

@@ -1,0 +1,220 @@
+"""From a row of logits to a token: bars, temperature, filters and one draw, each row by its own parameters.
+
+The draw is Gumbel-max with numbers that depend on a row's seed and the position of its token and on nothing else, so a
+seeded row draws the same token alone, in any batch, after a preemption, and on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ringcore.protocol import TokenLogprobs
+
+__all__ = ["Sampled", "SamplingInputs", "philox_4x32_10", "sample", "token_logprobs", "uniforms"]
+
+# Candidates that a top_p row's sorted head has; a row whose head does not reach top_p is sorted whole.
+_SORTED_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """Sampling parameters of n rows as columns; the meaning of each is in `SamplingParams`."""
+
+    temperature: np.ndarray  # [n] float32; 0 is greedy
+    top_k: np.ndarray  # [n] int32; 0 keeps all
+    top_p: np.ndarray  # [n] float32
+    min_p: np.ndarray  # [n] float32
+    seed: np.ndarray  # [n] int64
+    position: np.ndarray  # [n] int64: where in its sequence the sampled token will stand
+    num_logprobs: np.ndarray  # [n] int32; -1 where none are asked for
+    barred_rows: np.ndarray  # [m] int64: row barred_rows[i] may not sample barred_ids[i]
+    barred_ids: np.ndarray  # [m] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`token_ids` of a row that is not `ok` is a valid id without meaning."""
+
+    token_ids: torch.Tensor  # [n] int64
+    ok: np.ndarray  # [n] bool: the row's logits have a finite maximum and no NaN
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+    """Chooses one token a row. logits: [n, vocab_size] float32, left as they are."""
+    if len(inputs.barred_rows):
+        bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
+        logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
+    best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
+    ok = torch.isfinite(best).numpy()
+    drawn = np.flatnonzero((inputs.temperature > 0) & ok)
+    if len(drawn):
+        rows = torch.from_numpy(drawn)
+        whole = len(drawn) == len(logits)
+        scaled = (logits if whole else logits[rows]) / torch.from_numpy(inputs.temperature[drawn])[:, None]
+        weights = _weights(scaled, inputs.top_k[drawn], inputs.top_p[drawn], inputs.min_p[drawn])
+        token_ids[rows] = _draw(weights, inputs.seed[drawn], inputs.position[drawn])
+    return Sampled(token_ids, ok)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Filters. A row's weights are its probabilities up to a factor, the best token's weight being 1. Each filter keeps the
+# tokens at or above a threshold on them, so their conjunction is the highest threshold. Tokens that tie with the last
+# one kept are kept too: which of them came first is an accident of sorting.
+
+
+def _weights(scaled: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> torch.Tensor:
+    """[n, vocab_size] float32 of scaled logits of the same shape; 0 for what the filters drop."""
+    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp_()
+    top_k = np.where(top_k >= weights.shape[1], 0, top_k)
+    ranked = np.flatnonzero((top_k > 0) | (top_p < 1))
+    if not len(ranked) and not min_p.any():
+        return weights
+    threshold = torch.from_numpy(min_p)[:, None].clone()
+    if len(ranked):
+        rows = torch.from_numpy(ranked)
+        found = _ranked_thresholds(weights[rows], top_k[ranked], top_p[ranked])
+        threshold[rows] = torch.maximum(threshold[rows], found)
+    return weights.masked_fill_(weights < threshold, 0)
+
+
+def _ranked_thresholds(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
+    """[n, 1]: the smallest weight that top_k (0 keeps all), and then top_p of what that left, keep."""
+    head = max(int(top_k.max()), _SORTED_HEAD if (top_k == 0).any() else 1)
+    best = weights.topk(min(head, weights.shape[1])).values  # sorted
+    limit = torch.from_numpy(top_k)[:, None]
+    within = (torch.arange(best.shape[1]) < limit) | (limit == 0)
+    mass = torch.where(within, best, 0).double().cumsum(-1)
+    p = torch.from_numpy(top_p.astype(np.float64))[:, None]
+    target = p * torch.where(limit == 0, weights.sum(-1, keepdim=True).double(), mass[:, -1:])
+    # A token is kept if those before it have not reached the target: so is the one that reaches it, and the best.
+    keep = within & ((mass - best < target) | (p >= 1))
+    threshold = best.gather(1, keep.sum(-1, keepdim=True) - 1)
+    short = ((limit == 0) & (mass[:, -1:] < target))[:, 0].nonzero()[:, 0]
+    if len(short):
+        threshold[short] = _mass_threshold(weights[short], target[short])
+    return threshold
+
+
+def _mass_threshold(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[n, 1]: the largest weight such that those at or above it add up to `target` [n, 1].
+
+    By bisection over the bits of a float, which are in the order of the floats where these are positive: 30 sums in
+    place of a sort, 13 ms for a row of a vocabulary of 49152.
+    """
+    low = torch.zeros(target.shape, dtype=torch.int32)  # all of them reach it
+    high = torch.ones(target.shape).view(torch.int32) + 1  # none of them does
+    while (high - low).max() > 1:
+        middle = low + (high - low) // 2
+        mass = torch.where(weights >= middle.view(torch.float32), weights, 0).sum(-1, keepdim=True)
+        enough = mass >= target
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low.view(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The draw.
+
+
+def _draw(weights: torch.Tensor, seed: np.ndarray, position: np.ndarray) -> torch.Tensor:
+    """[n] int64: one token a row, with the probabilities weights [n, vocab_size] / their sum.
+
+    Gumbel-max in two levels: first among groups of neighbouring tokens by the groups' sums, then among the tokens of
+    the winner. That is exact, since the winner's group has the probability of its sum and the two levels' numbers are
+    independent; and it needs about 2 * sqrt(vocab_size) random numbers a row in place of vocab_size: 448 for a
+    vocabulary of 49152, whose one by one would take longer than the whole model's step.
+
+    argmax(log w + gumbel) is taken as argmax(w / e), e = -log(u) being exponential: the same order, half the
+    logarithms, and a weight of 0 never wins.
+    """
+    vocab_size = weights.shape[1]
+    group = 1 << ((vocab_size.bit_length() + 1) // 2)
+    if vocab_size % group:
+        weights = F.pad(weights, (0, group - vocab_size % group))
+    grouped = weights.view(len(weights), -1, group)
+    num_groups = grouped.shape[1]
+    race = uniforms(seed, position, num_groups + group).log_().neg_()
+    winner = (grouped.sum(dim=-1) / race[:, :num_groups]).argmax(dim=-1)
+    members = grouped[torch.arange(len(weights)), winner]  # [n, group]
+    return winner * group + (members / race[:, num_groups:]).argmax(dim=-1)
+
+
+def uniforms(seed: np.ndarray, position: np.ndarray, count: int) -> torch.Tensor:
+    """[n, count] float64 in (0, 1): row i's numbers depend on seed[i], position[i] and the column alone.
+
+    Philox with the seed as its key and (column // 4, position) as its counter; column % 4 is the word of its output.
+    """
+    seeds, positions = torch.from_numpy(seed)[:, None], torch.from_numpy(position)[:, None]
+    columns = torch.arange(-(-count // 4)).expand(len(seed), -1)
+    counter = (columns, (positions & _WORD).expand_as(columns), (positions >> 32).expand_as(columns), columns * 0)
+    words = torch.stack(philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD)), dim=-1)
+    # 2^-33 away from 0 and 1 at least, so that the logarithm is finite and not 0.
+    return words.view(len(seed), -1)[:, :count].double().add_(0.5).mul_(2.0**-32)
+
+
+_WORD = 0xFFFF_FFFF
+_MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
+_KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
+
+_Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox_4x32_10(counter: _Words4, key: tuple[torch.Tensor, torch.Tensor]) -> _Words4:
+    """The counter-based generator Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as
+    1, 2, 3", SC 2011). Every word is an int64 tensor of values in [0, 2^32); the shapes broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and low 32 bits of word * multiplier, both below 2^32 (the multiplier above 2^31).
+
+    Their product does not fit a signed 64-bit number; with multiplier - 2^32 it does, has the same low bits, and its
+    high ones are too small by exactly `word`.
+    """
+    product = word * (multiplier - (1 << 32))
+    return (product >> 32) + word, product & _WORD
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Log-probabilities.
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
+) -> list[TokenLogprobs | None] | None:
+    """Natural-log probabilities under the raw logits [n, vocab_size]: the sampled token, then the most likely.
+
+    None where no row asked (num_logprobs[i] < 0). A rank is 1 + the number of tokens with a larger logit.
+    """
+    asked = np.flatnonzero(num_logprobs >= 0)
+    if not len(asked):
+        return None
+    rows = torch.from_numpy(asked)
+    logits, sampled = logits[rows], token_ids[rows, None]
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    top = logits.topk(min(int(num_logprobs.max()), logits.shape[1]))
+    values = torch.cat((logits.gather(1, sampled), top.values), dim=1)
+    ranks = torch.cat(
+        (
+            (logits > values[:, :1]).sum(dim=-1, keepdim=True) + 1,
+            (top.values[:, None, :] > top.values[:, :, None]).sum(dim=-1) + 1,
+        ),
+        dim=1,
+    )
+    ids = torch.cat((sampled, top.indices), dim=1).tolist()
+    logprobs, rank_lists = (values - normalizer).tolist(), ranks.tolist()
+    found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+    for i, row in enumerate(asked.tolist()):
+        n = 1 + int(num_logprobs[row])
+        found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=rank_lists[i][:n])
+    return found

@@ -1,0 +1,109 @@
+"""Turns an `EngineCoreRequest` into a `Request`, or says why this engine cannot serve it."""
+
+from __future__ import annotations
+
+import operator
+import random
+from array import array
+
+import numpy as np
+
+from ringcore.errors import InvalidRequestError
+from ringcore.kv_cache.manager import KVCacheManager
+from ringcore.protocol import EngineCoreRequest
+from ringcore.scheduler.request import Request
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """What a request is checked against: the model's vocabulary and context, and the size of the KV cache.
+
+    `seed` starts the series from which requests that bring no seed get theirs, in the order of arrival.
+    """
+
+    def __init__(
+        self, *, kv_cache: KVCacheManager, max_model_len: int, eos_token_ids: list[int], vocab_size: int, seed: int
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._seeds = random.Random(seed)
+
+    def admit(self, request: EngineCoreRequest) -> Request:
+        """The request to schedule. Raises `InvalidRequestError` naming field, value and remedy."""
+        params = request.sampling_params
+        tokens = self._tokens("prompt_token_ids", request.prompt_token_ids)
+        self._check_length(len(tokens))
+        stop_token_ids = list(self._tokens("stop_token_ids", params.stop_token_ids or []))
+        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        # A request that has the cache to itself still ends where the cache does. Its last token is never computed, so
+        # it needs no slot.
+        max_total_tokens = min(self._max_model_len, self._kv_cache.max_num_tokens + 1)
+        if params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(tokens) + params.max_tokens)
+        return Request(
+            request,
+            tokens,
+            max_total_tokens=max_total_tokens,
+            stop_token_ids=list(dict.fromkeys([*eos_token_ids, *stop_token_ids])),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+        )
+
+    def is_eos(self, request: Request, token_id: int) -> bool:
+        return token_id in self._eos_token_ids and not request.sampling_params.ignore_eos
+
+    def _tokens(self, field: str, token_ids: list[int]) -> array[int]:
+        """The ids as array('i'), each of them in the vocabulary."""
+        if not token_ids:
+            return array("i")
+        try:
+            tokens = array("i", token_ids)
+        except (TypeError, OverflowError):  # not an integer, or none of 32 bits
+            raise self._not_in_vocabulary(field, token_ids) from None
+        ids = np.frombuffer(tokens, dtype=np.int32)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise self._not_in_vocabulary(field, token_ids)
+        return tokens
+
+    def _not_in_vocabulary(self, field: str, token_ids: list[int]) -> InvalidRequestError:
+        position, bad = next((i, t) for i, t in enumerate(token_ids) if not self._in_vocabulary(t))
+        return InvalidRequestError(
+            f"{field}: token id {bad!r} at position {position} is not in the vocabulary; "
+            f"give integers from 0 to {self._vocab_size - 1}",
+            field=field,
+            value=bad if isinstance(bad, int) and abs(bad) < 2**63 else repr(bad),
+            position=position,
+            vocab_size=self._vocab_size,
+        )
+
+    def _in_vocabulary(self, token_id: int) -> bool:
+        try:
+            return 0 <= operator.index(token_id) < self._vocab_size
+        except TypeError:
+            return False
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise InvalidRequestError(
+                "prompt_token_ids: the prompt is empty; give at least one token", field="prompt_token_ids", value=0
+            )
+        if num_tokens >= self._max_model_len:
+            raise InvalidRequestError(
+                f"prompt_token_ids: the prompt has {num_tokens} tokens and max_model_len is {self._max_model_len}; "
+                f"shorten it to {self._max_model_len - 1} tokens or raise max_model_len",
+                field="prompt_token_ids",
+                value=num_tokens,
+                max_model_len=self._max_model_len,
+            )
+        if not self._kv_cache.can_ever_fit(num_tokens):
+            needed, usable = self._kv_cache.blocks_needed(num_tokens), self._kv_cache.num_usable_blocks
+            raise InvalidRequestError(
+                f"prompt_token_ids: the prompt of {num_tokens} tokens needs {needed} blocks of the KV cache, which has "
+                f"{usable}; shorten it to {self._kv_cache.max_num_tokens} tokens or give the cache more memory",
+                field="prompt_token_ids",
+                value=num_tokens,
+                needed_blocks=needed,
+                usable_blocks=usable,
+            )

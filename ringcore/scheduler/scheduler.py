@@ -1,0 +1,307 @@
+"""Decides what each step computes, and takes in what it sampled.
+
+There are no phases: a step gives every request some number of its tokens that are not computed yet, out of one budget.
+A prompt is many such tokens, a completion one at a time, a resumed request's prompt is all it had.
+
+Steps in flight. `schedule` may be called again before `update` took in the step before it. What a step will have done
+is then counted as done (`num_computed_tokens`), a token that it will sample as pending; the worker takes that token
+from its own rows. When the step comes back, each request in it is compared by epoch, and what belongs to a request that
+was preempted, aborted or finished since is dropped.
+
+Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
+order, so that stray write comes before the first step of the block's new owner, and the owner writes a slot before it
+reads it. The prefix cache has only blocks whose tokens are known and whose step has come back, and nothing in flight
+writes to those (see `KVCacheManager.publish`). A freed row is safe for the same reason, once it is reported.
+
+It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step: the oldest running
+request has a token to compute, a budget, and the blocks of all younger ones; admission saw to it that it never needs
+more than the whole cache (`Request.max_total_tokens`). Where none runs, all blocks are free and the first one waiting
+fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from ringcore.config import SchedulerConfig
+from ringcore.errors import InvalidRequestError, WorkerError, error_to_wire
+from ringcore.kv_cache.manager import KVCacheManager
+from ringcore.outputs import FinishReason
+from ringcore.protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineStats,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WireError,
+)
+from ringcore.scheduler.admission import Admission
+from ringcore.scheduler.request import Request, RequestStatus
+from ringcore.scheduler.request_queue import FCFSQueue, RequestQueue
+from ringcore.scheduler.step import StepInFlight, StepPlan
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """The requests of one engine: those that run, in the order of admission, and those that wait.
+
+    `kv_cache` is the scheduler's alone. `clock` gives seconds on the host's monotonic clock.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        kv_cache: KVCacheManager,
+        max_model_len: int,
+        eos_token_ids: list[int],
+        vocab_size: int,
+        seed: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._kv_cache = kv_cache
+        self._admission = Admission(
+            kv_cache=kv_cache,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+        self._clock = clock
+        # Every unfinished request is in `_requests`, and in exactly one of `_running` and `_waiting`.
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}  # the newest last
+        self._waiting: RequestQueue = FCFSQueue()
+        # Every row belongs to one running request or is in the heap `_free_rows`; the worker has yet to be told of
+        # those in `_finished_rows`.
+        self._free_rows = list(range(config.max_num_seqs))
+        self._finished_rows: list[int] = []
+        self._in_flight: deque[StepInFlight] = deque()
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prefix_hit_tokens = 0
+        self._num_prefix_query_tokens = 0
+
+    # Requests in and out.
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Puts a request at the end of the queue. Raises `InvalidRequestError` where it can never be served."""
+        if request.request_id in self._requests:
+            raise InvalidRequestError(
+                f"request_id={request.request_id!r}: a request with this id is not finished yet; give another id",
+                field="request_id",
+                value=request.request_id,
+            )
+        admitted = self._admission.admit(request)
+        self._requests[admitted.request_id] = admitted
+        self._waiting.add(admitted)
+
+    def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self._finish(request)
+                outputs.append(request.to_output([], finish_reason="abort"))
+        return outputs
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    # A step.
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step; None where there is nothing to compute until a step in flight or a request comes in.
+
+        Every step returned must be executed, and given to `update` in the same order.
+        """
+        plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted:  # what was just preempted for want of blocks is the first in the queue
+            self._schedule_waiting(plan)
+        if not plan.shares:
+            assert self._in_flight or not self._requests, "unfinished requests, and nothing to wait for"
+            return None
+        return self._launch(plan)
+
+    def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Takes in the oldest step in flight: what each request gained by it, those that gained nothing left out."""
+        step, shares = self._in_flight.popleft()
+        assert step == scheduler_output.step == model_output.step, "steps come back in the order of their scheduling"
+        sampled = {row: i for i, row in enumerate(model_output.rows.tolist())}
+        errors = {error.row: error.message for error in model_output.row_errors}
+        outputs = []
+        for share in shares:
+            if share.is_void:
+                continue
+            if share.row in errors:
+                outputs.append(self._fail(share.request, errors[share.row]))
+                continue
+            share.request.num_confirmed_tokens = share.num_computed_tokens
+            if share.samples:
+                assert share.row in sampled, f"step {step}: the workers left out row {share.row}, which samples"
+                outputs.append(self._append(share.request, model_output, sampled[share.row]))
+            else:
+                self._kv_cache.publish(share.request)
+        return outputs
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        for request in list(self._running.values()):
+            if plan.token_budget == 0 or request.status is not RequestStatus.RUNNING:
+                break  # the newest are preempted first, so whoever comes after a preempted one is preempted too
+            num_tokens = self._num_tokens_now(request, plan)
+            if num_tokens == 0:
+                continue
+            block_ids = self._allocate_or_preempt(request, num_tokens, plan)
+            if block_ids is None:
+                break
+            plan.append_blocks(request, block_ids)
+            plan.add(request, num_tokens)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Blocks for the request, taken from the newest running ones if need be; None where it is itself the newest."""
+        while (block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim)
+            plan.preempted = True
+            if victim is request:
+                return None
+        return block_ids
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        """Admits in order, up to the first request that has to wait on.
+
+        All tokens that a request comes with get their blocks at once: a prompt admitted on the room for its first chunk
+        alone could run out of blocks half way, and its work be lost.
+        """
+        while self._waiting and self._free_rows and plan.token_budget > 0:
+            request = self._waiting.peek()
+            cached_blocks, num_cached_tokens = self._kv_cache.find_cached_prefix(request)
+            num_tokens = request.num_tokens_to_hold - num_cached_tokens
+            if self._kv_cache.allocate(request, num_tokens, cached_blocks) is None:
+                break
+            self._waiting.pop()
+            if request.first_scheduled_s is None and self._kv_cache.enable_prefix_caching:
+                self._num_prefix_hit_tokens += num_cached_tokens
+                self._num_prefix_query_tokens += len(request.tokens)
+            request.start(heapq.heappop(self._free_rows), num_cached_tokens, self._clock())
+            self._running[request.request_id] = request
+            plan.new_requests.append(request.to_new_request())
+            plan.add(request, self._num_tokens_now(request, plan))
+
+    def _num_tokens_now(self, request: Request, plan: StepPlan) -> int:
+        num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
+        threshold = self._config.long_prefill_token_threshold
+        return num_tokens if threshold is None else min(num_tokens, threshold)
+
+    def _launch(self, plan: StepPlan) -> SchedulerOutput:
+        output = plan.to_output(self._num_steps, self._finished_rows)
+        self._finished_rows.clear()
+        self._in_flight.append(StepInFlight(output.step, plan.shares))
+        self._num_steps += 1
+        return output
+
+    # What becomes of a request.
+
+    def _append(self, request: Request, model_output: ModelRunnerOutput, index: int) -> EngineCoreOutput:
+        token_id = int(model_output.token_ids[index])
+        request.tokens.append(token_id)
+        request.num_pending -= 1
+        self._kv_cache.publish(request)
+        finish_reason, stop_reason = self._finish_reason(request, token_id)
+        if finish_reason is not None:
+            self._finish(request)
+        logprobs = model_output.logprobs[index] if model_output.logprobs is not None else None
+        return request.to_output([token_id], logprobs=logprobs, finish_reason=finish_reason, stop_reason=stop_reason)
+
+    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Whether the token just appended is the last one, and the user's stop token id if that is why."""
+        may_stop = request.num_generated_tokens >= request.sampling_params.min_tokens
+        if may_stop and token_id in request.stop_token_ids:
+            return "stop", None if self._admission.is_eos(request, token_id) else token_id
+        if len(request.tokens) >= request.max_total_tokens:
+            return "length", None
+        return None, None
+
+    def _fail(self, request: Request, message: str) -> EngineCoreOutput:
+        """Ends one request whose row the worker cannot go on with."""
+        error = WorkerError(
+            f"request {request.request_id!r} failed in the worker: {message}",
+            rank=0,
+            error_type="RowError",
+            error_message=message,
+            traceback="",
+            method="execute_model",
+        )
+        self._finish(request)
+        return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
+
+    def _preempt(self, request: Request) -> None:
+        self._stop_running(request)
+        request.preempt()
+        self._num_preemptions += 1
+        self._waiting.add_front(request)
+
+    def _finish(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._stop_running(request)
+        else:
+            self._waiting.remove(request.request_id)
+        request.finish()
+        del self._requests[request.request_id]
+
+    def _stop_running(self, request: Request) -> None:
+        assert request.row is not None
+        del self._running[request.request_id]
+        self._kv_cache.free(request)
+        heapq.heappush(self._free_rows, request.row)
+        self._finished_rows.append(request.row)
+
+    # The state as a whole.
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            step=self._num_steps,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._kv_cache.num_free_blocks,
+            num_preemptions=self._num_preemptions,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_prefix_query_tokens=self._num_prefix_query_tokens,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False, and nothing done, while a request runs."""
+        return self._kv_cache.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
+        waiting = {request.request_id: request for request in self._waiting}
+        assert len(waiting) == len(self._waiting), "the queue holds a request twice"
+        assert not waiting.keys() & self._running.keys(), "a request both runs and waits"
+        assert {**waiting, **self._running} == self._requests, "a request is lost, or left over"
+        for request in self._requests.values():
+            request.check()
+        for request in self._running.values():
+            self._check_running(request)
+        rows = [request.row for request in self._running.values() if request.row is not None]
+        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), "a row is lost, or twice"
+        assert len(set(self._finished_rows)) == len(self._finished_rows), "a row is to be reported twice"
+        for step, shares in self._in_flight:
+            num_tokens = sum(share.num_tokens for share in shares)
+            assert 0 < num_tokens <= self._config.max_num_batched_tokens, f"step {step} has {num_tokens} tokens"
+            assert len({share.row for share in shares}) == len(shares), f"step {step} has a row twice"
+        self._kv_cache.check(self._requests.values())
+
+    def _check_running(self, request: Request) -> None:
+        assert request.status is RequestStatus.RUNNING, f"{request.status} among the running"
+        live = [s for _, shares in self._in_flight for s in shares if s.request is request and not s.is_void]
+        assert request.num_pending == sum(share.samples for share in live), "pending tokens that no step will bring"
+        num_in_flight = sum(share.num_tokens for share in live)
+        assert request.num_confirmed_tokens + num_in_flight == request.num_computed_tokens

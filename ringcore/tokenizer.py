@@ -1,0 +1,169 @@
+"""Text to token ids and back. Of the front end only: the engine and its workers see ids.
+
+Built on the `tokenizers` library, straight from the model's files; transformers (seconds to import) converts only
+folders without a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from ringcore.checkpoint import ModelFiles
+from ringcore.checkpoint.chat_template import ChatTemplate
+from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from ringcore.checkpoint.model_files import find_tokenizer
+from ringcore.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_folder
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer"]
+
+_REPLACEMENT = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet
+# Tokens of the prompt that a completion's decoder looks back on: a SentencePiece decoder drops the space before
+# the first word it sees.
+_CONTEXT_TOKENS = 8
+# Tokens in a row that may stay without text. A character has at most 4 bytes, so a run of this length is of special
+# tokens that are skipped, or of bytes that are no text: it is given out as it is, and the work per token is bounded.
+_MAX_HELD_TOKENS = 64
+
+
+def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
+    """The tokenizer of a model, or of a folder, a tokenizer.json, a .gguf file or a hub id.
+
+    Raises `ModelLoadError` where it is missing or broken.
+    """
+    path = Path(source.tokenizer_path) if isinstance(source, ModelFiles) else find_tokenizer(source)
+    return Tokenizer(read_gguf_tokenizer(str(path)) if path.suffix == ".gguf" else read_tokenizer_folder(path))
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files = files
+        self._backend = files.backend
+        self._chat_template: ChatTemplate | None = None
+        # A plain token to stand before another: see `token_text`.
+        self._anchor = self._backend.encode("a", add_special_tokens=False).ids
+        self._anchor_text = self.decode(self._anchor)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens known, the added ones among them. A model's embedding may have more rows than that."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._files.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that the model's files say to add (often a BOS, or none)."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"prompt: character {error.start} is half of a surrogate pair and stands for nothing; remove it",
+                field="prompt",
+                value=repr(text[max(0, error.start - 20) : error.end + 20]),
+            ) from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary become nothing."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands within a text, special tokens included; U+FFFD for half a character."""
+        # A SentencePiece decoder drops the space before the first word, so the token is decoded as the second.
+        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return text[len(self._anchor_text) :]
+
+    def stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
+        """A decoder for one completion, which follows `prompt_ids`."""
+        return IncrementalDecoder(self, skip_special_tokens, prompt_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._files.chat_template is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of a conversation, in the form the model was trained on.
+
+        `messages` are dicts with "role" and "content"; `add_generation_prompt` adds the beginning of the
+        assistant's answer. Raises `InvalidRequestError` where the model has no template or it refuses the messages.
+        """
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, its special tokens written out; see `apply_chat_template`."""
+        if self._chat_template is None:
+            if self._files.chat_template is None:
+                raise InvalidRequestError(
+                    f"messages: the model in {self._files.path} has no chat template (chat_template.jinja, or the field "
+                    "chat_template of tokenizer_config.json); give a prompt instead, or a chat model",
+                    field="messages",
+                    value=repr(messages)[:200],
+                )
+            self._chat_template = ChatTemplate(self._files.chat_template, self._files.special_tokens, self._files.path)
+        return self._chat_template.render(messages, add_generation_prompt)
+
+
+class IncrementalDecoder:
+    """Decodes one completion as its tokens come, never giving out half a character.
+
+    The pieces and the flush, joined, are the text that decoding all tokens at once gives. `_held` are the tokens
+    since text was last given out, `_context` those that text came from: with them, `flush` can decode the rest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer._backend
+        self._skip_special_tokens = skip_special_tokens
+        context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        if context and tokenizer.decode(context, skip_special_tokens).endswith(_REPLACEMENT):
+            context = []  # the prompt ends within a character, which the completion does not give out again
+        self._restart(context)
+
+    def _restart(self, context: list[int]) -> None:
+        self._context = context
+        self._held: list[int] = []
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+
+    def append(self, token_id: int) -> str:
+        """The text that became complete with this token, often "" in the middle of a character."""
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception as error:  # tokenizers raises its own kind, by no name
+            # What was given out is no prefix of what the tokens now decode to: invalid bytes, regrouped.
+            if "prefix" not in str(error).lower():
+                raise
+            return self.flush()
+        if text:
+            self._context, self._held = self._held, []
+            return text
+        return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
+
+    def flush(self) -> str:
+        """The text of the tokens held back, at the end of the completion; an unfinished character is U+FFFD."""
+        if not self._held:
+            return ""
+        before = self._tokenizer.decode(self._context, self._skip_special_tokens)
+        text = self._tokenizer.decode(self._context + self._held, self._skip_special_tokens)
+        self._restart(self._held)
+        return text[len(before) :]

@@ -1,0 +1,126 @@
+"""What a worker knows of the requests that run: row-indexed columns, changed by deltas.
+
+On a CPU these numpy arrays are the device's own memory, so the next step's input is taken from them directly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringcore.model_executor.sampler import SamplingInputs
+from ringcore.protocol import NewRequest, SchedulerOutput
+from ringcore.sampling_params import MAX_STOP_TOKEN_IDS
+
+__all__ = ["RequestRows"]
+
+
+class RequestRows:
+    """The rows 0 to max_num_seqs - 1; a request has one from its admission until it finishes or is preempted.
+
+    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, the first
+    num_blocks of `block_table` are its blocks and the others 0. A row not in use has no tokens and no blocks.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_eos_tokens: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.stop_token_ids = np.zeros((max_num_seqs, MAX_STOP_TOKEN_IDS + num_eos_tokens), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_stop_token_ids = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: none asked for
+
+    def apply(self, delta: SchedulerOutput) -> None:
+        """Takes in what changed since the last step, in the order of the message's fields."""
+        self._clear(delta.finished_rows)
+        for request in delta.new_requests:
+            self._admit(request)
+        self._append_blocks(delta.new_block_rows, delta.new_block_ids)
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._clear(np.flatnonzero(self.num_tokens))
+
+    def _clear(self, rows: np.ndarray) -> None:
+        if len(rows):
+            self.num_tokens[rows] = 0
+            self.num_computed_tokens[rows] = 0
+            self.block_table[rows, : int(self.num_blocks[rows].max())] = 0
+            self.num_blocks[rows] = 0
+            self.min_tokens[rows] = 0
+
+    def _admit(self, request: NewRequest) -> None:
+        row, params, num_tokens = request.row, request.sampling_params, len(request.token_ids)
+        assert not self.num_tokens[row], f"row {row} is in use"
+        assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = request.num_computed_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.block_table[row, : len(request.block_ids)] = request.block_ids
+        self.num_blocks[row] = len(request.block_ids)
+        self.stop_token_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.num_stop_token_ids[row] = len(request.stop_token_ids)
+        self.min_tokens[row] = params.min_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = request.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+
+    def _append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
+        """A row may come several times: its blocks are appended in the order of the arrays."""
+        if not len(rows):
+            return
+        order = np.argsort(rows, kind="stable")
+        by_row = rows[order]
+        distinct, first, counts = np.unique(by_row, return_index=True, return_counts=True)
+        nth = np.arange(len(by_row)) - np.repeat(first, counts)
+        self.block_table[by_row, self.num_blocks[by_row] + nth] = block_ids[order]
+        self.num_blocks[distinct] += counts
+
+    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray) -> None:
+        """These tokens are computed."""
+        self.num_computed_tokens[rows] += num_scheduled_tokens
+
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """One sampled token each; the input of the row's next step. A row that is full drops it."""
+        rows_with_room = self.num_tokens[rows] < self.token_ids.shape[1]
+        rows, token_ids = rows[rows_with_room], token_ids[rows_with_room]
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
+        """The sampling parameters of `rows` [n], whose next tokens stand at the end of what they have."""
+        barred_rows, barred_ids = self._barred(rows)
+        return SamplingInputs(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=self.num_tokens[rows],
+            num_logprobs=self.num_logprobs[rows],
+            barred_rows=barred_rows,
+            barred_ids=barred_ids,
+        )
+
+    def _barred(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stop tokens of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
+        num_generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        early = np.flatnonzero(num_generated < self.min_tokens[rows])
+        counts = self.num_stop_token_ids[rows[early]]
+        there = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
+        return np.repeat(early, counts), self.stop_token_ids[rows[early]][there].astype(np.int64)

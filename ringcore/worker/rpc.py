@@ -1,0 +1,126 @@
+"""The methods of a worker that can be called from outside it, and how a call reaches one.
+
+A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["call_rpc", "find_rpc", "rpc", "rpc_names"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MARK = "__ringcore_rpc__"
+
+
+def rpc(method: _Method) -> _Method:
+    """Declares that a worker's method may be called by name. Raises TypeError for anything but a public function."""
+    if not inspect.isfunction(method) or method.__name__.startswith("_"):
+        raise TypeError(f"@rpc declares a public method, not {method!r}; put it below other decorators")
+    vars(method)[_MARK] = True
+    return method
+
+
+def rpc_names(worker: object) -> list[str]:
+    """The names that `call_rpc` would find, sorted."""
+    names = {name for cls in type(worker).__mro__ for name in vars(cls)}
+    return sorted(name for name in names if _declared(worker, name))
+
+
+def _declared(worker: object, name: str) -> Callable[..., Any] | None:
+    """The declared function of this name. The first class in the resolution order that has the name decides."""
+    for cls in type(worker).__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            return found if inspect.isfunction(found) and _MARK in vars(found) else None
+    return None
+
+
+def find_rpc(worker: object, method: str) -> Callable[..., Any]:
+    """The declared method, bound. Raises `InvalidRequestError` that names the known ones."""
+    function = _declared(worker, method)
+    if function is None:
+        known = rpc_names(worker)
+        close = difflib.get_close_matches(method, known, n=1)
+        remedy = f"did you mean {close[0]!r}? Known" if close else "known"
+        raise InvalidRequestError(
+            f"no worker method {method!r} is declared with @rpc; {remedy}: {', '.join(known)}",
+            field="method",
+            value=method,
+        )
+    return types.MethodType(function, worker)
+
+
+def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Calls a declared method with arguments given as builtins.
+
+    Each argument is converted to its annotation (msgspec, strict; a list or the bytes of int32 become a numpy array);
+    one without an annotation is passed as it is. Raises `InvalidRequestError` for an unknown method and for arguments
+    that do not fit, before the method runs; then whatever the method raises.
+    """
+    bound_method = find_rpc(worker, method)
+    signature = inspect.signature(bound_method)
+    try:
+        bound = signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"wrong arguments for {method}{signature}: {error}", field="args", value=method
+        ) from error
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        kind = _annotation(bound_method, parameter)
+        if kind is inspect.Parameter.empty:
+            continue
+        where = f"{method}({name})"
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(_convert(item, kind, where) for item in value)
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: _convert(item, kind, where) for key, item in value.items()}
+        else:
+            bound.arguments[name] = _convert(value, kind, where)
+    return bound_method(*bound.args, **bound.kwargs)
+
+
+def _annotation(method: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The parameter's annotation as a type. One at a time: a return type imported for checkers alone does no harm."""
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    function = inspect.unwrap(method)
+    return typing.get_type_hints(holder, globalns=function.__globals__)[parameter.name]
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(value, kind, strict=True, dec_hook=_convert_extra)
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+        shown = repr(value)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        raise InvalidRequestError(f"{where}={shown}: {error}", field=where, value=shown) from error
+
+
+def _convert_extra(kind: type, value: Any) -> Any:
+    """numpy arrays, as `ringcore.protocol` has them: integers are int32."""
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__qualname__} cannot be sent to a worker; it has {type(value).__name__}")
+    if isinstance(value, bytes):
+        return np.frombuffer(value, dtype=np.int32)
+    array = np.asarray(value)
+    if array.dtype.kind in "iu" or not array.size:
+        small = array.astype(np.int32)
+        if not np.array_equal(small, array):
+            raise ValueError("an integer does not fit into 32 bits")
+        return small
+    if array.dtype.kind not in "fb":
+        raise TypeError(f"expected an array of numbers, got {type(value).__name__}")
+    return array

@@ -1,0 +1,134 @@
+"""The command line: prompts in, texts or JSON out, one clear line for an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from fake_engine import expected, make_model_folder
+
+from ringcore.cli import main
+from ringcore.cli.options import engine_options, given, sampling_options
+from ringcore.config import EngineConfig
+
+FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "64", "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def run(capsys, *args):
+    """(exit code, stdout, stderr)"""
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    printed = capsys.readouterr()
+    return caught.value.code or 0, printed.out, printed.err
+
+
+def text_of(prompt: str, num_tokens: int) -> str:
+    return bytes(expected(list(prompt.encode()), num_tokens)).decode()
+
+
+def test_texts(capsys, folder):
+    code, out, _ = run(
+        capsys, "generate", "--model", folder, *FAKE, "--prompt", "ab", "--prompt", "c", "--max-tokens", "3"
+    )
+    assert code == 0
+    assert out == f"--- ab\n{text_of('ab', 3)}\n--- c\n{text_of('c', 3)}\n"
+
+
+def test_json_lines(capsys, folder, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab", "request_id": "mine"}\n\n"c"\n[97, 98]\n')
+    flags = ["--prompts-file", str(file), "--json", "--max-tokens", "4", "--logprobs", "1"]
+    code, out, _ = run(capsys, "generate", "--model", folder, *FAKE, *flags)
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["outputs"][0]["text"] for line in lines] == [text_of(p, 4) for p in ("ab", "c", "ab")]
+    assert lines[0]["request_id"] == "mine"
+    assert lines[0]["error"] is None
+    assert lines[2]["prompt_token_ids"] == [97, 98]
+    first = lines[0]["outputs"][0]
+    assert first["logprobs"][0][str(first["token_ids"][0])]["rank"] == 1
+
+
+def test_a_file_of_lines_and_sampling_flags(capsys, folder, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\n\n  c d \n")
+    stop = text_of("ab", 6)[3]
+    flags = ["--prompts-file", str(file), "--json", "--max-tokens", "6", "--stop", stop, "--stop", "?"]
+    code, out, _ = run(capsys, "generate", "--model", folder, *FAKE, *flags)
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["ab", "  c d "]
+    assert lines[0]["outputs"][0]["stop_reason"] == stop
+
+
+def test_chat(capsys, folder):
+    code, out, _ = run(capsys, "generate", "--model", folder, *FAKE, "--chat", "--prompt", "hi", "--json")
+    assert code == 0
+    assert bytes(json.loads(out)["prompt_token_ids"]) == b"user:hi;A:"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--prompt", ""], 2, "prompt 0: prompt='': the prompt is empty"),
+        (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0: give a number above 0"),
+        (["--prompt", "a", "--dtype", "int3"], 2, "dtype='int3': give one of"),
+        (["--prompts-file", "/no/such/file"], 2, "cannot be read"),
+        ([], 2, "no prompts; give --prompt or --prompts-file"),
+        (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "lower max_model_len"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(capsys, folder, flags, code, says):
+    got, out, err = run(capsys, "generate", "--model", folder, *FAKE, *flags)
+    (line,) = [line for line in err.splitlines() if line.startswith("ringcore: ")]
+    assert got == code
+    assert says in line
+    assert out == ""
+
+
+def test_a_missing_model(capsys):
+    code, _, err = run(capsys, "generate", "--model", "/no/such/folder", "--prompt", "a")
+    assert code == 1
+    assert "/no/such/folder" in err
+
+
+def test_broken_json_names_its_line(capsys, folder, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('"a"\n{"prompt": \n')
+    code, _, err = run(capsys, "generate", "--model", folder, "--prompts-file", str(file))
+    assert code == 2
+    assert "line 2 is no JSON" in err
+
+
+def test_every_engine_option_is_a_flag_of_the_same_name(capsys):
+    code, out, _ = run(capsys, "generate", "--help")
+    assert code == 0
+    for name in EngineConfig.options():
+        assert f"--{name.replace('_', '-')} " in out
+    for flag in ("--max-tokens", "--temperature", "--request-seed", "--stop-token-ids", "--no-skip-special-tokens"):
+        assert flag in out
+    assert "ringcore generate --model" in out  # by example
+
+
+def test_only_what_was_given_is_passed_on():
+    values = {p.name: None for p in [*engine_options(), *sampling_options()]}
+    values |= {"model": "m", "seed": 1, "request_seed": 2, "enable_prefix_caching": False, "stop": []}
+    assert given(values, engine_options()) == {"model": "m", "seed": 1, "enable_prefix_caching": False}
+    assert given(values, sampling_options()) == {"seed": 2}
+
+
+def test_help_of_the_whole_command_needs_no_model_library():
+    code = (
+        "import sys\nfrom ringcore.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted(m for m in ('torch', 'transformers', 'zmq', 'tokenizers') if m in sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "generate" in out
+    assert out.splitlines()[-1] == "[]"

@@ -1,0 +1,65 @@
+"""Fixtures that several tiers share: where real models lie, and tiny random ones made on the spot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringcore"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    folder = CACHE / "smollm2-135m"
+    if not (folder / "model.safetensors").exists():
+        pytest.skip("no SmolLM2-135M folder: run `make setup`")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> str:
+    file = CACHE / "smollm2-135m.gguf"
+    if not file.exists():
+        pytest.skip("no SmolLM2-135M GGUF file: run `make setup`")
+    return str(file)
+
+
+@pytest.fixture(scope="session")
+def qwen2() -> str:
+    folder = os.environ.get("RINGCORE_TEST_QWEN2")
+    if not folder:
+        pytest.skip("opt-in: set RINGCORE_TEST_QWEN2 to the folder that `scripts/fetch_model.py qwen2.5-coder-0.5b` makes")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory) -> str:
+    """A random Qwen2 whose heads divide by two: 4 layers, 4 query and 2 KV heads of 16."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-qwen2")
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=319,
+        bos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = Qwen2ForCausalLM(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(0, 0.2 if "bias" in name else 0.12)
+                if "norm" in name:
+                    parameter.add_(1)
+        model.save_pretrained(folder)
+    return str(folder)

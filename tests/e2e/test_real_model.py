@@ -1,0 +1,82 @@
+"""SmolLM2-135M through the whole engine in float32: the tokens of transformers, whatever the engine's shape."""
+
+from __future__ import annotations
+
+import pytest
+from engine import generate, make_core, tokens
+from reference import differences, load
+
+from ringcore import SamplingParams
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
+
+OPTIONS = {"dtype": "float32", "max_model_len": 2048, "kv_cache_bytes": 1 << 30}
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+
+ENTRIES = load("smollm2-135m-lengths")
+SHORT = [entry for entry in ENTRIES if len(entry.prompt_token_ids) <= 300]
+
+
+def check(core, entries, **kwargs):
+    outputs = generate(core, [entry.prompt_token_ids for entry in entries], GREEDY, **kwargs)
+    assert differences(entries, tokens(outputs)) == []
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def core(smollm2):
+    with make_core(smollm2, **OPTIONS) as engine:
+        yield engine
+
+
+def test_forty_prompts_of_1_to_1500_tokens(core):
+    assert len(ENTRIES) == 40
+    check(core, ENTRIES)
+
+
+def test_log_probabilities_are_within_a_thousandth(core):
+    outputs = check(core, SHORT, salt="log-probabilities")
+    for entry, one in zip(SHORT, outputs, strict=True):
+        got = [row.logprobs[0] for output in one for row in output.logprobs]
+        n = entry.num_decisive
+        assert got[:n] == pytest.approx(entry.logprobs[:n], abs=1e-3)
+
+
+def test_each_prompt_alone(core):
+    for entry in SHORT[::4]:
+        check(core, [entry], salt="alone")
+
+
+def test_among_32_others(core):
+    check(core, [*SHORT, *SHORT[:8]][:33], salt="among others")
+
+
+def test_prefix_cache_cold_then_warm(core):
+    check(core, SHORT, salt="warm")
+    outputs = check(core, SHORT, salt="warm")
+    for entry, one in zip(SHORT, outputs, strict=True):
+        prompt = len(entry.prompt_token_ids)
+        assert one[-1].num_cached_tokens == (prompt - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_chunked_prefill(smollm2, budget):
+    options = OPTIONS | {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
+    with make_core(smollm2, executor="uniproc", **options) as core:
+        check(core, SHORT[:: 3 if budget == 16 else 1])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preemption_in_a_small_pool(smollm2, depth):
+    entries = [entry for entry in SHORT if len(entry.prompt_token_ids) <= 100]
+    options = OPTIONS | {"max_model_len": 160, "block_size": 8, "num_blocks_override": 42, "steps_in_flight": depth}
+    with make_core(smollm2, executor="uniproc", **options) as core:
+        outputs = check(core, entries)
+    assert sum(one[-1].num_preemptions for one in outputs) > 0
+
+
+def test_depth_one_and_other_block_size(smollm2):
+    options = OPTIONS | {"steps_in_flight": 1, "block_size": 32, "enable_prefix_caching": False}
+    with make_core(smollm2, **options) as core:
+        check(core, SHORT)

@@ -1,0 +1,42 @@
+"""Two ranks over gloo give the tokens of one rank and of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine import generate, make_core, tokens
+
+from ringcore import SamplingParams
+
+OPTIONS = {"dtype": "float32", "kv_cache_bytes": 1 << 24}
+PROMPTS = [[3 + (7 * i + j * j) % 300 for j in range(n)] for i, n in enumerate([1, 5, 16, 17, 40, 130])]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen2):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
+    with torch.inference_mode():
+        return [
+            model.generate(
+                torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False, pad_token_id=0
+            )[0, len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
+    with make_core(tiny_qwen2, tensor_parallel_size=size, max_num_batched_tokens=64, **OPTIONS) as core:
+        assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+
+
+def test_seeded_samples_do_not_depend_on_ranks_batch_or_depth(tiny_qwen2):
+    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=5 + i, max_tokens=12) for i in range(len(PROMPTS))]
+    results = []
+    for options in ({"tensor_parallel_size": 2}, {"steps_in_flight": 1}, {"max_num_seqs": 1}):
+        with make_core(tiny_qwen2, **OPTIONS, **options) as core:
+            results.append(tokens(generate(core, PROMPTS, params)))
+    assert results[0] == results[1] == results[2]

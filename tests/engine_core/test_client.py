@@ -1,0 +1,350 @@
+"""The engine in a process of its own, its workers (fake, torch-free) in theirs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_engine import RAISES, SLOW, BrokenMultiproc, FakeMultiproc, expected, make_model_folder
+
+from ringcore import EngineConfig, SamplingParams
+from ringcore.engine_core.client import EngineCoreClient
+from ringcore.errors import (
+    CapacityError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    RpcTimeoutError,
+    WorkerError,
+)
+from ringcore.protocol import EngineCoreRequest
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def make_config(folder, executor=FakeMultiproc, **options):
+    return EngineConfig.from_options(
+        model=folder, load_format="dummy", executor=executor, **({"max_model_len": 128, "block_size": 8} | options)
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    """One engine for the tests that leave it as it was."""
+    with EngineCoreClient(make_config(folder)) as client:
+        yield client
+
+
+def request(request_id, prompt, **params):
+    return EngineCoreRequest(
+        request_id, prompt, SamplingParams(**({"max_tokens": 4} | params)), arrival_s=time.monotonic()
+    )
+
+
+def collect(client, request_ids):
+    """Every output of these requests, until each has its last."""
+    outputs, unfinished = [], set(request_ids)
+    deadline = time.monotonic() + WAIT_S
+    while unfinished:
+        assert time.monotonic() < deadline, f"no end of {unfinished}"
+        outputs += [o for o in client.get_outputs(timeout=1).outputs if o.request_id in set(request_ids)]
+        unfinished -= {o.request_id for o in outputs if o.finish_reason}
+    return outputs
+
+
+def tokens(outputs, request_id):
+    return [t for output in outputs if output.request_id == request_id for t in output.new_token_ids]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_ready_describes_the_engine(shared):
+    ready = shared.ready
+    assert ready.max_model_len == 128
+    assert ready.token_capacity == ready.num_blocks * 8
+    assert set(ready.pids) == {"engine", "worker 0"}
+    assert all(alive(pid) for pid in ready.pids.values())
+    assert os.getpid() not in ready.pids.values()
+
+
+def test_the_engine_process_is_small_and_knows_no_torch(shared):
+    status = Path(f"/proc/{shared.ready.pids['engine']}/status").read_text()
+    resident_kb = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
+    assert resident_kb < 60 * 1024
+    assert "torch" not in Path(f"/proc/{shared.ready.pids['engine']}/maps").read_text()
+
+
+def test_tokens_come_back(shared):
+    prompts = {f"r{i}": [i + 1] * n for i, n in enumerate([1, 8, 30])}
+    shared.add_requests([request(name, prompt) for name, prompt in prompts.items()])
+    outputs = collect(shared, prompts)
+    for name, prompt in prompts.items():
+        assert tokens(outputs, name) == expected(prompt, 4)
+
+
+def test_a_wrong_request_fails_alone(shared):
+    shared.add_requests([request("bad", [5] * 200), request("good", [5]), request("worse", [4000])])
+    outputs = collect(shared, ["bad", "good", "worse"])
+    errors = {o.request_id: o.error for o in outputs if o.error}
+    assert {name: error.type for name, error in errors.items()} == {
+        "bad": "InvalidRequestError",
+        "worse": "InvalidRequestError",
+    }
+    assert tokens(outputs, "good") == expected([5], 4)
+
+
+def test_many_requests_at_once(shared):
+    prompts = {f"m{i}": [1 + i % 250, 7] for i in range(600)}
+    shared.add_requests([request(name, prompt, max_tokens=2) for name, prompt in prompts.items()])
+    outputs = collect(shared, prompts)
+    assert all(tokens(outputs, name) == expected(prompt, 2) for name, prompt in prompts.items())
+
+
+def test_an_abort_and_a_call_do_not_wait_for_the_steps(shared):
+    shared.add_requests([request("slow", [SLOW], max_tokens=100)])
+    while not shared.get_outputs(timeout=WAIT_S).outputs:
+        pass
+    assert shared.call_engine("stats", timeout=WAIT_S)["num_running"] == 1
+    shared.abort(["slow"])
+    assert collect(shared, ["slow"])[-1].finish_reason == "abort"
+    assert shared.call_engine("stats", timeout=WAIT_S)["num_running"] == 0
+
+
+def test_get_outputs_ends_at_its_deadline(shared):
+    assert shared.get_outputs(timeout=0.02).outputs == []
+
+
+def test_collective_rpc(shared):
+    assert shared.collective_rpc("echo", ["ab"], {"times": 2}) == ["0:abab"]
+    with pytest.raises(WorkerError, match="no such thing") as caught:
+        shared.collective_rpc("fail")
+    assert caught.value.details["error_type"] == "KeyError"
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        shared.collective_rpc("echo", [object()])
+    assert shared.collective_rpc("echo", ["still here"]) == ["0:still here"]
+
+
+def test_a_call_that_takes_too_long_spoils_nothing(shared):
+    with pytest.raises(RpcTimeoutError) as caught:
+        shared.collective_rpc("nap", [0.4], timeout=0.05)
+    assert caught.value.details["missing_ranks"] == [0]
+    assert shared.collective_rpc("echo", ["next"], timeout=WAIT_S) == ["0:next"]
+
+
+def test_a_value_too_long_to_be_sent_is_an_error_of_its_call(shared):
+    with pytest.raises(Exception, match="cannot be sent"):
+        shared.collective_rpc("numbers", [20_000_000], timeout=60)
+    assert shared.collective_rpc("numbers", [3]) == [[0, 1, 2]]
+
+
+def test_an_unknown_method_of_the_engine_names_the_known(shared):
+    with pytest.raises(InvalidRequestError, match="reset_prefix_cache, stats"):
+        shared.call_engine("explode")
+    assert shared.call_engine("reset_prefix_cache") is True
+
+
+def test_calls_from_other_threads_while_one_waits_for_outputs(shared):
+    shared.add_requests([request("a", [SLOW, 3], max_tokens=30)])
+    answers: list = []
+
+    def ask(i):
+        answers.append((i, shared.collective_rpc("echo", [str(i)], timeout=WAIT_S)))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    outputs = collect(shared, ["a"])
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert sorted(answers) == [(i, [f"0:{i}"]) for i in range(6)]
+    assert tokens(outputs, "a") == expected([SLOW, 3], 30)
+
+
+def test_an_idle_engine_sleeps(shared):
+    def cpu_ticks():
+        fields = Path(f"/proc/{shared.ready.pids['engine']}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
+    with pytest.raises(RpcTimeoutError):  # its late reply must not keep the loop awake
+        shared.collective_rpc("nap", [0.1], timeout=0.01)
+    time.sleep(0.3)
+    before = cpu_ticks()
+    time.sleep(0.5)
+    assert cpu_ticks() - before <= 10  # of 50
+
+
+def test_two_ranks(folder):
+    with EngineCoreClient(make_config(folder, tensor_parallel_size=2)) as client:
+        assert client.collective_rpc("echo", ["x"]) == ["0:x", "1:x"]
+        client.add_requests([request("a", [9])])
+        assert tokens(collect(client, ["a"]), "a") == expected([9], 4)
+        assert set(client.ready.pids) == {"engine", "worker 0", "worker 1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"executor": BrokenMultiproc}, ModelLoadError, "tensor 'x' is missing"),
+        ({"kv_cache_bytes": 4096}, CapacityError, "max_model_len"),
+    ],
+)
+def test_a_failed_start_raises_what_stopped_it(folder, options, error, says):
+    client = EngineCoreClient(make_config(folder, **options))
+    for _ in range(2):
+        with pytest.raises(error, match=says) as caught:
+            client.wait_ready()
+    assert caught.value.details
+    with pytest.raises(error):
+        client.add_requests([request("a", [1])])
+    client.close()
+
+
+def kill_engine(pids):
+    os.kill(pids["engine"], signal.SIGKILL)
+
+
+def kill_worker(pids):
+    os.kill(pids["worker 0"], signal.SIGKILL)
+
+
+def terminate_engine(pids):
+    os.kill(pids["engine"], signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("kill", "process", "name"),
+    [(kill_engine, "engine", "SIGKILL"), (kill_worker, "worker 0", "SIGKILL"), (terminate_engine, "engine", "SIGTERM")],
+)
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_death_is_told_to_every_call_and_leaves_no_process(folder, kill, process, name, busy):
+    client = EngineCoreClient(make_config(folder))
+    pids = client.ready.pids
+    if busy:
+        client.add_requests([request("a", [SLOW], max_tokens=100)])
+        client.get_outputs(timeout=WAIT_S)
+    errors: list = []
+
+    def wait_for_outputs():
+        try:
+            while True:
+                client.get_outputs()
+        except EngineDeadError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait_for_outputs)
+    waiting.start()
+    kill(pids)
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    assert errors[0].details["process"] == process
+    assert errors[0].details["signal"] == name
+    for call in (
+        lambda: client.add_requests([request("b", [1])]),
+        lambda: client.abort(["a"]),
+        client.get_outputs,
+        lambda: client.collective_rpc("echo", ["x"]),
+    ):
+        with pytest.raises(EngineDeadError):
+            call()
+    client.close()
+    wait_until(lambda: not any(alive(pid) for pid in pids.values()), "a process outlived its engine")
+
+
+def test_an_error_in_a_step_ends_the_engine_with_its_cause(folder):
+    with EngineCoreClient(make_config(folder)) as client:
+        client.add_requests([request("a", [RAISES])])
+        with pytest.raises(EngineDeadError, match="the forward pass failed") as caught:
+            collect(client, ["a"])
+        assert caught.value.details["error_type"] == "ZeroDivisionError"
+
+
+def test_interrupts_are_left_to_the_front_end(shared):
+    for pid in shared.ready.pids.values():
+        os.kill(pid, signal.SIGINT)
+    assert shared.collective_rpc("echo", ["x"], timeout=WAIT_S) == ["0:x"]
+
+
+def test_close_is_idempotent_and_final(folder):
+    client = EngineCoreClient(make_config(folder))
+    pids = client.ready.pids
+    client.close()
+    client.close()
+    assert not any(alive(pid) for pid in pids.values())
+    with pytest.raises(EngineDeadError, match="closed"):
+        client.get_outputs()
+    with pytest.raises(EngineDeadError, match="closed"):
+        client.add_requests([request("a", [1])])
+
+
+def test_close_wakes_whoever_waits(folder):
+    client = EngineCoreClient(make_config(folder))
+    client.wait_ready()
+    raised: list = []
+
+    def wait_for_outputs():
+        try:
+            client.get_outputs()
+        except EngineDeadError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait_for_outputs)
+    waiting.start()
+    wait_until(lambda: client._receiving, "nobody waits")
+    client.close()
+    waiting.join(WAIT_S)
+    assert [error.message for error in raised] == ["the engine was closed"]
+
+
+def test_closing_while_it_starts(folder):
+    client = EngineCoreClient(make_config(folder))
+    client.close()
+    with pytest.raises(EngineDeadError):
+        client.wait_ready()
+
+
+def test_a_start_that_takes_too_long_ends_at_its_deadline(folder):
+    client = EngineCoreClient(make_config(folder), start_timeout_s=0.0)
+    with pytest.raises(EngineDeadError, match=r"not ready within 0\.0 s"):
+        client.wait_ready()
+
+
+def test_a_dropped_client_leaves_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for its processes
+
+    def num_fds():
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    fds, threads = num_fds(), threading.active_count()
+    client = EngineCoreClient(make_config(folder))
+    pids = client.ready.pids
+    del client
+    gc.collect()
+    assert not any(alive(pid) for pid in pids.values())
+    assert list(tmp_path.iterdir()) == []
+    assert num_fds() == fds
+    assert threading.active_count() == threads

@@ -1,0 +1,127 @@
+"""Prompts become requests; a wrong one is an error that names field, value and remedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_engine import VOCAB_SIZE, make_model_folder
+
+from ringcore import EngineConfig, SamplingParams
+from ringcore.engine_core.input_processor import InputProcessor, as_prompt_list
+from ringcore.errors import InvalidRequestError, UnknownOptionError
+from ringcore.tokenizer import load_tokenizer
+
+MAX_MODEL_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_model_folder(tmp_path_factory.mktemp("model"))
+    config = EngineConfig.from_options(model=folder, load_format="dummy", max_model_len=MAX_MODEL_LEN)
+    return InputProcessor(config, load_tokenizer(folder))
+
+
+PARAMS = SamplingParams()
+
+
+def test_text_is_encoded(inputs):
+    prepared = inputs.process("Hi", PARAMS)
+    assert prepared.prompt == "Hi"
+    assert prepared.request.prompt_token_ids == [72, 105]
+    assert prepared.request.sampling_params is PARAMS
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], (1, 2), {"prompt_token_ids": [1, 2]}, [np.int64(1), np.int32(2)]])
+def test_token_ids_are_taken_as_they_are(inputs, prompt):
+    prepared = inputs.process(prompt, PARAMS)
+    assert prepared.prompt is None
+    assert prepared.request.prompt_token_ids == [1, 2]
+    assert all(type(t) is int for t in prepared.request.prompt_token_ids)
+
+
+def test_names_and_salts(inputs):
+    prepared = inputs.process({"prompt": "a", "request_id": "mine", "cache_salt": "s"}, PARAMS)
+    assert prepared.request_id == "mine"
+    assert prepared.request.cache_salt == "s"
+
+
+def test_the_engines_ids_are_unique_though_the_callers_are_not(inputs):
+    prepared = [inputs.process({"prompt": "a", "request_id": name}, PARAMS) for name in ("x", "x", "x#1")]
+    prepared += [inputs.process("a", PARAMS), inputs.process("a", PARAMS)]
+    assert len({p.request.request_id for p in prepared}) == 5
+    assert len({p.request_id for p in prepared}) == 4
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_MODEL_LEN - 1])
+def test_lengths_that_fit(inputs, num_tokens):
+    assert len(inputs.process([5] * num_tokens, PARAMS).request.prompt_token_ids) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "says"),
+    [
+        ("", "prompt", "empty"),
+        ([], "prompt_token_ids", "empty"),
+        ([5] * MAX_MODEL_LEN, "prompt", f"{MAX_MODEL_LEN} tokens.*shorten it to {MAX_MODEL_LEN - 1}"),
+        ("x" * 99, "prompt", "99 tokens"),
+        ([1, VOCAB_SIZE], "prompt_token_ids", f"{VOCAB_SIZE} at position 1 .* 0 to {VOCAB_SIZE - 1}"),
+        ([-1], "prompt_token_ids", "-1 at position 0"),
+        ([2**70], "prompt_token_ids", "not in the vocabulary"),
+        ([1, 2.0], "prompt_token_ids", "2.0 at position 1 is a float"),
+        ([True], "prompt_token_ids", "bool"),
+        (["a"], "prompt_token_ids", "str"),
+        (7, "prompt", "int"),
+        (None, "prompt", "NoneType"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt", "not both"),
+        ({}, "prompt", "either prompt or prompt_token_ids"),
+        ({"prompt": 7}, "prompt", "int"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids", "str"),
+        ({"prompt": "a", "request_id": 7}, "request_id", "7"),
+        ({"prompt": "a", "request_id": ""}, "request_id", "empty"),
+        ({"prompt": "a", "request_id": "x" * 257}, "request_id", "257 bytes"),
+        ({"prompt": "a", "cache_salt": 1.5}, "cache_salt", "1.5"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt", "surrogate"),
+        ("a\ud800", "prompt", "surrogate"),
+    ],
+)
+def test_a_wrong_prompt(inputs, prompt, field, says):
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        inputs.process(prompt, PARAMS)
+    assert caught.value.details["field"] == field
+
+
+def test_an_unknown_key_names_the_nearest(inputs):
+    with pytest.raises(UnknownOptionError, match="did you mean 'prompt_token_ids'"):
+        inputs.process({"prompt_tokens_ids": [1]}, PARAMS)
+
+
+def test_stop_token_ids_are_of_the_vocabulary(inputs):
+    inputs.process("a", SamplingParams(stop_token_ids=[VOCAB_SIZE - 1]))
+    with pytest.raises(InvalidRequestError, match="stop_token_ids: token id 300 at position 1"):
+        inputs.process("a", SamplingParams(stop_token_ids=[1, VOCAB_SIZE]))
+
+
+def test_sampling_params_of_a_wrong_type(inputs):
+    with pytest.raises(InvalidRequestError, match="give a SamplingParams"):
+        inputs.process("a", {"temperature": 0})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [
+        ("abc", 1),
+        ([1, 2, 3], 1),
+        ({"prompt": "a"}, 1),
+        (["a", "b"], 2),
+        ([[1], [2, 3]], 2),
+        ([[1], "a", {}], 3),
+        ([], 0),
+    ],
+)
+def test_what_is_one_prompt_and_what_are_many(prompts, count):
+    assert len(as_prompt_list(prompts)) == count
+
+
+def test_prompts_of_a_wrong_type():
+    with pytest.raises(InvalidRequestError, match="prompts='int'"):
+        as_prompt_list(7)

@@ -1,0 +1,231 @@
+"""A model without a tensor: a worker whose next token is a function of the tokens so far, and executors that run it.
+
+`execute_model` keeps its own rows, as a real worker does, so that what the engine sends is what counts. Some token
+ids in a prompt make the worker misbehave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ringcore.executor.multiproc import MultiprocExecutor
+from ringcore.executor.uniproc import UniProcExecutor
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.worker import rpc
+
+VOCAB_SIZE = 300
+EOS = 256
+RAISES, KILLS, ROW_FAILS, SLOW = 290, 291, 292, 293  # a prompt with this token does this to its step
+SLOW_STEP_S = 0.05
+
+
+def next_token(tokens: list[int]) -> int:
+    """A lower-case letter."""
+    return 97 + (sum(tokens[-8:]) * 31 + len(tokens) * 7) % 26
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeWorker:
+    def __init__(self, config, rank: int) -> None:
+        self.config, self.rank = config, rank
+        self._requests: dict[int, NewRequest] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._num_computed: dict[int, int] = {}
+        self._num_steps = 0
+
+    @rpc
+    def init_device(self) -> None:
+        pass
+
+    @rpc
+    def load_model(self) -> dict[str, float]:
+        return {"weights_bytes": 0.0, "load_s": 0.0}
+
+    @rpc
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        spec = FullAttentionSpec(self.config.cache.block_size, num_kv_heads=1, head_size=4, dtype="float32")
+        return {"layers.0": spec, "layers.1": spec}
+
+    @rpc
+    def determine_available_memory(self) -> dict[str, int]:
+        return {"total": 1 << 30, "available_kv_cache_bytes": self.config.cache.kv_cache_bytes or 1 << 20}
+
+    @rpc
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self._num_blocks = kv_cache_config.num_blocks
+
+    @rpc
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        for row in scheduler_output.finished_rows.tolist():
+            del self._tokens[row]
+        for new in scheduler_output.new_requests:
+            self._requests[new.row] = new
+            self._tokens[new.row] = new.token_ids.tolist()
+            self._num_computed[new.row] = new.num_computed_tokens
+        self._num_steps += 1
+        rows, token_ids, logprobs, errors = [], [], [], []
+        scheduled = zip(scheduler_output.rows.tolist(), scheduler_output.num_scheduled_tokens.tolist(), strict=True)
+        for row, num_tokens in scheduled:
+            tokens = self._tokens[row]
+            self._misbehave(tokens)
+            self._num_computed[row] += num_tokens
+            if self._num_computed[row] < len(tokens):
+                continue
+            if ROW_FAILS in tokens:
+                errors.append(RowError(row, "logits are not finite"))
+                continue
+            tokens.append(next_token(tokens))
+            rows.append(row)
+            token_ids.append(tokens[-1])
+            wanted = self._requests[row].sampling_params.logprobs
+            logprobs.append(None if wanted is None else self._logprobs(tokens[-1], wanted))
+        if self.rank:
+            return None
+        return ModelRunnerOutput(
+            scheduler_output.step, int_array(rows), int_array(token_ids), logprobs if any(logprobs) else None, errors
+        )
+
+    def _misbehave(self, tokens: list[int]) -> None:
+        if RAISES in tokens:
+            raise ZeroDivisionError("the forward pass failed")
+        if KILLS in tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if SLOW in tokens:
+            time.sleep(SLOW_STEP_S)
+
+    def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        ids = [token_id, *((token_id + i) % VOCAB_SIZE for i in range(num_top))]
+        return TokenLogprobs(ids, [-0.5, *(-0.5 - i for i in range(num_top))], [1, *range(1, num_top + 1)])
+
+    @rpc
+    def reset_rows(self) -> None:
+        self._tokens.clear()
+
+    @rpc
+    def stats(self) -> dict:
+        return {"rank": self.rank, "num_steps": self._num_steps, "num_blocks": self._num_blocks}
+
+    @rpc
+    def health(self) -> dict:
+        return {"rank": self.rank}
+
+    @rpc
+    def shutdown(self) -> None:
+        pass
+
+    # For tests alone.
+
+    @rpc
+    def echo(self, value: str, times: int = 1) -> str:
+        return f"{self.rank}:{value * times}"
+
+    @rpc
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @rpc
+    def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    @rpc
+    def numbers(self, count: int) -> list[int]:
+        return np.arange(count).tolist()
+
+
+class BrokenWorker(FakeWorker):
+    @rpc
+    def load_model(self) -> dict[str, float]:
+        from ringcore.errors import ModelLoadError
+
+        raise ModelLoadError("tensor 'x' is missing", tensor="x")
+
+
+def create_worker(config, rank: int, rendezvous: str | None) -> FakeWorker:
+    return FakeWorker(config, rank)
+
+
+def create_broken_worker(config, rank: int, rendezvous: str | None) -> FakeWorker:
+    return BrokenWorker(config, rank)
+
+
+class FakeMultiproc(MultiprocExecutor):
+    """The real executor, its workers fake."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_worker")
+
+
+class BrokenMultiproc(MultiprocExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_broken_worker")
+
+
+class FakeUniproc(UniProcExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_worker")
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def make_model_folder(folder: Path) -> str:
+    """A model folder without weights: a Llama of 2 layers whose tokens are bytes, 256 the end of text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {_byte_letter(byte): byte for byte in range(256)}
+    assert set(vocab) == set(letters)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+        )
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 256,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "torch_dtype": "float32",
+                "eos_token_id": EOS,
+                "bos_token_id": None,
+                "hidden_act": "silu",
+            }
+        )
+    )
+    return str(folder)
+
+
+def _byte_letter(byte: int) -> str:
+    """The printable character that byte-level BPE writes for a byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in plain else chr(256 + [b for b in range(256) if b not in plain].index(byte))

@@ -1,0 +1,82 @@
+"""Attention for tests of models: every sequence owns one contiguous run of slots, and each is computed alone.
+
+A block is as long as the longest sequence, so a block table has one column and paging plays no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.metadata import AttentionMetadata, ForwardContext
+from ringcore.kv_cache.spec import KVCacheSpec
+
+
+class DenseAttention(AttentionBackend):
+    name = "dense"
+
+    @classmethod
+    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+        return None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks * self.spec.block_size, self.spec.num_kv_heads, self.spec.head_size)
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        return None
+
+    def forward(self, query, key, value, kv_cache, metadata, plan, scale):
+        kv_cache[0, metadata.slot_mapping] = key
+        kv_cache[1, metadata.slot_mapping] = value
+        out = torch.empty_like(query)
+        for i in range(metadata.num_seqs):
+            first, last = metadata.query_start_loc_cpu[i : i + 2]
+            length, start = int(metadata.seq_lens_cpu[i]), int(metadata.block_table_cpu[i, 0]) * self.spec.block_size
+            repeats = self.num_heads // self.spec.num_kv_heads
+            k, v = (cache[start : start + length].float().repeat_interleave(repeats, 1) for cache in kv_cache)
+            scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * scale
+            at = torch.arange(length - (last - first), length)
+            scores.masked_fill_(torch.arange(length)[None, None] > at[None, :, None], float("-inf"))
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(out.dtype)
+        return out
+
+
+class DenseRun:
+    """A model with its caches: feed it tokens of several sequences and it gives their logits."""
+
+    def __init__(self, model, max_len: int, num_seqs: int, dtype: str = "float32") -> None:
+        self.model, self.max_len = model, max_len
+        attention = model.attention_layers[0]
+        spec = attention.kv_cache_spec(max_len, dtype)
+        self.backend = DenseAttention(spec, attention.num_heads)
+        shape = self.backend.kv_cache_shape(num_seqs)
+        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in model.attention_layers)
+        self.num_computed = [0] * num_seqs
+
+    def step(self, tokens: dict[int, Sequence[int]]) -> torch.Tensor:
+        """New tokens by sequence -> logits [all tokens, vocab_size], in the order given."""
+        ids, positions, slots, lengths = [], [], [], []
+        for seq, new in tokens.items():
+            at = range(self.num_computed[seq], self.num_computed[seq] + len(new))
+            ids += new
+            positions += at
+            slots += [seq * self.max_len + position for position in at]
+            self.num_computed[seq] = at.stop
+            lengths.append(len(new))
+        metadata = AttentionMetadata(
+            num_tokens=len(ids),
+            num_seqs=len(tokens),
+            max_query_len=max(lengths),
+            max_seq_len=max(self.num_computed[seq] for seq in tokens),
+            query_start_loc_cpu=np.cumsum([0, *lengths]).astype(np.int32),
+            seq_lens_cpu=np.array([self.num_computed[seq] for seq in tokens], np.int32),
+            block_table_cpu=np.array([[seq] for seq in tokens], np.int32),
+            slot_mapping=torch.tensor(slots),
+        )
+        ctx = ForwardContext(metadata, self.backend, self.backend.plan(metadata), self.kv_caches)
+        with torch.inference_mode():
+            hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), ctx)
+            return self.model.compute_logits(hidden).clone()

@@ -1,0 +1,56 @@
+"""The vocabulary split over ranks: which rows are whose, where padding is, what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thread_tp import on_all_ranks
+
+from ringcore.checkpoint import ModelFiles
+from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.parallel import SingleRank
+
+DUMMY = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
+HIDDEN = 16
+
+
+def bound(tp, vocab_size, tied):
+    options = {"dtype": torch.float32, "tp": tp}
+    embedding = VocabParallelEmbedding("embed", "model.embed", vocab_size, HIDDEN, **options)
+    head = ParallelLMHead("head", "head", vocab_size, HIDDEN, **options, tied=embedding if tied else None)
+    tensors = load_weights([*embedding.weights(), *head.weights()], DUMMY, 3, torch.device("cpu"))
+    embedding.bind(tensors)
+    head.bind(tensors)
+    assert not tensors
+    return embedding, head
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("vocab_size", "size"), [(10, 2), (11, 2), (5, 4), (13, 4)])
+def test_ranks_agree_with_one(vocab_size, size, tied):
+    ids = torch.arange(vocab_size).repeat(2)
+    hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def both_ends(tp):
+        embedding, head = bound(tp, vocab_size, tied)
+        return embedding(ids), head(hidden), embedding.table
+
+    looked_up, logits, table = both_ends(SingleRank())
+    assert torch.equal(looked_up, table[ids])
+    assert logits.shape == (7, vocab_size)
+    for ours, our_logits, _ in on_all_ranks(size, both_ends):
+        assert torch.equal(ours, looked_up)
+        torch.testing.assert_close(our_logits, logits, atol=1e-5, rtol=0)
+
+
+def test_padding_is_zero_and_at_the_end():
+    tables = on_all_ranks(4, lambda tp: bound(tp, 5, True)[0].table)
+    assert [table.shape for table in tables] == [(2, HIDDEN)] * 4
+    assert [bool(row.any()) for table in tables for row in table] == [True] * 5 + [False] * 3
+
+
+def test_a_tied_head_follows_the_table():
+    embedding, head = bound(SingleRank(), 6, tied=True)
+    logits = head(torch.eye(HIDDEN))
+    torch.testing.assert_close(logits.T, embedding.table, atol=1e-6, rtol=0)

@@ -1,0 +1,214 @@
+"""From files to final tensors: fused, sliced, converted; and what is said of files that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_attention import DenseRun
+from safetensors.torch import load_file, save_file
+from thread_tp import ThreadRank
+from tiny_checkpoints import FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
+from tiny_gguf import K_QUANTS, QUANTIZED, write_gguf
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.errors import ModelLoadError
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import model_class
+from ringcore.model_executor.parallel import SingleRank
+from ringcore.registry import MODELS
+
+CPU = torch.device("cpu")
+
+
+def place(rank, size):
+    """A rank that only says where it stands: loading needs no collective."""
+    return ThreadRank(rank, size, None, []) if size > 1 else SingleRank()
+
+
+def loaded(source, rank=0, size=1, dtype=torch.float32, load_format="auto", seed=0):
+    files = find_model(source, load_format)
+    spec = read_model_spec(files, MODELS)
+    weights = model_class(spec.architecture)(spec, place(rank, size), dtype, MAX_LEN).weights()
+    return weights, load_weights(weights, files, seed, CPU)
+
+
+def assemble(weight, state):
+    """The final tensor from whole checkpoint tensors, as its declaration says."""
+    out = torch.zeros(weight.shape)
+    for part in weight.parts:
+        piece = state[part.checkpoint_name].narrow(part.dim, part.start, part.length)
+        out.narrow(part.dim, part.offset, part.length).copy_(piece)
+    return out
+
+
+def assert_loads(source, state, size=1, dtype=torch.float32):
+    for rank in range(size):
+        weights, tensors = loaded(source, rank, size, dtype)
+        assert set(tensors) == {weight.name for weight in weights}
+        for weight in weights:
+            tensor = tensors[weight.name]
+            assert tensor.shape == weight.shape
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, assemble(weight, state).to(dtype)), weight.name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_safetensors(checkpoint, family, size):
+    hf, folder = checkpoint(family, max_shard_size="100KB")
+    assert_loads(folder, hf.state_dict(), size)
+
+
+def test_the_fused_tensor_is_q_then_k_then_v(checkpoint):
+    """By hand, once, for the second of two ranks: heads 2 and 3 of q, head 1 of k and of v, each of 16 rows."""
+    hf, folder = checkpoint("Qwen2")
+    state = hf.state_dict()
+    q, k, v = (state[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "qkv")
+    _, tensors = loaded(folder, rank=1, size=2)
+    assert torch.equal(tensors["layers.1.qkv_proj.weight"], torch.cat([q[32:64], k[16:32], v[16:32]]))
+    down = state["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(tensors["layers.1.down_proj.weight"], down[:, 40:80])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_dtypes_are_converted(tmp_path, checkpoint, stored, wanted):
+    hf, folder = checkpoint("Llama")
+    state = {name: tensor.to(stored) for name, tensor in hf.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert_loads(tmp_path, {name: tensor.float() for name, tensor in state.items()}, dtype=wanted)
+
+
+# The columns that K blocks need are many: a model of one narrow layer.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 16}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", [*QUANTIZED, *K_QUANTS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf(tmp_path, family, kind, size):
+    hf = hf_model(family, **WIDE, attention_bias=True) if family != "Qwen2" else hf_model(family, **WIDE)
+    path = tmp_path / "model.gguf"
+    expected = write_gguf(path, hf, family.lower(), kind)
+    assert_loads(path, {name: torch.from_numpy(array.copy()) for name, array in expected.items()}, size)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_computes_what_its_model_does(tmp_path, family, tied):
+    hf = hf_model(family, tie_word_embeddings=tied)
+    write_gguf(tmp_path / "model.gguf", hf, family.lower())
+    ids = random_ids(40)
+    ours = DenseRun(load(tmp_path / "model.gguf"), MAX_LEN, 1).step({0: ids})
+    torch.testing.assert_close(ours, hf_logits(hf, ids), atol=1e-4, rtol=0)
+
+
+def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
+    _, folder = checkpoint("Qwen2")
+    weights, tensors = loaded(folder, load_format="dummy")
+    for weight in weights:
+        tensor = tensors[weight.name]
+        assert tensor.shape == weight.shape
+        assert (tensor != 0).float().mean() > 0.999
+        if weight.init == "norm":
+            assert 0.8 <= tensor.min() <= tensor.max() <= 1.2
+        if weight.init == "matrix":
+            assert tensor.std() == pytest.approx(weight.parts[0].checkpoint_shape[1] ** -0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_weights_are_slices_of_the_same_whole(checkpoint, size):
+    _, folder = checkpoint("Qwen3")
+    whole = {}
+    weights, tensors = loaded(folder, load_format="dummy", seed=9)
+    for weight in weights:
+        for part in weight.parts:
+            whole[part.checkpoint_name] = tensors[weight.name].narrow(part.dim, part.offset, part.length)
+    for rank in range(size):
+        weights, tensors = loaded(folder, rank, size, load_format="dummy", seed=9)
+        for weight in weights:
+            assert torch.equal(tensors[weight.name], assemble(weight, whole)), weight.name
+
+
+def test_dummy_weights_follow_the_seed_and_the_name(checkpoint):
+    _, folder = checkpoint("Qwen2")
+    first, again, other = (loaded(folder, load_format="dummy", seed=seed)[1] for seed in (1, 1, 2))
+    name = "layers.0.o_proj.weight"
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first[name], first["layers.1.o_proj.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Files that do not fit.
+
+
+@pytest.fixture
+def altered(tmp_path, checkpoint):
+    """altered(change) -> a folder whose tensors `change` was applied to."""
+    _, folder = checkpoint("Qwen2", tie_word_embeddings=True)
+
+    def make(change):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        return tmp_path
+
+    return make
+
+
+def test_a_missing_tensor_is_named(altered):
+    folder = altered(lambda state: [state.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (1, 2)])
+    with pytest.raises(
+        ModelLoadError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing \(and 1 more\)"
+    ) as e:
+        loaded(folder)
+    assert e.value.details["tensor"] == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_wrong_shape_names_tensor_file_and_both_shapes(altered):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    folder = altered(lambda state: state.update({name: torch.ones(16, 64)}))
+    with pytest.raises(
+        ModelLoadError, match=rf"model\.safetensors: tensor '{name}' has the shape \[16, 64\], .*\[32, 64\]"
+    ):
+        loaded(folder)
+
+
+def test_a_transposed_matrix_is_refused(altered):
+    name = "model.layers.0.mlp.down_proj.weight"
+    folder = altered(lambda state: state.update({name: state[name].T.contiguous()}))
+    with pytest.raises(ModelLoadError, match="different models"):
+        loaded(folder)
+
+
+def test_a_tensor_without_a_place_is_refused(altered):
+    """A checkpoint whose extra tensors change the result (adapters, quantization scales, another layer kind)."""
+    folder = altered(lambda state: state.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    with pytest.raises(
+        ModelLoadError, match=r"'model\.layers\.0\.self_attn\.q_norm\.weight' has no place in the model"
+    ):
+        loaded(folder)
+
+
+def test_tensors_that_no_model_needs_are_ignored(altered):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(131, 64)}
+    loaded(altered(lambda state: state.update(extra)))
+
+
+def test_a_quantized_dtype_is_refused(altered):
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = altered(lambda state: state.update({name: state[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ModelLoadError, match=f"tensor '{name}' is F8_E4M3; quantized checkpoints are not computed"):
+        loaded(folder)
+
+
+def test_a_missing_tensor_of_a_gguf_file_is_named(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, hf_model("Llama"), "llama", skip=("model.layers.2.input_layernorm.weight",))
+    with pytest.raises(
+        ModelLoadError, match=r"model\.gguf: tensor 'model\.layers\.2\.input_layernorm\.weight' is missing"
+    ):
+        loaded(path)

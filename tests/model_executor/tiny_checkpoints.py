@@ -1,0 +1,105 @@
+"""Tiny random models, made by transformers, and loaded by us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import model_class
+from ringcore.model_executor.parallel import SingleRank, TensorParallel
+from ringcore.registry import MODELS
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3")
+VOCAB_SIZE = 131  # a prime: no number of ranks divides it
+MAX_LEN = 160
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 40,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
+    "yarn untruncated": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "attention_factor": 0.8,
+    },
+    "yarn mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.6,
+    },
+}
+
+
+def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model in float32 whose every tensor is random and matters."""
+    import transformers
+
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_LEN,
+        "rope_parameters": {"rope_theta": 5000.0, **ROPES[rope]},
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | overrides
+    config = getattr(transformers, f"{family}Config")(**options)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "bias" in name or "norm" in name else 0.12)
+    return model
+
+
+def hf_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocab_size]."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def load(
+    folder: Path | str,
+    tp: TensorParallel | None = None,
+    dtype: torch.dtype = torch.float32,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Any:
+    """Our model, loaded from a folder or file."""
+    files = find_model(folder, load_format)
+    spec = read_model_spec(files, MODELS)
+    model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
+    model.bind(load_weights(model.weights(), files, seed, torch.device("cpu")))
+    return model
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,81 @@
+"""Writes a transformers model as a GGUF file, the way llama.cpp's converter lays it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+# Quantized by `gguf` itself; of the K kinds it only expands, so their blocks are random bits with sane scales.
+QUANTIZED = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
+K_QUANTS = ("Q4_K", "Q6_K")
+# Where the float16 scales of a block lie, in bytes.
+_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
+
+
+def write_gguf(path: Path, hf: Any, architecture: str, kind: str = "F32", skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Writes matrices as `kind`, vectors as F32. Returns what a reader should see: HF name -> float32 array."""
+    config, expected = hf.config, {}
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for name, tensor in hf.state_dict().items():
+        stem, suffix = name.rsplit(".", 1)
+        if name in skip or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.split(".")[-1])
+        turned = heads if architecture == "llama" else None
+        raw, kept = _encode(_interleave(tensor.numpy(), turned), kind if tensor.ndim == 2 else "F32")
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", raw, raw_dtype=_type(kind if tensor.ndim == 2 else "F32"))
+        expected[name] = _deinterleave(kept, turned)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+def _type(kind: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[kind]
+
+
+def _encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes or floats as the file has them, the values that come back)."""
+    if kind in K_QUANTS:
+        raw = _random_blocks(values.shape, kind)
+    else:
+        raw = gguf.quants.quantize(np.ascontiguousarray(values), _type(kind))
+    return raw, gguf.quants.dequantize(raw, _type(kind)).astype(np.float32).reshape(values.shape)
+
+
+def _random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[_type(kind)]
+    rng = np.random.default_rng(shape[0])
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // block_size, block_bytes), dtype=np.uint8)
+    for at in _SCALES[kind]:
+        scale = rng.uniform(0.001, 0.01, blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def _interleave(values: np.ndarray, heads: int | None) -> np.ndarray:
+    if heads is None:
+        return values
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _deinterleave(values: np.ndarray, heads: int | None) -> np.ndarray:
+    if heads is None:
+        return values
+    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

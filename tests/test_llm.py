@@ -1,0 +1,285 @@
+"""LLM: prompts to texts through the engine process, with a fake worker behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_engine import ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
+
+from ringcore import LLM, RequestOutput, SamplingParams
+from ringcore.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    UnknownOptionError,
+    WorkerError,
+)
+
+OPTIONS = {"load_format": "dummy", "executor": FakeMultiproc, "max_model_len": 128, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **OPTIONS) as engine:
+        yield engine
+
+
+def generate(llm, prompts, params=None, **kwargs):
+    return llm.generate(prompts, params, use_tqdm=False, **kwargs)
+
+
+def text_of(prompt: str, num_tokens: int) -> str:
+    return bytes(expected(list(prompt.encode()), num_tokens)).decode()
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm):
+    prompts = ["one", "a longer prompt of more than eight tokens", "x"]
+    # The first takes longest, so that they finish in another order.
+    outputs = generate(llm, prompts, [SamplingParams(max_tokens=n) for n in (30, 3, 9)])
+    assert [o.prompt for o in outputs] == prompts
+    assert [o.outputs[0].text for o in outputs] == [text_of(p, n) for p, n in zip(prompts, (30, 3, 9), strict=True)]
+    assert all(o.outputs[0].finish_reason == "length" and o.finished and o.error is None for o in outputs)
+    assert len({o.request_id for o in outputs}) == 3
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98], {"prompt": "ab"}, {"prompt_token_ids": [97, 98]}])
+def test_every_form_of_a_prompt(llm, prompt):
+    (one,) = generate(llm, prompt)
+    (also,) = generate(llm, [prompt])
+    assert one.prompt_token_ids == also.prompt_token_ids == [97, 98]
+    assert one.outputs[0].text == also.outputs[0].text == text_of("ab", 16)  # SamplingParams() has max_tokens=16
+
+
+def test_no_prompts_no_outputs(llm):
+    assert generate(llm, []) == []
+
+
+def test_stop_strings_end_requests_in_the_engine_too(llm):
+    full = text_of("hello", 60)
+    stop = full[20:23]
+    at = full.index(stop)
+    (output,) = generate(llm, "hello", SamplingParams(max_tokens=60, stop=[stop]))
+    completion = output.outputs[0]
+    assert (completion.text, completion.stop_reason) == (full[:at], stop)
+    assert completion.token_ids == list(full[: at + len(stop)].encode())
+    assert llm._client.call_engine("stats")["num_running"] == 0
+
+
+def test_the_same_request_id_again(llm):
+    for _ in range(2):  # the second must not get what is late of the first
+        (output,) = generate(
+            llm, {"prompt": "hello", "request_id": "mine"}, SamplingParams(max_tokens=60, stop=[text_of("hello", 1)])
+        )
+        assert output.request_id == "mine"
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_log_probabilities(llm):
+    (output,) = generate(llm, "a", SamplingParams(max_tokens=3, logprobs=2))
+    completion = output.outputs[0]
+    assert [next(iter(row)) for row in completion.logprobs] == completion.token_ids
+    assert completion.cumulative_logprob == -1.5
+
+
+def test_metrics_and_cached_tokens(llm):
+    prompt = "a prompt that is found in the prefix cache"
+    assert llm.reset_prefix_cache() is True
+    first, second = (generate(llm, prompt)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(prompt) - 1) // 8 * 8
+    metrics = second.metrics
+    assert metrics.arrival_s <= metrics.first_scheduled_s <= metrics.first_token_s <= metrics.finished_s
+    (salted,) = generate(llm, {"prompt": prompt, "cache_salt": "other"})
+    assert salted.num_cached_tokens == 0
+
+
+def test_chat(llm):
+    conversation = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(conversation, use_tqdm=False)
+    assert bytes(one.prompt_token_ids) == b"user:hi;A:"
+    two = llm.chat([conversation, [*conversation, {"role": "assistant", "content": "yes"}]], use_tqdm=False)
+    assert bytes(two[1].prompt_token_ids) == b"user:hi;assistant:yes;A:"
+    assert two[0].outputs[0].text == one.outputs[0].text == text_of("user:hi;A:", 16)
+
+
+def test_wrong_conversations(llm):
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat("hello", use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="prompt 1"):
+        llm.chat([[{"role": "user", "content": "x"}], "hello"], use_tqdm=False)
+
+
+WRONG = [
+    "",
+    [5, 4000],
+    "x" * 128,
+    {"prompt": "a", "cache_salt": 7},
+    {"promt": "a"},
+    3.5,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_wrong_prompt_is_refused_before_any_is_sent(llm, wrong):
+    before = llm._client.call_engine("stats")["step"]
+    with pytest.raises((InvalidRequestError, UnknownOptionError), match="^prompt 1: ") as caught:
+        generate(llm, ["good", wrong])
+    assert caught.value.details["index"] == 1
+    assert llm._client.call_engine("stats")["step"] == before
+
+
+def test_wrong_prompts_have_their_error_in_place_and_the_others_go_on(llm):
+    good = ["first", "second", "third"]
+    alone = [o.outputs[0].text for o in generate(llm, good)]
+    mixed = [good[0], *WRONG[:3], good[1], *WRONG[3:], good[2]]
+    outputs = generate(llm, mixed, on_error="return")
+    assert [o.outputs[0].text for o in outputs if o.error is None] == alone
+    failed = [o for o in outputs if o.error is not None]
+    assert len(failed) == len(WRONG)
+    assert all(isinstance(o, RequestOutput) and o.finished and not o.outputs for o in failed)
+    assert [o.error.details["index"] for o in failed if isinstance(o.error, InvalidRequestError)] == [1, 2, 3, 5, 7]
+
+
+def test_an_error_of_the_engine(llm):
+    prompts = ["good", [ROW_FAILS], "fine"]
+    with pytest.raises(WorkerError, match="^prompt 1: .*not finite"):
+        generate(llm, prompts)
+    outputs = generate(llm, prompts, on_error="return")
+    assert isinstance(outputs[1].error, WorkerError)
+    assert [outputs[i].outputs[0].text for i in (0, 2)] == [text_of("good", 16), text_of("fine", 16)]
+
+
+def test_wrong_arguments(llm):
+    with pytest.raises(InvalidRequestError, match="2 for 1 prompts"):
+        generate(llm, ["a"], [SamplingParams(), SamplingParams()])
+    with pytest.raises(InvalidRequestError, match="give a SamplingParams"):
+        generate(llm, ["a"], {"temperature": 0})
+    with pytest.raises(InvalidRequestError, match="on_error='ignore'"):
+        generate(llm, ["a"], on_error="ignore")
+    with pytest.raises(InvalidRequestError, match="request_id='x' is there twice"):
+        generate(llm, [{"prompt": "a", "request_id": "x"}, {"prompt": "b", "request_id": "x"}])
+
+
+def test_a_progress_bar_on_stderr(llm, capsys):
+    llm.generate(["a", "b"])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "2/2" in printed.err
+    assert "output tokens/s" in printed.err
+
+
+def test_collective_rpc_and_tokenizer(llm):
+    assert llm.collective_rpc("echo", ("x",), {"times": 2}) == ["0:xx"]
+    assert llm.get_tokenizer().decode([104, 105]) == "hi"
+    assert llm.ready.max_model_len == 128
+
+
+def test_generating_in_two_threads_takes_turns(llm):
+    texts: dict[str, str] = {}
+
+    def run(prompt):
+        texts[prompt] = generate(llm, prompt, SamplingParams(max_tokens=20))[0].outputs[0].text
+
+    threads = [threading.Thread(target=run, args=(p,)) for p in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert texts == {p: text_of(p, 20) for p in ("left", "right")}
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm):
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [[SLOW, 1], [SLOW, 2]], SamplingParams(max_tokens=100))
+    timer.join()
+    assert generate(llm, "after")[0].outputs[0].text == text_of("after", 16)
+    assert llm._client.call_engine("stats")["num_running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"max_model_length": 5}, UnknownOptionError, "did you mean 'max_model_len'"),
+        ({"steps_in_flight": 3}, ConfigError, "give 1 or 2"),
+        ({"max_model_len": 100_000}, ConfigError, "lower it"),
+        ({"tokenizer": "/no/such/folder"}, ModelLoadError, "no/such"),
+        ({"kv_cache_bytes": 512}, Exception, "max_model_len"),
+    ],
+)
+def test_errors_at_construction(folder, options, error, says):
+    with pytest.raises(error, match=says):
+        LLM(folder, **(OPTIONS | options))
+
+
+def test_a_missing_folder():
+    with pytest.raises(ModelLoadError, match="no/such"):
+        LLM("./no/such/folder")
+
+
+def test_after_close(folder):
+    llm = LLM(Path(folder), **OPTIONS)
+    assert generate(llm, "a")[0].outputs[0].text == text_of("a", 16)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        generate(llm, "a")
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from fake_engine import FakeMultiproc
+    from ringcore import LLM, SamplingParams
+
+    print("once")
+    llm = LLM({folder!r}, load_format="dummy", executor=FakeMultiproc, max_model_len=64)
+    print(llm.ready.pids["engine"], llm.ready.pids["worker 0"])
+    print(llm.generate("ab", SamplingParams(max_tokens=5), use_tqdm=False)[0].outputs[0].text)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "llm.close()", "raise SystemExit(0)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_script_without_a_main_guard(folder, tmp_path, end):
+    script = tmp_path / "script.py"
+    tests = str(Path(__file__).parent)
+    script.write_text(textwrap.dedent(SCRIPT.format(tests=tests, folder=folder, end=end)))
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parent.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(tmp_path),
+        },
+    )
+    once, pids, text = ran.stdout.splitlines()
+    assert once == "once"
+    assert text == text_of("ab", 5)
+    assert ran.returncode == (-9 if "kill" in end else 0)
+    assert ran.stderr == ""
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.split()):
+        assert time.monotonic() < deadline, "a process outlived its script"
+        time.sleep(0.02)
+    assert [p.name for p in tmp_path.iterdir()] == ["script.py"]
