@@ -92,13 +92,14 @@ def load_benchmark(name: str) -> type[Benchmark]:
 
 
 def run_benchmark(name: str, plan: Plan, command: str) -> Result:
-    machine = machine_facts()  # before the run, so that the load average is not our own
+    # Before the run: the load average is not our own yet, and the commit is that of the code that runs.
+    machine, commit = machine_facts(), git_commit()
     findings = load_benchmark(name)().run(plan)
     return Result(
         benchmark=name,
         command=command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=git_commit(),
+        commit=commit,
         machine=machine,
         rounds=plan.rounds,
         findings=findings,

@@ -98,7 +98,8 @@ class SamplingParams:
             if not isinstance(text, str) or not text or len(text) > MAX_STOP_STRING_CHARS:
                 raise _bad("stop", text, f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters")
             if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                raise _bad("stop", text.encode(errors="replace").decode(), "it holds half of a surrogate pair; remove it")
+                shown = text.encode(errors="replace").decode()
+                raise _bad("stop", shown, "a surrogate stands for half a character; remove it")
         ids = self.stop_token_ids or []
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise _bad("stop_token_ids", len(ids), f"give at most {MAX_STOP_TOKEN_IDS} stop token ids")

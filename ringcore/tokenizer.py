@@ -114,8 +114,8 @@ class Tokenizer:
         if self._chat_template is None:
             if self._files.chat_template is None:
                 raise InvalidRequestError(
-                    f"messages: the model in {self._files.path} has no chat template (chat_template.jinja, or the field "
-                    "chat_template of tokenizer_config.json); give a prompt instead, or a chat model",
+                    f"messages: the model in {self._files.path} has no chat template (chat_template.jinja, or the "
+                    "field chat_template of tokenizer_config.json); give a prompt instead, or a chat model",
                     field="messages",
                     value=repr(messages)[:200],
                 )

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -286,7 +285,8 @@ def _write_weights(gguf: Path, target: Path, dtype: str) -> None:
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
     """float32 -> the bits of bfloat16 (uint16), to nearest, ties to even. The values are finite."""
     bits = values.view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: np.ndarray = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.astype("<u2")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 def test_a_wrong_prompt_is_refused_before_any_is_sent(llm, wrong):
     before = llm._client.call_engine("stats")["step"]
-    with pytest.raises((InvalidRequestError, UnknownOptionError), match="^prompt 1: ") as caught:
+    with pytest.raises((InvalidRequestError, UnknownOptionError), match=r"^prompt 1: ") as caught:
         generate(llm, ["good", wrong])
     assert caught.value.details["index"] == 1
     assert llm._client.call_engine("stats")["step"] == before
@@ -156,7 +156,7 @@ def test_wrong_prompts_have_their_error_in_place_and_the_others_go_on(llm):
 
 def test_an_error_of_the_engine(llm):
     prompts = ["good", [ROW_FAILS], "fine"]
-    with pytest.raises(WorkerError, match="^prompt 1: .*not finite"):
+    with pytest.raises(WorkerError, match=r"^prompt 1: .*not finite"):
         generate(llm, prompts)
     outputs = generate(llm, prompts, on_error="return")
     assert isinstance(outputs[1].error, WorkerError)

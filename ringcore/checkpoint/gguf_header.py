@@ -129,7 +129,8 @@ class _Parser:
         begin = self.position
         if nbytes > self.size - begin:
             raise self.error(
-                f"truncated: the header needs {nbytes} bytes at byte {begin}, the file has {self.size}; download it again"
+                f"truncated: the header needs {nbytes} bytes at byte {begin}, the file has {self.size}; "
+                "download it again"
             )
         self.position = begin + nbytes
         return begin
@@ -198,11 +199,10 @@ class _Parser:
             nbytes = self._tensor_bytes(name, shape, ggml_type)
             if offset % alignment:
                 raise self.error(f"tensor {name!r}: its offset {offset} is no multiple of {alignment}", name)
-            if data_begin + offset + nbytes > self.size:
+            end = data_begin + offset + nbytes
+            if end > self.size:
                 raise self.error(
-                    f"truncated: tensor {name!r} ends at byte {data_begin + offset + nbytes}, the file has {self.size}; "
-                    "download it again",
-                    name,
+                    f"truncated: tensor {name!r} ends at byte {end}, the file has {self.size}; download it again", name
                 )
             tensors[name] = GGUFTensorInfo(name, shape, ggml_type, data_begin + offset, nbytes)
         end, before = 0, ""
@@ -221,4 +221,5 @@ class _Parser:
             raise self.error(f"tensor {name!r} has the ggml type {ggml_type}, which is not known", name) from None
         if shape and shape[-1] % block_size:
             raise self.error(f"tensor {name!r}: rows of {shape[-1]} do not divide into blocks of {block_size}", name)
-        return math.prod(shape) // block_size * block_bytes
+        nbytes: int = math.prod(shape) // block_size * block_bytes
+        return nbytes

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
-from ringcore.checkpoint.model_spec import ModelSpec, RopeSpec
+from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUF_ARCHITECTURES", "read_gguf_spec"]
@@ -22,6 +22,8 @@ GGUF_ARCHITECTURES = {
 }
 # A quantized weight is exact only in float32, to which it is expanded.
 _FILE_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
+# The parameters of llama3 scaling that all of its family were published with.
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -48,7 +50,7 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=meta.integer(f"{name}.feed_forward_length"),
-        num_layers=meta.integer(f"{name}.block_count"),
+        num_layers=meta.integer(f"{name}.block_count", high=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=meta.integer(f"{name}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -128,14 +130,12 @@ def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeS
     )
 
 
-def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
-    """What llama3 scaling divides each frequency by: [head_dim / 2] float64."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
-    wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
-    turns = rope.original_max_position_embeddings / wavelength
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - smooth) / rope.factor + smooth))
+def _llama3_divisors(theta: float, factor: float, head_dim: int) -> np.ndarray:
+    """What llama3 scaling, with the published parameters, divides each frequency by: [head_dim / 2] float64."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    turns = _LLAMA3_POSITIONS / wavelength
+    smooth = np.clip((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
 
 
 def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
@@ -147,9 +147,9 @@ def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
     info = header.tensors["rope_freqs.weight"]
     if info.shape == (head_dim // 2,) and info.ggml_type == 0:
         divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=info.offset)
-        rope = RopeSpec(theta, "llama3", float(divisors.max()), 8192, 1.0, 4.0)
-        if rope.factor and np.allclose(divisors, llama3_divisors(rope, head_dim), rtol=1e-4, atol=0):
-            return rope
+        factor = float(divisors.max())
+        if factor >= 1 and np.allclose(divisors, _llama3_divisors(theta, factor, head_dim), rtol=1e-4, atol=0):
+            return RopeSpec(theta, "llama3", factor, _LLAMA3_POSITIONS, _LLAMA3_LOW, _LLAMA3_HIGH)
     raise ModelLoadError(
         f"{header.path}: tensor 'rope_freqs.weight' holds no llama3 scaling with the published parameters "
         "(low_freq_factor 1, high_freq_factor 4, 8192 positions); load the model from safetensors",

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFTensorInfo, read_gguf_header
-from ringcore.checkpoint.gguf_spec import GGUF_ARCHITECTURES
+from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.model_spec import MAX_LAYERS
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUFTensors", "gguf_tensor_names", "read_gguf_tensor"]
@@ -119,17 +120,17 @@ class GGUFTensors:
         """Reads the header. Raises `ModelLoadError`, also for a tensor that no known architecture has."""
         header = read_gguf_header(path)
         self.path = header.path
-        name = header.metadata.get("general.architecture")
-        self._num_heads = header.metadata.get(f"{name}.attention.head_count", 1)
-        self._num_kv_heads = header.metadata.get(f"{name}.attention.head_count_kv", self._num_heads)
+        meta = Metadata(header.metadata, header.path)
+        name = meta.text("general.architecture")
+        self._num_heads = meta.integer(f"{name}.attention.head_count")
+        self._num_kv_heads = meta.integer(f"{name}.attention.head_count_kv", self._num_heads)
         # Llama's q and k are stored for a rotary embedding that turns neighbours (0, 1), (2, 3), ...; a Hugging
         # Face checkpoint has the halves, (0, d/2), (1, d/2 + 1), ... Qwen's are stored as they come.
         self._interleaved = name == "llama"
-        assert name in GGUF_ARCHITECTURES, name
         self._infos: dict[str, GGUFTensorInfo] = {}
         left = dict(header.tensors)
         left.pop(_DERIVED, None)
-        for hf_name, gguf_name in gguf_tensor_names(header.metadata.get(f"{name}.block_count", 0)).items():
+        for hf_name, gguf_name in gguf_tensor_names(meta.integer(f"{name}.block_count", high=MAX_LAYERS)).items():
             if gguf_name in left:
                 self._infos[hf_name] = left.pop(gguf_name)
         if left:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ModelSpec", "RopeSpec"]
+__all__ = ["MAX_LAYERS", "ModelSpec", "RopeSpec"]
+
+MAX_LAYERS = 10_000  # a file that claims more is broken: names are made for each
 
 
 class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

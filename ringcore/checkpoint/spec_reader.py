@@ -9,7 +9,7 @@ from typing import Any
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import ModelSpec
+from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec
 from ringcore.checkpoint.rope import read_rope
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.errors import ModelLoadError
@@ -69,7 +69,7 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
     architecture = _architecture(Metadata(raw, files.config_path), known)
     present = {key: value for key, value in raw.items() if value is not None}
     config = Metadata(_DEFAULTS.get(architecture, {}) | present, files.config_path)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     _refuse_unsupported(config, num_layers)
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if "head_dim" not in config and hidden_size % num_heads:

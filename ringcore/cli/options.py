@@ -70,7 +70,7 @@ def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: 
         doc = f"{doc} (default: {default})"
     flag = f"--{name.replace('_', '-')}"
     flags = f"{flag}/--no-{flag[2:]}" if plain is bool else flag
-    annotation = Annotated[plain if required else plain | None, typer.Option(flags, help=doc, show_default=False)]
+    annotation = Annotated[plain if required else plain | None, typer.Option(flags, help=doc, show_default=False)]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -54,6 +54,7 @@ class EngineCore:
         self.config = config
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
         self._in_flight: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
+        self.num_steps_taken = 0  # steps whose results were taken in
         self._dead: EngineDeadError | None = None
         try:
             self.ready, self._scheduler = self._start()
@@ -143,6 +144,10 @@ class EngineCore:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_steps_launched(self) -> int:
+        return self.num_steps_taken + len(self._in_flight)
+
     # -----------------------------------------------------------------------------------------------------------
     # The step.
 
@@ -171,6 +176,7 @@ class EngineCore:
                 return None
             model_output = future.result()
             self._in_flight.popleft()  # only now: an interrupt while waiting must not lose the step
+            self.num_steps_taken += 1
             return self._scheduler.update(scheduled, model_output)
 
     @contextmanager
@@ -219,7 +225,10 @@ class EngineCore:
             raise
 
     def wait_fds(self) -> list[int]:
-        """Descriptors that become readable when a step or a call may have completed, or a worker has died."""
+        """Descriptors that become readable when a step or a call may have completed, or a worker has died.
+
+        Asking any future takes in the replies of all, and makes them unreadable: see `process.EngineLoop`.
+        """
         return self._executor.wait_fds()
 
     def reset_prefix_cache(self) -> bool:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, assert_never
@@ -103,6 +104,7 @@ class _PendingCall(NamedTuple):
     call_id: int | None  # None: the loop's own question whether the workers live
     future: RpcFuture
     deadline: float | None  # monotonic seconds
+    num_steps_before: int  # steps that were launched before it, which the workers execute first
 
 
 class EngineLoop:
@@ -110,13 +112,17 @@ class EngineLoop:
 
     Messages are taken in between steps and while one runs, since a step is never waited for: the loop sleeps on
     the client's socket and on the executor's descriptors together.
+
+    Before it sleeps, the last future it asks is the oldest one, be it a step's or a call's. Asking any future takes
+    in the replies of all of them; one that was asked earlier in the turn may be settled by that, with nothing left to
+    wake the loop. The oldest is settled first, since workers execute in order, so its reply is the one to wake up for.
     """
 
     def __init__(self, core: EngineCore, channel: EngineChannel) -> None:
         self._core, self._channel = core, channel
         self._stopping = False
         self._unsent: list[EngineCoreOutput] = []
-        self._calls: list[_PendingCall] = []
+        self._calls: deque[_PendingCall] = deque()
         self._engine_methods: dict[str, Callable[[], Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.structs.asdict(core.stats()),
@@ -129,13 +135,14 @@ class EngineLoop:
     def run(self) -> None:
         while not self._stopping:
             self._take_messages()
+            self._answer_overdue_calls()
             outputs = self._core.advance()
             self._send_outputs()  # those of the turn before: by now the workers have their next step
-            self._answer_calls()
-            if outputs is None:
-                self._sleep()
-            else:
+            answered = self._answer_oldest_calls()
+            if outputs is not None:
                 self._unsent = outputs
+            elif not answered:
+                self._sleep()
 
     def _sleep(self) -> None:
         """Until a message, a result, a worker's death, or a call's deadline."""
@@ -146,7 +153,7 @@ class EngineLoop:
         if ready and not self._core.num_in_flight and not self._calls:
             # Nobody waits for what arrived: a late reply, or a worker's end. Asking takes in the one and raises
             # the other.
-            self._calls.append(_PendingCall(None, self._core.submit_rpc("health"), None))
+            self._submit(None, RpcCall(0, "workers", "health"))
 
     # -----------------------------------------------------------------------------------------------------------
     # In.
@@ -185,15 +192,18 @@ class EngineLoop:
                 case "engine":
                     self._reply(call.call_id, self._engine_method(call)())
                 case "workers":
-                    deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-                    future = self._core.submit_rpc(call.method, call.args, call.kwargs, call.timeout_s)
-                    self._calls.append(_PendingCall(call.call_id, future, deadline))
+                    self._submit(call.call_id, call)
                 case target:
                     raise _invalid_call("target", target, ["engine", "workers"])
         except EngineDeadError:
             raise
         except Exception as error:
             self._reply_error(call.call_id, error)
+
+    def _submit(self, call_id: int | None, call: RpcCall) -> None:
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        future = self._core.submit_rpc(call.method, call.args, call.kwargs, call.timeout_s)
+        self._calls.append(_PendingCall(call_id, future, deadline, self._core.num_steps_launched))
 
     def _engine_method(self, call: RpcCall) -> Callable[[], Any]:
         if call.method not in self._engine_methods:
@@ -210,22 +220,35 @@ class EngineLoop:
             self._channel.send(EngineCoreOutputs(outputs=self._unsent, stats=self._core.stats()))
             self._unsent = []
 
-    def _answer_calls(self) -> None:
-        if not self._calls:
-            return
-        finished = [call for call in self._calls if call.future.done()]
-        self._calls = [call for call in self._calls if call not in finished]
-        for call in finished:
-            try:
-                value = call.future.result()
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                if call.call_id is not None:
-                    self._reply_error(call.call_id, error)
-            else:
-                if call.call_id is not None:
-                    self._reply(call.call_id, value)
+    def _answer_overdue_calls(self) -> None:
+        now = time.monotonic()
+        for call in [c for c in self._calls if c.deadline is not None and c.deadline <= now and c.future.done()]:
+            self._calls.remove(call)
+            self._answer(call)
+
+    def _answer_oldest_calls(self) -> bool:
+        """Answers calls in order, up to one that is not settled or that has a step in flight before it."""
+        answered = False
+        while (
+            self._calls
+            and self._calls[0].num_steps_before <= self._core.num_steps_taken
+            and self._calls[0].future.done()
+        ):
+            self._answer(self._calls.popleft())
+            answered = True
+        return answered
+
+    def _answer(self, call: _PendingCall) -> None:
+        try:
+            value = call.future.result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if call.call_id is not None:
+                self._reply_error(call.call_id, error)
+        else:
+            if call.call_id is not None:
+                self._reply(call.call_id, value)
 
     def _reply(self, call_id: int, value: Any) -> None:
         """A value that cannot be sent is that call's error and nothing else's."""

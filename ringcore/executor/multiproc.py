@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.value_codec import decode_error, decode_value, encode_request, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, signal_event, spin_budget_s
 from ringcore.executor.wire import CALL, STEP, pack_call, unpack_reply
-from ringcore.executor.worker_group import WorkerGroup
+from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY
 from ringcore.protocol import ModelRunnerOutput, SchedulerOutput, decoder, encoder
 
@@ -51,12 +52,13 @@ class MultiprocExecutor(Executor):
     def start(self) -> None:
         with self._lock:
             assert self._group is None, "start() was called twice"
-            group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory)
+            environment = worker_environment(os.environ, usable_cores(), self._num_ranks)
+            spin_s = spin_budget_s(1 + self._num_ranks)
+            group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
             weakref.finalize(self, group.close)
             self._dead = None
             pidfds = [child.pidfd for child in group.children]
             deaths = [*pidfds, group.closing_fd]
-            spin_s = spin_budget_s(1 + self._num_ranks)
             self._wait_fds = [*group.wake_fds, *pidfds]
             self._reply_waiter = Waiter(group.wake_fds, deaths, spin_s)
             self._room_waiter = Waiter([group.space_fd, *group.wake_fds], deaths, spin_s)

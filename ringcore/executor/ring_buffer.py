@@ -189,6 +189,8 @@ class RingReader:
             raise RingCorruptError(f"the ring's head is {head}, this reader is at {self._position}")
         kind, payload, end = self._record(head)
         if kind == _WRAP:
+            if end % self._capacity:
+                raise RingCorruptError(f"a marker at {self._position} ends before its lap, at {end}")
             self._position = end
             kind, payload, end = self._record(head)
         start = self._position % self._capacity + LINE

@@ -14,7 +14,6 @@ from pathlib import Path
 from ringcore.config import EngineConfig
 from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
-from ringcore.executor.waiting import spin_budget_s
 from ringcore.executor.worker_proc import WorkerStart
 from ringcore.protocol import encoder
 
@@ -34,21 +33,26 @@ class WorkerGroup:
     children, replies: by rank. calls: the one queue that all of them read. space_fd: an eventfd that is written when
     there is room in `calls` again. wake_fds: eventfds that are written when a reply has come, by rank. closing_fd: an
     eventfd for the executor to end its own waits with.
+    `environment` is laid over this process's own in the workers; `spin_s` is how long they spin before they sleep.
     Raises `CapacityError` where shared memory is short; nothing is left behind then.
     """
 
-    def __init__(self, config: EngineConfig, num_workers: int, factory: str) -> None:
+    def __init__(
+        self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
+    ) -> None:
         self._cleanup = ExitStack()
         self._lock = threading.Lock()
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
         try:
-            self._start(config, num_workers, factory)
+            self._start(config, num_workers, factory, environment, spin_s)
         except BaseException:
             self._cleanup.close()
             raise
 
-    def _start(self, config: EngineConfig, num_workers: int, factory: str) -> None:
+    def _start(
+        self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
+    ) -> None:
         # What is pushed last is undone first: the queues are closed, the processes end, then the rest goes.
         self._meeting_place = _make_meeting_place() if num_workers > 1 else None
         self._cleanup.callback(self.remove_meeting_place)
@@ -61,8 +65,6 @@ class WorkerGroup:
         self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
         self.calls = MessageWriter(calls)
         self._cleanup.callback(self.calls.close)
-        environment = worker_environment(os.environ, usable_cores(), num_workers)
-        spin_s = spin_budget_s(1 + num_workers)
         for rank, queue in enumerate(replies):
             start = WorkerStart(config, rank, self._rendezvous, factory, spin_s)
             fds = _prefixed("calls.", calls.fds_of_reader(rank)) | _prefixed("replies.", queue.fds_of_writer())

@@ -48,7 +48,8 @@ def rms_norm_by_gain(x: torch.Tensor, gain: torch.Tensor, floor: torch.Tensor) -
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: [n, 2 * size], gate beside up -> silu(gate) * up: [n, size]."""
-    gate, up = x.chunk(2, -1)
+    size = x.shape[-1] // 2
+    gate, up = torch.split_with_sizes(x, (size, size), -1)  # chunk() goes through four more operations
     return F.silu(gate).mul_(up)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from ringcore.protocol import TokenLogprobs
 
@@ -133,7 +133,7 @@ def _draw(weights: torch.Tensor, seed: np.ndarray, position: np.ndarray) -> torc
     vocab_size = weights.shape[1]
     group = 1 << ((vocab_size.bit_length() + 1) // 2)
     if vocab_size % group:
-        weights = F.pad(weights, (0, group - vocab_size % group))
+        weights = functional.pad(weights, (0, group - vocab_size % group))
     grouped = weights.view(len(weights), -1, group)
     num_groups = grouped.shape[1]
     race = uniforms(seed, position, num_groups + group).log_().neg_()

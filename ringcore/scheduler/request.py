@@ -120,9 +120,10 @@ class Request:
         """Back to nothing computed. Its known tokens stay, and are computed again as if all were the prompt.
 
         Pending ones are lost and sampled again. They need their slots all the same: resumed with fewer, it would be
-        preempted before the first of them is known, again and again.
+        preempted before the first of them is known, again and again. The last token of all needs none.
         """
-        self.num_tokens_to_hold = self.num_total_tokens
+        num_tokens = min(self.num_total_tokens, self.max_total_tokens - 1)
+        self.num_tokens_to_hold = max(self.num_tokens_to_hold, num_tokens)
         self._leave(RequestStatus.PREEMPTED)
         self.num_preemptions += 1
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_pending = 0

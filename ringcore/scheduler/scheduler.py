@@ -123,8 +123,7 @@ class Scheduler:
         """
         plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
         self._schedule_running(plan)
-        if not plan.preempted:  # what was just preempted for want of blocks is the first in the queue
-            self._schedule_waiting(plan)
+        self._schedule_waiting(plan)
         if not plan.shares:
             assert self._in_flight or not self._requests, "unfinished requests, and nothing to wait for"
             return None
@@ -158,18 +157,17 @@ class Scheduler:
             num_tokens = self._num_tokens_now(request, plan)
             if num_tokens == 0:
                 continue
-            block_ids = self._allocate_or_preempt(request, num_tokens, plan)
+            block_ids = self._allocate_or_preempt(request, num_tokens)
             if block_ids is None:
                 break
             plan.append_blocks(request, block_ids)
             plan.add(request, num_tokens)
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
+    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the request, taken from the newest running ones if need be; None where it is itself the newest."""
         while (block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
             victim = next(reversed(self._running.values()))
             self._preempt(victim)
-            plan.preempted = True
             if victim is request:
                 return None
         return block_ids

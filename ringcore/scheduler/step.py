@@ -41,7 +41,6 @@ class StepPlan:
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_rows: list[int] = field(default_factory=list)
     new_block_ids: list[int] = field(default_factory=list)
-    preempted: bool = False  # whether a request was preempted to make this step possible
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Gives the request's next `num_tokens` a place, and counts as done what the step will have done."""

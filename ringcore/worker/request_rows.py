@@ -96,9 +96,7 @@ class RequestRows:
         self.num_computed_tokens[rows] += num_scheduled_tokens
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """One sampled token each; the input of the row's next step. A row that is full drops it."""
-        rows_with_room = self.num_tokens[rows] < self.token_ids.shape[1]
-        rows, token_ids = rows[rows_with_room], token_ids[rows_with_room]
+        """One sampled token each; the input of the row's next step."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 

@@ -65,7 +65,7 @@ def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapp
     """Calls a declared method with arguments given as builtins.
 
     Each argument is converted to its annotation (msgspec, strict; a list or the bytes of int32 become a numpy array);
-    one without an annotation is passed as it is. Raises `InvalidRequestError` for an unknown method and for arguments
+    one without an annotation, or of `object`, is passed as it is. Raises `InvalidRequestError` for an unknown method and for arguments
     that do not fit, before the method runs; then whatever the method raises.
     """
     bound_method = find_rpc(worker, method)
@@ -79,7 +79,7 @@ def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapp
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         kind = _annotation(bound_method, parameter)
-        if kind is inspect.Parameter.empty:
+        if kind in (inspect.Parameter.empty, object):
             continue
         where = f"{method}({name})"
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:

@@ -40,7 +40,9 @@ class Sequence:
 class Bench:
     """A pool full of old numbers, sequences in it, and a backend that is driven step by step."""
 
-    def __init__(self, name: str, block_size: int, num_heads: int, num_kv_heads: int, dtype: str, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, block_size: int, num_heads: int, num_kv_heads: int, dtype: str, seed: int = 0
+    ) -> None:
         self.spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, dtype=dtype
         )
@@ -78,9 +80,7 @@ class Bench:
             slots[-1] = slots[-1] + positions % self.spec.block_size
             seq.keys = torch.cat((seq.keys, k[start : start + n]))
             seq.values = torch.cat((seq.values, v[start : start + n]))
-            expected += [
-                attend(q[start + j], seq.keys[: p + 1], seq.values[: p + 1]) for j, p in enumerate(positions)
-            ]
+            expected += [attend(q[start + j], seq.keys[: p + 1], seq.values[: p + 1]) for j, p in enumerate(positions)]
         seq_lens = np.array([len(s.keys) for s in members], dtype=np.int32)
         table = np.zeros((len(members), max(len(s.blocks) for s in members) + 1), dtype=np.int32)
         for row, seq, n in zip(table, members, seq_lens, strict=True):

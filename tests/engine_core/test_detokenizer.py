@@ -13,7 +13,7 @@ from ringcore.tokenizer import load_tokenizer
 
 
 def cut_at_first_stop(text: str, stops: list[str], *, include: bool = False, not_before: int = 0):
-    """The rule, said with the whole text at hand: the stop string whose last character comes first, the longest of those.
+    """The rule, with the whole text at hand: the stop string whose last character comes first, the longest of those.
 
     `not_before`: matches that end within this many characters do not count.
     """

@@ -1,0 +1,48 @@
+"""The door between the columns: what an executor loads by name, in the process that is to be the worker."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import torch
+
+from ringcore.config import EngineConfig
+from ringcore.errors import ConfigError
+from ringcore.worker.worker import Worker
+
+__all__ = ["create_worker"]
+
+
+def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Worker:
+    """The worker of one rank, with the user's `worker_extension` mixed in; nothing is set up yet.
+
+    Raises `ConfigError` where the extension cannot be found or mixed in.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:  # torch has taken that one in itself
+        num_cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, num_cores // config.parallel.tensor_parallel_size))
+    return _worker_class(config.parallel.worker_extension)(config, rank, rendezvous)
+
+
+def _worker_class(extension: str | None) -> type[Worker]:
+    if extension is None:
+        return Worker
+    module_name, _, class_name = extension.rpartition(".")
+    if not module_name:
+        raise _bad_extension(extension, "it has no module; give 'module.Class'")
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise _bad_extension(extension, f"importing {module_name} raised {type(error).__name__}: {error}") from error
+    found = vars(module).get(class_name)
+    if not isinstance(found, type):
+        raise _bad_extension(extension, f"{module_name} has no class {class_name}")
+    try:
+        return type("ExtendedWorker", (found, Worker), {})
+    except TypeError as error:
+        raise _bad_extension(extension, f"it cannot be mixed into the worker: {error}") from error
+
+
+def _bad_extension(extension: str, reason: str) -> ConfigError:
+    return ConfigError(f"worker_extension={extension!r}: {reason}", option="worker_extension", value=extension)

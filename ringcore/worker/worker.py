@@ -1,0 +1,134 @@
+"""One rank: the methods by which an executor brings it up, runs it and asks after it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, TypeVar
+
+import psutil
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.model_executor.parallel import SingleRank, TensorParallel
+from ringcore.protocol import ModelRunnerOutput, SchedulerOutput
+from ringcore.worker.communicator import GlooCommunicator
+from ringcore.worker.memory import format_table, memory_table
+from ringcore.worker.model_runner import LoadedModel, ModelRunner
+from ringcore.worker.platform import Platform
+from ringcore.worker.platforms import choose_platform
+from ringcore.worker.rpc import rpc
+
+__all__ = ["Worker"]
+
+_log = logging.getLogger(__name__)
+_Stage = TypeVar("_Stage")
+
+
+class Worker:
+    """Rank `rank` of `config.parallel.tensor_parallel_size`.
+
+    It comes up in stages, each made by the method of its name and needed by the next:
+    init_device -> load_model -> get_kv_cache_spec, determine_available_memory -> initialize_from_config -> steps.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
+        """`rendezvous`: the file by which the ranks find each other; None for one rank."""
+        self.config = config
+        self.rank = rank
+        self._rendezvous = rendezvous
+        self._platform: Platform | None = None
+        self._tp: TensorParallel | None = None
+        self._loaded: LoadedModel | None = None
+        self._runner: ModelRunner | None = None
+        self._num_steps = 0
+        self._num_tokens = 0
+
+    @rpc
+    def init_device(self) -> None:
+        """Takes hold of the device and meets the other ranks. Raises `ConfigError`; RuntimeError if one is absent."""
+        self._platform = choose_platform(self.config.device.device)
+        size = self.config.parallel.tensor_parallel_size
+        if size == 1:
+            self._tp = SingleRank()
+            return
+        if self._rendezvous is None:
+            raise InvalidRequestError(
+                f"rendezvous=None: {size} ranks need a file to find each other", field="rendezvous", value=None
+            )
+        self._tp = GlooCommunicator(self.rank, size, self._rendezvous)
+
+    @rpc
+    def load_model(self) -> dict[str, float]:
+        """-> {"weights_bytes", "load_s"}. Raises `ModelLoadError`."""
+        platform = _made(self._platform, "init_device")
+        self._loaded = LoadedModel.load(self.config, platform, _made(self._tp, "init_device"))
+        return {"weights_bytes": float(self._loaded.weights_bytes), "load_s": self._loaded.load_s}
+
+    @rpc
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each attention layer stores, by the layer's name."""
+        return _made(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
+
+    @rpc
+    def determine_available_memory(self) -> dict[str, int]:
+        """The memory table in bytes; `available_kv_cache_bytes` is what the KV cache may have. See `worker.memory`."""
+        loaded = _made(self._loaded, "load_model")
+        platform = _made(self._platform, "init_device")
+        table = memory_table(self.config, platform, self.get_kv_cache_spec(), loaded.dtype, loaded.weights_bytes)
+        _log.info("%s", format_table(self.rank, table))
+        return table
+
+    @rpc
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the pages as planned and warms up. Raises `CapacityError` or `ConfigError`."""
+        loaded = _made(self._loaded, "load_model")
+        platform = _made(self._platform, "init_device")
+        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, self.rank)
+
+    @rpc
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """One step; what it sampled on rank 0, None on the others."""
+        output = _made(self._runner, "initialize_from_config").execute(scheduler_output)
+        self._num_steps += 1
+        self._num_tokens += scheduler_output.num_tokens
+        return output
+
+    @rpc
+    def reset_rows(self) -> None:
+        """Forgets every row, as if all had finished."""
+        _made(self._runner, "initialize_from_config").rows.clear()
+
+    @rpc
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and the process's resident bytes. Touches nothing that a step changes."""
+        return {
+            "rank": self.rank,
+            "num_steps": self._num_steps,
+            "num_tokens": self._num_tokens,
+            "resident_bytes": int(psutil.Process().memory_info().rss),
+        }
+
+    @rpc
+    def health(self) -> dict[str, Any]:
+        """Who answers, and how far it has come: "new", "device", "model" or "ready"."""
+        stages = {"ready": self._runner, "model": self._loaded, "device": self._platform}
+        stage = next((name for name, made in stages.items() if made is not None), "new")
+        return {"rank": self.rank, "pid": os.getpid(), "stage": stage}
+
+    @rpc
+    def shutdown(self) -> None:
+        """Gives back the pages, the weights and the connections. Idempotent."""
+        self._runner = None
+        self._loaded = None
+        tp, self._tp = self._tp, None
+        if isinstance(tp, GlooCommunicator):
+            tp.close()
+        self._platform = None
+
+
+def _made(stage: _Stage | None, method: str) -> _Stage:
+    if stage is None:
+        raise InvalidRequestError(f"the worker is not that far; call {method} first", field="method", value=method)
+    return stage

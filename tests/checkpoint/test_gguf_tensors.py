@@ -1,0 +1,110 @@
+import gguf
+import numpy as np
+import pytest
+from raw_files import gguf_bytes, tiny_gguf, tiny_metadata
+
+from ringcore.checkpoint import read_gguf_header
+from ringcore.checkpoint.gguf_tensors import GGUFTensors, gguf_tensor_names, read_gguf_tensor
+from ringcore.errors import ModelLoadError
+
+KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def random_tensor(kind, rows, columns):
+    """Bytes of a tensor whose numbers are sane in any kind, [rows, bytes of a row]."""
+    ggml = gguf.GGMLQuantizationType[kind]
+    rng = np.random.default_rng(rows)
+    values = rng.normal(size=(rows, columns)).astype(np.float32)
+    try:
+        return ggml, np.ascontiguousarray(gguf.quants.quantize(values, ggml)).view(np.uint8).reshape(rows, -1)
+    except NotImplementedError:  # of the K kinds `gguf` only expands; bytes below 60 make no float16 infinite
+        block, size = gguf.GGML_QUANT_SIZES[ggml]
+        return ggml, rng.integers(0, 60, (rows, columns // block * size), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_identical_to_the_library(tmp_path, kind):
+    ggml, raw = random_tensor(kind, 37, 1024)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes([], [("t", (37, 1024), int(ggml), 0)], raw.tobytes()))
+    info = read_gguf_header(path).tensors["t"]
+    expected = gguf.quants.dequantize(raw.view(np.float32) if kind == "F32" else raw.view(np.float16) if kind == "F16" else raw, ggml)  # fmt: skip
+    whole = read_gguf_tensor(path, info)
+    assert whole.dtype == np.float32
+    assert np.isfinite(whole).all()
+    np.testing.assert_array_equal(whole, expected)
+    np.testing.assert_array_equal(read_gguf_tensor(path, info, 5, 21), expected[5:21])
+    assert read_gguf_tensor(path, info, 5, 5).shape == (0, 1024)
+
+
+def test_a_file_cut_after_its_header_was_read(tmp_path):
+    path = tiny_gguf(tmp_path / "x.gguf", [], {"t": np.ones((8, 8))})
+    info = read_gguf_header(path).tensors["t"]
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(ModelLoadError, match="truncated: tensor 't' needs 256 bytes"):
+        read_gguf_tensor(path, info)
+
+
+def test_a_type_that_cannot_be_expanded(tmp_path):
+    kind = gguf.GGMLQuantizationType.Q8_K
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes([], [("t", (1, block), int(kind), 0)], b"\0" * size))
+    with pytest.raises(ModelLoadError, match="'t' has the type Q8_K"):
+        read_gguf_tensor(path, read_gguf_header(path).tensors["t"])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_names_are_those_of_the_library(architecture):
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 3)
+    for hf_name, gguf_name in gguf_tensor_names(3).items():
+        stem, suffix = hf_name.rsplit(".", 1)
+        theirs = names.get_name(stem)
+        if theirs is not None:  # Llama has no q_norm
+            assert f"{theirs}.{suffix}" == gguf_name
+    assert names.get_name("model.layers.2.self_attn.q_proj") == "blk.2.attn_q"
+
+
+def interleave(rows, heads):
+    """Halves of a head -> neighbours, as llama.cpp's converter writes Llama's q and k."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_rows_come_in_the_order_of_hugging_face(tmp_path, architecture):
+    rng = np.random.default_rng(1)
+    own = {"attn_q.weight": (32, 32), "attn_k.weight": (16, 32), "attn_v.weight": (16, 32), "attn_q.bias": (32,)}
+    hf = {f"blk.1.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
+    hf["token_embd.weight"] = rng.normal(size=(9, 32)).astype(np.float32)
+    heads = {"blk.1.attn_q.weight": 4, "blk.1.attn_q.bias": 4, "blk.1.attn_k.weight": 2} if architecture == "llama" else {}
+    stored = {name: interleave(rows, heads[name]) if name in heads else rows for name, rows in hf.items()}
+    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(architecture), stored))
+    for hf_name, gguf_name in gguf_tensor_names(2).items():
+        if gguf_name not in hf:
+            assert hf_name not in tensors.shapes
+            continue
+        expected = hf[gguf_name]
+        assert tensors.shapes[hf_name] == expected.shape
+        np.testing.assert_array_equal(tensors.read(hf_name), expected)
+        for start, stop in ((0, 8), (8, 9), (3, len(expected) - 1), (5, 5)):
+            np.testing.assert_array_equal(tensors.read(hf_name, start, stop), expected[start:stop])
+
+
+def test_an_unknown_tensor_is_named(tmp_path):
+    arrays = {"token_embd.weight": np.ones((4, 32)), "blk.0.ffn_gate_exps.weight": np.ones((2, 2))}
+    with pytest.raises(ModelLoadError, match=r"1 tensors are not known for 'llama', the first is 'blk.0.ffn_gate_exps"):
+        GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), arrays))
+    arrays = {"token_embd.weight": np.ones((4, 32)), "rope_freqs.weight": np.ones(4)}
+    assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays)).shapes) == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.real_model
+def test_the_folder_holds_what_the_gguf_file_holds(smollm2, smollm2_gguf):
+    from safetensors import safe_open
+
+    tensors = GGUFTensors(smollm2_gguf)
+    with safe_open(f"{smollm2}/model.safetensors", "np") as folder:
+        assert set(folder.keys()) == set(tensors.shapes)
+        for name in ("model.layers.7.self_attn.k_proj.weight", "model.norm.weight", "model.layers.29.mlp.down_proj.weight"):
+            np.testing.assert_array_equal(folder.get_tensor(name), tensors.read(name))

@@ -1,0 +1,241 @@
+"""A worker without a device: its methods do to a process what a real one's might."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from ringcore.checkpoint import ModelFiles, ModelSpec, RopeSpec
+from ringcore.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ringcore.errors import CapacityError, ModelLoadError, RingcoreError
+from ringcore.protocol import ModelRunnerOutput, SchedulerOutput, int_array
+from ringcore.worker import rpc
+
+FACTORY = f"{__name__}:create_worker"
+
+
+def fake_config(num_ranks: int = 1, trouble: str = "") -> EngineConfig:
+    """A configuration that no file stands behind. `trouble` is what the worker shall run into while it starts."""
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=2,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=64,
+        rope=RopeSpec(theta=1e4),
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        dtype="float32",
+        bos_token_id=0,
+        eos_token_ids=[1],
+    )
+    files = ModelFiles(kind="dummy", path="", config_path=None, weight_files=[], tokenizer_path="")
+    return EngineConfig(
+        model=ModelConfig(model=trouble, files=files, spec=spec),
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        device=DeviceConfig(),
+    )
+
+
+def step(number: int, trouble: int = 0) -> SchedulerOutput:
+    """A step; its first row is what the worker shall run into, see `FakeWorker.execute_model`."""
+    return SchedulerOutput(
+        step=number,
+        finished_rows=int_array(),
+        new_requests=[],
+        new_block_rows=int_array(),
+        new_block_ids=int_array(),
+        rows=int_array([trouble, 7]),
+        num_scheduled_tokens=int_array([1, 1]),
+    )
+
+
+RAISES, RAISES_ON_RANK_1, RETURNS_NOTHING, KILLS = 1, 2, 3, 4  # troubles of a step
+
+
+@dataclass
+class Point:
+    x: int
+    y: float
+
+
+class Shape(msgspec.Struct):
+    name: str
+    points: list[Point]
+
+
+class UnknownToOthers(RingcoreError):
+    """An error of ours that only this module knows."""
+
+
+class FakeWorker:
+    def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
+        self.config, self.rank, self.rendezvous = config, rank, rendezvous
+        self.counter = 0
+        self.private = "not to be called"
+        match config.model.model:
+            case "fail in init":
+                raise ModelLoadError("no such weights", path="weights", tensor="lm_head")
+            case "exit in init":
+                print("about to leave", flush=True)
+                os._exit(3)
+
+    @rpc
+    def init_device(self) -> None:
+        self.meeting_place = None if self.rendezvous is None else os.path.dirname(self.rendezvous)
+        self.meeting_mode = None if self.meeting_place is None else os.stat(self.meeting_place).st_mode & 0o777
+        if self.config.model.model == "rank 1 fails in init_device":
+            if self.rank == 1:
+                raise CapacityError("too little memory", needed_bytes=2, available_bytes=1)
+            time.sleep(600)
+
+    @rpc
+    def load_model(self) -> dict[str, float]:
+        if self.config.model.model == "raise in load":
+            raise ZeroDivisionError("in load")
+        return {"weights_bytes": 1.0}
+
+    @rpc
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        trouble = int(scheduler_output.rows[0])
+        if trouble == RAISES or (trouble == RAISES_ON_RANK_1 and self.rank == 1):
+            raise ArithmeticError(f"step {scheduler_output.step} on rank {self.rank}")
+        if trouble == KILLS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == RETURNS_NOTHING or self.rank != 0:
+            return None
+        return ModelRunnerOutput(scheduler_output.step, scheduler_output.rows, scheduler_output.rows * 10)
+
+    def shutdown(self) -> None:
+        if self.config.model.model == "slow shutdown":
+            time.sleep(600)
+
+    @rpc
+    def echo(self, value: object = None) -> object:
+        return value
+
+    @rpc
+    def who(self) -> dict:
+        return {"rank": self.rank, "pid": os.getpid(), "meeting": self.meeting_place, "mode": self.meeting_mode}
+
+    @rpc
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @rpc
+    def count(self, by: int = 1) -> int:
+        self.counter += by
+        return self.counter
+
+    @rpc
+    def add(self, x: int, *, y: int = 0) -> int:
+        return x + y
+
+    @rpc
+    def struct_back(self, shape: Shape) -> Shape:
+        assert isinstance(shape.points[0], Point)
+        return shape
+
+    @rpc
+    def array_kind(self, array: np.ndarray) -> str:
+        return f"{array.dtype}{list(array.shape)}"
+
+    @rpc
+    def sizes(self, data: bytes) -> int:
+        return len(data)
+
+    @rpc
+    def zeros(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+    @rpc
+    def nap(self, seconds: float, on_rank: int | None = None) -> int:
+        if on_rank in (None, self.rank):
+            time.sleep(seconds)
+        return self.rank
+
+    @rpc
+    def odd_values(self) -> dict:
+        return {
+            "scalar": np.float32(0.5),
+            "array": np.arange(4).reshape(2, 2),
+            "dtype": np.dtype("int32"),
+            "tuple": (1, (2, 3)),
+            "set": {5},
+            "dataclass": Point(1, 2.0),
+            "struct": Shape("s", [Point(3, 4.0)]),
+            3: None,
+        }
+
+    @rpc
+    def unencodable(self, kind: str) -> object:
+        match kind:
+            case "object":
+                return object()
+            case "huge int":
+                return 2**80
+            case "cycle":
+                cycle: list = []
+                cycle.append(cycle)
+                return cycle
+            case _:
+                return lambda: None
+
+    @rpc
+    def fail(self, kind: str, on_rank: int | None = None) -> int:
+        if on_rank is not None and on_rank != self.rank:
+            return self.rank
+        match kind:
+            case "ours":
+                raise CapacityError("too little", needed_bytes=10, available_bytes=3)
+            case "unsendable details":
+                raise CapacityError("odd", thing=object())
+            case "subclass":
+                raise UnknownToOthers("only here")
+            case "surrogate":
+                raise ValueError("lone \ud800 surrogate")
+            case "broken text":
+                raise _BrokenText
+            case "deep":
+                return self.fail(kind)
+            case _:
+                raise KeyError(kind)
+
+    @rpc
+    def leave(self, how: str) -> None:
+        print(f"leaving by {how}", flush=True)
+        match how:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                raise SystemExit(3)
+            case "interrupt":
+                raise KeyboardInterrupt
+
+    @rpc
+    def interrupt_yourself(self) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "still here"
+
+
+class _BrokenText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> FakeWorker:
+    return FakeWorker(config, rank, rendezvous)

@@ -1,0 +1,286 @@
+"""Real processes, started and ended in every way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor.child_process import ChildProcess, terminate_all
+
+BOUND_S = 20.0
+
+
+# What children do.
+
+
+def talk(payload: bytes, fds: dict[str, int]) -> None:
+    print(f"got {payload!r}", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    os.write(fds["out"], b"%d %s" % (os.getppid(), os.environ["RINGCORE_TEST"].encode()))
+
+
+def leave(payload: bytes, fds: dict[str, int]) -> None:
+    raise SystemExit(int(payload))
+
+
+def fail(payload: bytes, fds: dict[str, int]) -> None:
+    raise ZeroDivisionError("as asked")
+
+
+def many_lines(payload: bytes, fds: dict[str, int]) -> None:
+    for i in range(1000):
+        print(f"line {i}")
+    print("x" * 50000)
+    print("end without newline", end="", flush=True)
+
+
+def wait_for_end(payload: bytes, fds: dict[str, int]) -> None:
+    """Leaves when its descriptor says so."""
+    os.write(fds["out"], b"up")
+    os.read(fds["in"], 1)
+
+
+def refuse_to_end(payload: bytes, fds: dict[str, int]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(fds["out"], b"up")
+    threading.Event().wait()
+
+
+def list_fds(payload: bytes, fds: dict[str, int]) -> None:
+    names = {fd: name for name, fd in fds.items()}
+    is_private = all(not os.get_inheritable(fd) for fd in fds.values())
+    found = sorted(names.get(int(fd), fd) for fd in os.listdir("/proc/self/fd"))
+    Path(payload.decode()).write_text(f"{is_private} {signal.getsignal(signal.SIGINT).name} {' '.join(found)}")
+
+
+def start(function, payload: bytes = b"", fds=None, env=None) -> ChildProcess:
+    return ChildProcess.start("child", f"{__name__}:{function.__name__}", payload, fds, env)
+
+
+@pytest.fixture
+def out():
+    read_fd, write_fd = os.pipe()
+    yield read_fd, write_fd
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_the_entry_gets_payload_descriptors_and_environment(out, capfd):
+    child = start(talk, b"\x00\xff", {"out": out[1]}, {"RINGCORE_TEST": "1"})
+    assert child.wait(BOUND_S)
+    assert os.read(out[0], 100) == b"%d 1" % os.getpid()
+    assert (child.exit_code, child.signal_name, child.describe_end()) == (0, None, "exit code 0")
+    assert child.last_log() == ["got b'\\x00\\xff'", "to stderr"]
+    child.terminate()
+    assert capfd.readouterr().err == "[child] got b'\\x00\\xff'\n[child] to stderr\n"
+
+
+def test_a_child_has_its_own_descriptors_and_no_others(tmp_path, out):
+    """No sibling's, none of the parent's; the listing itself opens one (a number)."""
+    other = start(refuse_to_end, b"", {"out": out[1]})
+    report = tmp_path / "fds"
+    child = start(list_fds, str(report).encode(), {"out": out[1]})
+    assert child.wait(BOUND_S)
+    is_private, handler, *found = report.read_text().split()
+    assert (is_private, handler) == ("True", "SIG_IGN")
+    numbers = [name for name in found if name.isdecimal()]
+    assert sorted(set(found) - set(numbers)) == ["out", "parent_death"]
+    assert {"0", "1", "2"} <= set(numbers)
+    assert len(numbers) <= 5  # standard streams, the parent's pidfd, the listing
+    terminate_all([child])
+    other.signal(signal.SIGKILL)
+    other.terminate()
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_an_exit_code_is_told(code):
+    child = start(leave, b"%d" % code)
+    assert child.wait(BOUND_S)
+    assert child.describe_end() == f"exit code {code}"
+    assert child.exit_code == code
+    child.terminate()
+
+
+def test_a_signal_is_told(out):
+    child = start(refuse_to_end, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    assert child.describe_end() == "still running"
+    assert child.is_alive()
+    os.kill(child.pid, signal.SIGKILL)
+    assert select.select([child.pidfd], [], [], BOUND_S)[0] == [child.pidfd]
+    error = child.dead_error(rank=2)
+    assert isinstance(error, EngineDeadError)
+    assert "killed by SIGKILL, often the out-of-memory killer" in error.message
+    assert error.details == {
+        "process": "child",
+        "rank": 2,
+        "exit_code": None,
+        "signal": "SIGKILL",
+        "last_log": [],
+    }
+    child.terminate()
+
+
+def test_an_exception_ends_in_the_last_log():
+    child = start(fail)
+    assert child.wait(BOUND_S)
+    assert child.last_log()[-1] == "ZeroDivisionError: as asked"
+    assert child.dead_error().message.endswith("exit code 1; it said last: ZeroDivisionError: as asked")
+    child.terminate()
+
+
+def test_the_last_twenty_lines_are_kept(capfd):
+    child = start(many_lines)
+    assert child.wait(BOUND_S)
+    lines = child.last_log()
+    assert len(lines) == 20
+    assert lines[-1] == "end without newline"
+    assert "line 999" in lines
+    child.terminate()
+    assert capfd.readouterr().err.count("[child] line ") == 1000
+
+
+def test_patience_is_enough_for_a_child_that_leaves(out):
+    read_fd, write_fd = os.pipe()
+    child = start(wait_for_end, b"", {"out": out[1], "in": read_fd})
+    assert os.read(out[0], 2) == b"up"
+    os.write(write_fd, b"x")
+    child.terminate(BOUND_S)
+    assert child.exit_code == 0
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_sigterm_then_sigkill(out, monkeypatch):
+    monkeypatch.setattr("ringcore.executor.child_process.TERM_GRACE_S", 0.05)
+    read_fd, write_fd = os.pipe()
+    mild = start(wait_for_end, b"", {"out": out[1], "in": read_fd})
+    stubborn = start(refuse_to_end, b"", {"out": out[1]})
+    assert os.read(out[0], 2) + os.read(out[0], 2) == b"upup"
+    terminate_all([mild, stubborn], 0.01)
+    assert (mild.signal_name, stubborn.signal_name) == ("SIGTERM", "SIGKILL")
+    terminate_all([mild, stubborn])  # again does nothing
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_nothing_is_left_of_a_child_that_was_dropped(out):
+    child = start(refuse_to_end, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    pid = child.pid
+    del child
+    gc.collect()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def test_descriptors_and_threads_stay_flat():
+    def cycle() -> None:
+        child = start(leave, b"0")
+        child.wait(BOUND_S)
+        child.terminate()
+
+    cycle()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(10):
+        cycle()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_an_interpreter_that_is_not_there(monkeypatch):
+    num_fds = len(os.listdir("/proc/self/fd"))
+    for path, text in (("/no/python", "cannot start the process"), ("", "sys.executable is empty")):
+        monkeypatch.setattr(sys, "executable", path)
+        with pytest.raises(RingcoreError, match=text):
+            start(leave, b"0")
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+# The parent's death. The parent is a script without a `__main__` guard, as a user may write it.
+
+PARENT = """
+    import os, sys, time
+    from ringcore.executor.child_process import ChildProcess
+    read_fd, write_fd = os.pipe()
+    child = ChildProcess.start("child", {entry!r}, b"", {{"out": write_fd}})
+    os.read(read_fd, 2)
+    {then}
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def hold_the_gil(payload: bytes, fds: dict[str, int]) -> None:
+    import re
+
+    os.write(fds["out"], b"up")
+    re.match("(a+)+$", "a" * 64 + "b")  # takes for ever, in C, and never lets go of the GIL
+
+
+def _run_parent(tmp_path, entry: str, then: str = "pass") -> tuple[subprocess.Popen[bytes], int]:
+    script = tmp_path / "user_script.py"
+    script.write_text(textwrap.dedent(PARENT).format(entry=entry, then=then))
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    line = parent.stdout.readline()
+    assert line, parent.wait()
+    return parent, int(line)
+
+
+def _is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("function", [refuse_to_end, hold_the_gil])
+def test_the_child_dies_with_its_parent(tmp_path, function):
+    parent, child_pid = _run_parent(tmp_path, f"{__name__}:{function.__name__}")
+    parent.kill()
+    parent.wait()
+    assert _is_gone(child_pid)
+    parent.stdout.close()
+
+
+def test_the_child_dies_with_its_parent_though_a_fork_keeps_the_pipe_open(tmp_path):
+    fork = "fork_pid = os.fork() or time.sleep(600); print(fork_pid, flush=True)"
+    parent, fork_pid = _run_parent(tmp_path, f"{__name__}:refuse_to_end", fork)
+    child_pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert _is_gone(child_pid)
+    os.kill(fork_pid, signal.SIGKILL)
+    parent.stdout.close()
+
+
+def test_the_child_is_ended_when_its_parent_leaves(tmp_path):
+    parent, child_pid = _run_parent(tmp_path, f"{__name__}:refuse_to_end", "print(child.pid, flush=True); sys.exit(0)")
+    assert parent.wait(BOUND_S) == 0
+    assert _is_gone(child_pid)
+    parent.stdout.close()
+
+
+def test_an_entry_is_reached_quickly_and_without_heavy_imports(tmp_path):
+    code = "import sys; from ringcore.executor import child_main; print(*(m for m in ('numpy', 'msgspec', 'zmq') if m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

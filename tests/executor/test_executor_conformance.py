@@ -1,0 +1,210 @@
+"""What every executor promises. A new one is done when it is in `EXECUTORS` and green."""
+
+from __future__ import annotations
+
+import os
+
+import fake_worker
+import numpy as np
+import pytest
+from fake_worker import FACTORY, Point, Shape, fake_config, step
+
+from ringcore.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    RpcTimeoutError,
+    WorkerError,
+)
+from ringcore.executor import executor_class
+from ringcore.executor.base import Executor
+
+EXECUTORS = ["multiproc", "uniproc"]
+
+
+def build(name: str, trouble: str = "") -> Executor:
+    return executor_class(name)(fake_config(trouble=trouble), worker_factory=FACTORY)
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def executor(request):
+    executor = build(request.param)
+    executor.start()
+    yield executor
+    executor.shutdown()
+
+
+def test_values_come_back_one_a_rank(executor):
+    assert executor.collective_rpc("echo", [{"a": [1, 2.5, None, "é", b"\x00"]}]) == [{"a": [1, 2.5, None, "é", b"\x00"]}]
+    assert executor.collective_rpc("add", (1,), {"y": 2}) == [3]
+
+
+def test_values_become_builtins(executor):
+    assert executor.collective_rpc("odd_values") == [
+        {
+            "scalar": 0.5,
+            "array": [[0, 1], [2, 3]],
+            "dtype": "int32",
+            "tuple": [1, [2, 3]],
+            "set": [5],
+            "dataclass": {"x": 1, "y": 2.0},
+            "struct": {"name": "s", "points": [{"x": 3, "y": 4.0}]},
+            3: None,
+        }
+    ]
+
+
+def test_arguments_become_what_the_annotations_say(executor):
+    shape = Shape("s", [Point(3, 4.0)])
+    assert executor.collective_rpc("struct_back", [shape]) == [{"name": "s", "points": [{"x": 3, "y": 4.0}]}]
+    assert executor.collective_rpc("array_kind", [np.arange(3)]) == ["int32[3]"]
+
+
+def test_calls_are_performed_in_order(executor):
+    start = executor.collective_rpc("count", [0])[0]
+    futures = [executor.submit("count") for _ in range(200)]
+    assert [future.result() for future in futures] == [[start + i] for i in range(1, 201)]
+
+
+def test_futures_may_be_asked_in_any_order_and_again(executor):
+    futures = [executor.submit("echo", [i]) for i in range(20)]
+    for i in reversed(range(20)):
+        assert futures[i].result(timeout=30) == [i]
+        assert futures[i].done()
+        assert futures[i].result() == [i]
+
+
+def test_a_step_returns_the_output_ranks_arrays(executor):
+    futures = [executor.execute_model(step(i)) for i in range(5)]
+    outputs = [future.result(30) for future in futures]
+    assert [output.step for output in outputs] == list(range(5))
+    assert all(output.rows.tolist() == [0, 7] and output.token_ids.tolist() == [0, 70] for output in outputs)
+
+
+@pytest.mark.parametrize("trouble", [fake_worker.RAISES, fake_worker.RETURNS_NOTHING])
+def test_an_error_in_a_step_is_that_steps_error(executor, trouble):
+    with pytest.raises(WorkerError) as caught:
+        executor.execute_model(step(3, trouble)).result(30)
+    assert caught.value.details["rank"] == 0
+    assert caught.value.details["method"] == "execute_model"
+    assert executor.execute_model(step(4)).result(30).step == 4
+
+
+def test_a_raising_method_says_where_and_what(executor):
+    with pytest.raises(WorkerError, match="KeyError in 'fail' on rank 0: 'nonsense'") as caught:
+        executor.collective_rpc("fail", ["nonsense"])
+    details = caught.value.details
+    assert (details["rank"], details["error_type"], details["error_message"]) == (0, "KeyError", "'nonsense'")
+    assert details["method"] == "fail"
+    assert "raise KeyError(kind)" in details["traceback"]
+    assert executor.collective_rpc("echo", [1]) == [1]
+
+
+def test_an_error_of_ours_arrives_as_itself(executor):
+    with pytest.raises(CapacityError) as caught:
+        executor.collective_rpc("fail", ["ours"])
+    assert caught.value.message == "too little"
+    assert caught.value.__notes__ == ["raised by 'fail' in worker 0"]
+    assert caught.value.details == {"needed_bytes": 10, "available_bytes": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("unsendable details", CapacityError, "odd"),
+        ("subclass", WorkerError, "UnknownToOthers in 'fail' on rank 0: only here"),
+        ("surrogate", WorkerError, r"lone \\ud800 surrogate"),
+        ("broken text", WorkerError, "its text raised RuntimeError"),
+        ("deep", WorkerError, "RecursionError"),
+    ],
+)
+def test_an_awkward_error_spoils_nothing_else(executor, kind, error, text):
+    with pytest.raises(error, match=text) as caught:
+        executor.collective_rpc("fail", [kind])
+    assert len(caught.value.details.get("traceback", "")) <= 16 << 10
+    assert executor.collective_rpc("echo", ["next"]) == ["next"]
+
+
+@pytest.mark.parametrize("kind", ["object", "huge int", "cycle", "function"])
+def test_a_value_that_cannot_be_sent_is_that_calls_error(executor, kind):
+    with pytest.raises(WorkerError):
+        executor.collective_rpc("unencodable", [kind])
+    assert executor.collective_rpc("echo", ["next"]) == ["next"]
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kwargs", "text"),
+    [
+        ("ad", [1], {}, "did you mean 'add'"),
+        ("shutdown", [], {}, "no worker method 'shutdown'"),
+        ("__init__", [], {}, "no worker method '__init__'"),
+        ("private", [], {}, "no worker method 'private'"),
+        ("add", [], {}, "missing a required argument: 'x'"),
+        ("add", [1, 2], {}, "too many positional arguments"),
+        ("add", ["1"], {}, r"add\(x\)='1': Expected `int`, got `str`"),
+        ("add", [1], {"z": 2}, "unexpected keyword argument 'z'"),
+        ("echo", [object()], {}, "cannot be sent"),
+        (7, [], {}, "method=7: give a name"),
+    ],
+)
+def test_a_wrong_call_is_refused(executor, method, args, kwargs, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        executor.collective_rpc(method, args, kwargs)
+    assert executor.collective_rpc("echo", ["next"]) == ["next"]
+
+
+def test_a_timeout_names_the_call_and_spoils_nothing(executor):
+    with pytest.raises(RpcTimeoutError, match="'nap'") as caught:
+        executor.collective_rpc("nap", [0.2], timeout=0.02)
+    assert caught.value.details == {"method": "nap", "timeout_s": 0.02, "missing_ranks": [0]}
+    assert isinstance(caught.value, TimeoutError)
+    assert executor.collective_rpc("echo", ["next"]) == ["next"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, 9 << 20, 40 << 20])
+def test_arguments_and_values_of_any_size(executor, size):
+    assert executor.collective_rpc("sizes", [bytes(size)]) == [size]
+    assert executor.collective_rpc("zeros", [size]) == [bytes(size)]
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize(
+    ("trouble", "error"), [("fail in init", ModelLoadError), ("raise in load", WorkerError)], ids=["ours", "foreign"]
+)
+def test_what_stops_a_worker_from_starting_is_raised(name, trouble, error):
+    executor = build(name, trouble)
+    with pytest.raises(error):
+        executor.start()
+    assert executor.pids() == {} or not any(map(_is_running, executor.pids().values()))
+    with pytest.raises(EngineDeadError):
+        executor.collective_rpc("echo")
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_call_before_start_or_after_shutdown_is_refused(name):
+    executor = build(name)
+    with pytest.raises(EngineDeadError, match="not started"):
+        executor.collective_rpc("echo")
+    executor.start()
+    executor.shutdown()
+    executor.shutdown()
+    for call in (lambda: executor.collective_rpc("echo"), lambda: executor.execute_model(step(0))):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["multiprocc", "no.such.module:Class", "ringcore.config:EngineConfig", "os:nothing", "", ":"])
+def test_a_name_that_leads_to_no_executor(name):
+    with pytest.raises(ConfigError) as caught:
+        executor_class(name)
+    assert caught.value.details["option"] == "executor"
+
+
+def test_an_executor_by_its_path():
+    assert executor_class("ringcore.executor.uniproc:UniProcExecutor") is executor_class("uniproc")
+
+
+def _is_running(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")

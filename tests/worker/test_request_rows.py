@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from step_driver import admit, make_step
+
+from ringcore.sampling_params import SamplingParams
+from ringcore.worker.request_rows import RequestRows
+
+
+@pytest.fixture()
+def rows() -> RequestRows:
+    return RequestRows(max_num_seqs=4, max_model_len=20, block_size=4, num_eos_tokens=1)
+
+
+def test_a_new_request_fills_its_row(rows: RequestRows) -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**40, logprobs=2, min_tokens=1)
+    request = admit(2, [7, 8, 9, 5, 6], [3, 4], computed=4, params=params, num_prompt_tokens=3, stop_token_ids=[1, 5])
+    rows.apply(make_step({}, new=[request]))
+    assert rows.token_ids[2, :5].tolist() == [7, 8, 9, 5, 6]
+    assert rows.block_table[2].tolist() == [3, 4, 0, 0, 0]
+    assert (rows.num_tokens[2], rows.num_computed_tokens[2], rows.num_prompt_tokens[2]) == (5, 4, 3)
+    inputs = rows.sampling_inputs(np.array([2], dtype=np.int32))
+    assert inputs.temperature.tolist() == [0.5]
+    assert inputs.top_k.tolist() == [3]
+    assert inputs.top_p.tolist() == pytest.approx([0.9])
+    assert inputs.min_p.tolist() == pytest.approx([0.1])
+    assert inputs.seed.tolist() == [2**40]
+    assert inputs.num_logprobs.tolist() == [2]
+    assert inputs.position.tolist() == [5]
+
+
+def test_blocks_are_appended_in_order_even_several_to_a_row(rows: RequestRows) -> None:
+    new = [admit(0, [1] * 4, [9]), admit(1, [1] * 4, [8]), admit(3, [1] * 8, [5, 6])]
+    rows.apply(make_step({}, new=new, blocks=[(1, 20), (0, 30), (1, 21), (3, 40), (0, 31), (1, 22)]))
+    assert rows.block_table.tolist() == [[9, 30, 31, 0, 0], [8, 20, 21, 22, 0], [0] * 5, [5, 6, 40, 0, 0]]
+    assert rows.num_blocks.tolist() == [3, 4, 0, 3]
+
+
+def test_finished_rows_go_first_so_that_a_row_can_be_reused_in_the_same_delta(rows: RequestRows) -> None:
+    rows.apply(make_step({}, new=[admit(1, [1] * 9, [7, 8, 9], params=SamplingParams(min_tokens=5, max_tokens=9))]))
+    rows.apply(make_step({}, finished=[1], new=[admit(1, [4, 5], [6])]))
+    assert rows.num_tokens[1] == 2
+    assert rows.block_table[1].tolist() == [6, 0, 0, 0, 0]
+    assert len(rows.sampling_inputs(np.array([1])).barred_rows) == 0
+
+
+def test_a_row_in_use_is_not_given_away(rows: RequestRows) -> None:
+    rows.apply(make_step({}, new=[admit(1, [1], [7])]))
+    with pytest.raises(AssertionError, match="row 1 is in use"):
+        rows.apply(make_step({}, new=[admit(1, [1], [8])]))
+
+
+def test_tokens_are_appended_and_counted(rows: RequestRows) -> None:
+    rows.apply(make_step({}, new=[admit(0, [5, 6], [1]), admit(2, [7], [2])]))
+    rows.advance(np.array([0, 2]), np.array([2, 1]))
+    rows.append_tokens(np.array([2, 0]), np.array([70, 50]))
+    assert rows.token_ids[0, :3].tolist() == [5, 6, 50]
+    assert rows.token_ids[2, :2].tolist() == [7, 70]
+    assert rows.num_tokens.tolist() == [3, 0, 2, 0]
+    assert rows.num_computed_tokens.tolist() == [2, 0, 1, 0]
+
+
+def test_stop_tokens_are_barred_until_min_tokens(rows: RequestRows) -> None:
+    eager = SamplingParams(min_tokens=2, max_tokens=9)
+    new = [
+        admit(0, [5, 6], [1], params=eager, stop_token_ids=[1, 30]),
+        admit(1, [5, 6], [2], stop_token_ids=[1]),  # min_tokens 0
+        admit(2, [5, 6, 9, 9], [3], params=eager, num_prompt_tokens=2, stop_token_ids=[1]),  # has generated 2
+        admit(3, [5, 6, 9], [4], params=eager, num_prompt_tokens=2, stop_token_ids=[40]),  # has generated 1
+    ]
+    rows.apply(make_step({}, new=new))
+    inputs = rows.sampling_inputs(np.array([3, 2, 1, 0]))
+    assert list(zip(inputs.barred_rows.tolist(), inputs.barred_ids.tolist(), strict=True)) == [(0, 40), (3, 1), (3, 30)]
+
+
+def test_clear_forgets_everything(rows: RequestRows) -> None:
+    rows.apply(make_step({}, new=[admit(0, [5, 6], [1]), admit(3, [7] * 8, [2, 3])]))
+    rows.clear()
+    assert not rows.num_tokens.any()
+    assert not rows.block_table.any()
+    rows.apply(make_step({}, new=[admit(3, [8], [4])]))
+    assert rows.block_table[3].tolist() == [4, 0, 0, 0, 0]
