@@ -75,14 +75,14 @@ def render(result: Result) -> str:
     header = ["", ours, *peers, *(f"against {peer}" for peer in peers), *(["of the limit"] if has_limit else [])]
     rows = [_row(measurement, ours, peers, has_limit) for measurement in findings.measurements]
     lines = [_line(header), _line(["---"] + ["--:"] * (len(header) - 1)), *(_line(row) for row in rows), ""]
-    lines += [
-        f"Median of {result.rounds} rounds (lowest to highest); ratios are taken round by round, above 1 is ahead.",
+    remarks = [
+        f"Median of {result.rounds} counted rounds (lowest to highest); ratios round by round, above 1 is ahead.",
         *findings.conditions,
         *(f"Limit, {m.name}: {m.limit.statement}." for m in findings.measurements if m.limit),
         *(f"{check.name[:1].upper()}{check.name[1:]}: {check.value}." for check in findings.checks),
         _machine(result),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + [f"- {remark}" for remark in remarks]) + "\n"
 
 
 def _row(measurement: Measurement, ours: str, peers: Sequence[str], has_limit: bool) -> list[str]:

@@ -100,7 +100,7 @@ class Batch:
             equal = [count_equal_tokens(a, b) for a, b in pairs]
             checks.append(
                 Check(
-                    name=f"tokens equal to {peer}'s, batch {self.size}",
+                    name=f"tokens equal to those of {peer}, batch {self.size}",
                     value=f"{sum(equal)} of {self.size * self._new_tokens}",
                     data=equal,
                 )

@@ -1,6 +1,6 @@
 """An offline batch: every prompt of a file through one engine, the texts, and how fast it went.
 
-    python examples/offline_batch.py [--model FOLDER] [--prompts FILE] [--max-tokens N]
+Usage: python examples/offline_batch.py [--model FOLDER] [--prompts FILE] [--max-tokens N]
 """
 
 from __future__ import annotations

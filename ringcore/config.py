@@ -33,7 +33,7 @@ def _option(default: Any, doc: str) -> Any:
 class ModelConfig:
     model: str = _option("", "a model folder, a .gguf file, or a hub id")
     tokenizer: str | None = _option(None, "a folder or file with the tokenizer; None means the model's own")
-    dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto takes the checkpoint's where the device is fast at it")
+    dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto is the checkpoint's where the device is fast at it")
     load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
     max_model_len: int | None = _option(None, "prompt and completion together, in tokens; None means the model's own")
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
@@ -50,7 +50,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     block_size: int = _option(16, "tokens in a block of the KV cache")
-    num_blocks_override: int | None = _option(None, "this many blocks, whatever the memory; one of them is the null block")
+    num_blocks_override: int | None = _option(None, "this many blocks whatever the memory, the null block among them")
     kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
     gpu_memory_utilization: float | None = _option(
         None, "the share of the device's memory to use; None means 0.9, and 0.4 of the free host memory on a CPU"
@@ -70,7 +70,7 @@ class SchedulerConfig:
 class ParallelConfig:
     tensor_parallel_size: int = _option(1, "workers that share each layer")
     executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
-    worker_extension: str | None = _option(None, "'module.Class', mixed into the worker; its @rpc methods can be called")
+    worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
         raise _bad("attention_backend", options["attention_backend"], f"give one of {', '.join(ATTENTION_BACKENDS)}")
     executor = options["executor"]
     if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
-        raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or its 'module:Class'")
+        raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'")
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         _check_count(name, options[name], 1)
     for name in ("max_model_len", "kv_cache_bytes", "long_prefill_token_threshold"):

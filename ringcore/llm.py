@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 OnError = Literal["raise", "return"]
 Prepare = Callable[[Any, SamplingParams], PreparedRequest]
 
-_REFRESH_S = 0.2
+_REFRESH_S = 0.5
 
 
 class LLM:
@@ -126,9 +126,9 @@ class LLM:
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> dict[str, RequestOutput]:
         """Generates until every request is finished; outputs by the engine's request ids."""
         results: dict[str, RequestOutput] = {}
-        for one in prepared:
-            self._outputs.add_request(one.request, request_id=one.request_id, prompt=one.prompt)
         try:
+            for one in prepared:
+                self._outputs.add_request(one.request, request_id=one.request_id, prompt=one.prompt)
             self._client.add_requests([one.request for one in prepared])
             with _progress(len(prepared), use_tqdm) as progress:
                 while self._outputs.has_unfinished:
@@ -265,17 +265,17 @@ def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int],
         return
     from tqdm import tqdm
 
-    with tqdm(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
-        started, num_tokens, shown = time.monotonic(), 0, 0.0
+    with tqdm(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
+        started = shown = time.monotonic()
+        num_tokens = 0
 
         def advance(num_finished: int, num_new_tokens: int) -> None:
             nonlocal num_tokens, shown
             num_tokens += num_new_tokens
             now = time.monotonic()
-            bar.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s", refresh=False)
-            bar.update(num_finished)
-            if now - shown > _REFRESH_S:  # tokens come, though no prompt is finished
-                bar.refresh()
+            if num_finished or now - shown > _REFRESH_S:  # tokens come, even where no prompt is finished
+                bar.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s")
+                bar.update(num_finished)
                 shown = now
 
         yield advance

@@ -63,6 +63,4 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or (
-            bool(self.outputs) and all(o.finish_reason is not None for o in self.outputs)
-        )
+        return self.error is not None or (bool(self.outputs) and all(o.finish_reason is not None for o in self.outputs))

@@ -72,11 +72,14 @@ class Tokenizer:
         """The ids of a text, with the special tokens that the model's files say to add (often a BOS, or none)."""
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+        except TypeError as error:  # what tokenizers says of a text that has no UTF-8 form
+            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if at is None:
+                raise
             raise InvalidRequestError(
-                f"prompt: character {error.start} is half of a surrogate pair and stands for nothing; remove it",
+                f"prompt: character {at} is half of a surrogate pair and stands for nothing; remove it",
                 field="prompt",
-                value=repr(text[max(0, error.start - 20) : error.end + 20]),
+                value=repr(text[max(0, at - 20) : at + 20]),
             ) from error
         return ids
 
@@ -126,8 +129,10 @@ class Tokenizer:
 class IncrementalDecoder:
     """Decodes one completion as its tokens come, never giving out half a character.
 
-    The pieces and the flush, joined, are the text that decoding all tokens at once gives. `_held` are the tokens
-    since text was last given out, `_context` those that text came from: with them, `flush` can decode the rest.
+    The pieces and the flush, joined, are the text that decoding all tokens at once gives; only where the bytes are
+    no UTF-8 a SentencePiece decoder may count the U+FFFD otherwise, since it looks at runs of bytes as a whole.
+    `_held` are the tokens since text was last given out, `_context` those that this text came from: with them,
+    `flush` can decode the rest.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:

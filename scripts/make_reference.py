@@ -1,4 +1,4 @@
-"""Writes the greedy tokens of transformers, in float32, for prompts of many lengths: what the end-to-end tests compare with.
+"""Writes the greedy tokens of transformers, in float32, for prompts of many lengths: what tests compare with.
 
     python scripts/make_reference.py MODEL_FOLDER OUT.json [--new-tokens 24]
 
@@ -88,9 +88,8 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     entries = [continue_greedily(model, prompt, args.new_tokens) for prompt in make_prompts(tokenizer, LENGTHS)]
-    origin = (
-        f"scripts/make_reference.py: transformers {transformers.__version__}, torch {torch.__version__}, float32, greedy"
-    )
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    origin = f"scripts/make_reference.py: {versions}, float32, greedy"
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
     args.out.write_text(f'{{"origin": {json.dumps(origin)},\n"entries": [\n{lines}\n]}}\n')
     print(f"{len(entries)} prompts, smallest gap {min(min(e['gaps']) for e in entries)}: {args.out}")

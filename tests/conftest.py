@@ -30,7 +30,7 @@ def smollm2_gguf() -> str:
 def qwen2() -> str:
     folder = os.environ.get("RINGCORE_TEST_QWEN2")
     if not folder:
-        pytest.skip("opt-in: set RINGCORE_TEST_QWEN2 to the folder that `scripts/fetch_model.py qwen2.5-coder-0.5b` makes")
+        pytest.skip("opt-in: RINGCORE_TEST_QWEN2=FOLDER, the one of `scripts/fetch_model.py qwen2.5-coder-0.5b`")
     return folder
 
 

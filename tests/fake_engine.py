@@ -12,8 +12,6 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
-
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -141,8 +139,8 @@ class FakeWorker:
         raise KeyError("no such thing")
 
     @rpc
-    def numbers(self, count: int) -> list[int]:
-        return np.arange(count).tolist()
+    def zeros(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
 
 
 class BrokenWorker(FakeWorker):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
-from ringcore.checkpoint.tokenizer_files import TokenizerFiles, bos_eos_processor
+from ringcore.checkpoint.tokenizer_files import TokenizerFiles
 from ringcore.errors import ModelLoadError
 
 __all__ = ["read_gguf_tokenizer"]
@@ -54,9 +54,7 @@ def read_gguf_tokenizer(path: str) -> TokenizerFiles:
         raise meta.error("tokenizer.ggml.model", f"is {kind!r}; known: gpt2, llama; give the option tokenizer")
     _add_whole_tokens(backend, tokens, types)
     special = _special_tokens(meta, tokens)
-    bos = special.get("bos_token") if meta.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
-    eos = special.get("eos_token") if meta.flag("tokenizer.ggml.add_eos_token", False) else None
-    backend.post_processor = bos_eos_processor(backend, bos, eos)
+    _add_bos_and_eos(meta, backend, special, adds_bos)
     template = meta.get("tokenizer.chat_template")
     return TokenizerFiles(path, backend, special, template if isinstance(template, str) else None)
 
@@ -155,3 +153,13 @@ def _special_tokens(meta: Metadata, tokens: list[str]) -> dict[str, str]:
             token_id = meta.integer(f"tokenizer.ggml.{key}", low=0, high=len(tokens) - 1)
             special[name] = tokens[token_id]
     return special
+
+
+def _add_bos_and_eos(meta: Metadata, backend: Tokenizer, special: dict[str, str], adds_bos: bool) -> None:
+    """Puts the special tokens around every text that the file wants there, where it has them at all."""
+    bos = special.get("bos_token") if meta.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
+    eos = special.get("eos_token") if meta.flag("tokenizer.ggml.add_eos_token", False) else None
+    ids = {token: backend.token_to_id(token) for token in (bos, eos) if token is not None}
+    if ids:
+        parts = [part for part in (bos, "$A", eos) if part is not None]
+        backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(ids.items()))

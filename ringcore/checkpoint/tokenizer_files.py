@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.errors import ModelLoadError
 
-__all__ = ["TokenizerFiles", "bos_eos_processor", "read_tokenizer_folder"]
+__all__ = ["TokenizerFiles", "read_tokenizer_folder"]
 
 TOKENIZER_MAX_BYTES = 256 << 20
 TOKENIZER_CONFIG_MAX_BYTES = 16 << 20  # it may repeat every added token
@@ -30,7 +29,11 @@ class TokenizerFiles:
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
-    """The tokenizer in a folder. Raises `ModelLoadError` where a file is missing, too large or broken."""
+    """The tokenizer in a folder. Raises `ModelLoadError` where a file is missing, too large or broken.
+
+    Which special tokens go around a text is said by tokenizer.json alone, as in transformers 5: the fields
+    add_bos_token and add_eos_token of tokenizer_config.json are of a time before it.
+    """
     config_path = folder / "tokenizer_config.json"
     raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if config_path.is_file() else {}
     config = Metadata(raw, str(config_path))
@@ -43,21 +46,7 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     # A limit of length saved by a training run would cut prompts and pad them.
     backend.no_truncation()
     backend.no_padding()
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = special.get("bos_token") if config.flag("add_bos_token", False) else None
-        eos = special.get("eos_token") if config.flag("add_eos_token", False) else None
-        backend.post_processor = bos_eos_processor(backend, bos, eos)
     return TokenizerFiles(str(folder), backend, special, template)
-
-
-def bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> Any:
-    """What puts `bos` before and `eos` after every text; None for no token."""
-    named = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
-    for token, token_id in named:
-        if token_id is None:
-            raise ModelLoadError(f"the special token {token!r} is not in the tokenizer's vocabulary")
-    parts = [part for part in (bos, "$A", eos) if part is not None]
-    return processors.TemplateProcessing(single=parts, special_tokens=list(dict(named).items()))
 
 
 def _load(file: Path) -> Tokenizer:

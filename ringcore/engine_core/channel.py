@@ -22,6 +22,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,7 @@ class EngineChannel:
         self._path = Path(endpoint.removeprefix("ipc://"))
         self._tx, self._rx = b"tx" + nonce, b"rx" + nonce
         self._encoder, self._decoder = encoder(), decoder(ClientMessage)
+        self._early: deque[list[bytes]] = deque()  # came before both hellos: the client need not wait for those
         self.num_dropped = 0  # frames from strangers, and frames that were no ClientMessage
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -71,18 +73,18 @@ class EngineChannel:
             left_ms = max(0, round((deadline - time.monotonic()) * 1000))
             if not self.socket.poll(left_ms):
                 raise EngineDeadError(f"no client connected within {timeout_s} s", process="engine")
-            sender, *frames = self.socket.recv_multipart()
-            if sender in missing and frames == [_HELLO]:
-                missing.remove(sender)
+            message = self.socket.recv_multipart()
+            if message[0] in missing and message[1:] == [_HELLO]:
+                missing.remove(message[0])
             else:
-                self.num_dropped += 1
+                self._early.append(message)
         shutil.rmtree(self._path.parent, ignore_errors=True)
 
     def receive(self) -> ClientMessage | None:
         """The next message that has arrived; never blocks."""
         while True:
             try:
-                sender, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                sender, *frames = self._early.popleft() if self._early else self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             if sender == self._tx and len(frames) == 1:

@@ -205,6 +205,7 @@ class EngineCoreClient:
                         self._results[message.call_id] = message
                 case EngineReady():
                     self._ready = message
+                    self._connection.is_started = True
                 case EngineDead():
                     self._dead = self._dead or error_of(message.error)
                 case _:
@@ -244,6 +245,7 @@ class _Connection:
     """The process and the channel to it. Knows nothing of the client, so that a dropped client can be finalized."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.is_started = False
         self.channel = ClientChannel()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -283,9 +285,10 @@ class _Connection:
         if self._wake_fd < 0:
             return
         wake_fd, self._wake_fd = self._wake_fd, -1
-        if self._process.is_alive():
+        if self.is_started and self._process.is_alive():
             self.channel.send(Shutdown())
-        self._process.terminate(_GRACEFUL_S)
+        # One that is still starting reads no messages: it is told by SIGTERM, at once.
+        self._process.terminate(_GRACEFUL_S if self.is_started else 0.0)
         self.channel.close()
         os.close(wake_fd)
 

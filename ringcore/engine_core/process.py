@@ -133,8 +133,10 @@ class EngineLoop:
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
-        while not self._stopping:
+        while True:
             self._take_messages()
+            if self._stopping:
+                return
             self._answer_overdue_calls()
             outputs = self._core.advance()
             self._send_outputs()  # those of the turn before: by now the workers have their next step

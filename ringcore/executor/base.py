@@ -45,7 +45,10 @@ class Executor(ABC):
     def submit(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
     ) -> RpcFuture:
-        """Broadcasts a call; the future's result is a list, one value a rank."""
+        """Broadcasts a call; the future's result is a list, one value a rank.
+
+        Values arrive as builtins, whatever they were; `msgspec.convert` makes a type of them again.
+        """
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:

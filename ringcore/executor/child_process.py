@@ -55,7 +55,7 @@ class ChildProcess:
         self._lock = threading.Lock()
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
-        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, self._fds)
+        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, self._fds, os.getpid())
 
     @classmethod
     def start(
@@ -209,8 +209,10 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
             child._close()
 
 
-def _abandon(popen: subprocess.Popen[bytes], log: ChildLog, fds: list[int]) -> None:
+def _abandon(popen: subprocess.Popen[bytes], log: ChildLog, fds: list[int], owner_pid: int) -> None:
     """The last resort for a child whose owner is gone without `terminate`."""
+    if os.getpid() != owner_pid:
+        return  # this process was forked from the owner, whose child it is
     popen.kill()
     popen.wait()
     log.close()

@@ -84,11 +84,12 @@ class MultiprocExecutor(Executor):
             return call
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
+        body = self._step_encoder.encode(scheduler_output)
         with self._lock:
             group = self._alive()
             call = self._table.open_step(self)
             if not call.is_settled:
-                self._send(group, call, STEP, self._step_encoder.encode(scheduler_output))
+                self._send(group, call, STEP, body)
             return call
 
     def wait_fds(self) -> list[int]:

@@ -11,7 +11,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.value_codec import decode_error, decode_value, encode_request, portable_error
-from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, perform_call
+from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, perform_call, shut_down
 from ringcore.protocol import SchedulerOutput
 
 __all__ = ["UniProcExecutor"]
@@ -88,7 +88,7 @@ class UniProcExecutor(Executor):
         worker, self._worker = self._worker, None
         self._dead = EngineDeadError("the worker was shut down", process="worker 0", rank=RANK)
         if worker is not None:
-            worker.shutdown()
+            shut_down(worker)
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -77,7 +77,7 @@ def portable_error(error: BaseException, rank: int, method: str) -> RingcoreErro
 
     An error of ours that only this process knows (a subclass in a worker extension, say) is any other.
     """
-    if isinstance(error, RingcoreError) and type(error_from_wire(error_to_wire(error))) is type(error):
+    if isinstance(error, RingcoreError) and _is_known_to_all(error):
         return error
     kind = type(error).__qualname__
     message = _text_of(error)[:MAX_MESSAGE_CHARS]
@@ -90,6 +90,12 @@ def portable_error(error: BaseException, rank: int, method: str) -> RingcoreErro
         traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # its end says the most
         method=method,
     )
+
+
+def _is_known_to_all(error: RingcoreError) -> bool:
+    """Whether its wire form leads back to its type. A plain `RingcoreError` stands for those that are unknown."""
+    kind = type(error)
+    return kind is not RingcoreError and type(error_from_wire(error_to_wire(error))) is kind
 
 
 def encode_error(error: BaseException, rank: int, method: str) -> bytes:

@@ -42,6 +42,7 @@ class WorkerGroup:
     ) -> None:
         self._cleanup = ExitStack()
         self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
         try:
@@ -95,8 +96,11 @@ class WorkerGroup:
     def close(self) -> None:
         """Tells the workers to leave after what they have been sent, then makes them; frees everything. Idempotent.
 
-        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck.
+        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a process that the owner
+        forked it does nothing: the workers are not its own.
         """
+        if os.getpid() != self._owner_pid:
+            return
         with self._lock:
             self._cleanup.close()
 

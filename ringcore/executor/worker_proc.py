@@ -21,7 +21,7 @@ from ringcore.executor.wire import CALL, CREATED, STEP, pack_reply, unpack_call
 from ringcore.protocol import SchedulerOutput, decoder, encoder
 from ringcore.worker.rpc import call_rpc
 
-__all__ = ["DEFAULT_FACTORY", "Outcome", "WorkerStart", "create_worker", "main", "perform_call"]
+__all__ = ["DEFAULT_FACTORY", "Outcome", "WorkerStart", "create_worker", "main", "perform_call", "shut_down"]
 
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
 
@@ -56,7 +56,8 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     try:
         _Loop(worker, link).run()
     except RingClosed:
-        _shut_down(worker)
+        if not shut_down(worker):
+            raise SystemExit(1) from None
     except PeerDied:
         raise SystemExit(1) from None
 
@@ -70,12 +71,14 @@ def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str
     return namespace[function](config, rank, rendezvous)
 
 
-def _shut_down(worker: Any) -> None:
+def shut_down(worker: Any) -> bool:
+    """The worker's own shutdown; False if it failed, which goes to the log: nobody waits for an answer any more."""
     try:
         worker.shutdown()
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        raise SystemExit(1) from None
+        return False
+    return True
 
 
 class _Link:

@@ -138,7 +138,7 @@ class SafetensorsSource(TensorSource):
 class GGUFSource(TensorSource):
     """Dequantizes the rows it needs, a few at a time; columns cannot be had without their row."""
 
-    PIECE_ELEMENTS = 8 << 20
+    PIECE_ELEMENTS = 1 << 20
 
     def __init__(self, path: str) -> None:
         self._path = path

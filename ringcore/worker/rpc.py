@@ -65,8 +65,8 @@ def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapp
     """Calls a declared method with arguments given as builtins.
 
     Each argument is converted to its annotation (msgspec, strict; a list or the bytes of int32 become a numpy array);
-    one without an annotation, or of `object`, is passed as it is. Raises `InvalidRequestError` for an unknown method and for arguments
-    that do not fit, before the method runs; then whatever the method raises.
+    one without an annotation, or of `object`, is passed as it is. Raises `InvalidRequestError` for an unknown method
+    and for arguments that do not fit, before the method runs; then whatever the method raises.
     """
     bound_method = find_rpc(worker, method)
     signature = inspect.signature(bound_method)
@@ -97,7 +97,15 @@ def _annotation(method: Callable[..., Any], parameter: inspect.Parameter) -> Any
         return parameter.annotation
     holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     function = inspect.unwrap(method)
-    return typing.get_type_hints(holder, globalns=function.__globals__)[parameter.name]
+    try:
+        return typing.get_type_hints(holder, globalns=function.__globals__)[parameter.name]
+    except NameError as error:
+        raise InvalidRequestError(
+            f"{function.__qualname__} cannot be called: the annotation {parameter.annotation!r} of {parameter.name!r} "
+            f"is unknown where it runs ({error}); import it outside TYPE_CHECKING",
+            field="method",
+            value=function.__name__,
+        ) from error
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:

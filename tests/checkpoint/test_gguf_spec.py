@@ -95,7 +95,9 @@ YARN = {
 def test_yarn(tmp_path):
     rope = read(tmp_path, **YARN).rope
     assert rope == RopeSpec(500000.0, "yarn", 4.0, 32, beta_fast=32.0, beta_slow=1.0)
-    rope = read(tmp_path, **YARN, rope__scaling__attn_factor=("f32", 0.5), rope__scaling__yarn_beta_fast=("f32", 16.0)).rope
+    rope = read(
+        tmp_path, **YARN, rope__scaling__attn_factor=("f32", 0.5), rope__scaling__yarn_beta_fast=("f32", 16.0)
+    ).rope
     assert rope.attention_factor == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
     assert rope.beta_fast == 16.0
 

@@ -28,7 +28,8 @@ def test_bit_identical_to_the_library(tmp_path, kind):
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf_bytes([], [("t", (37, 1024), int(ggml), 0)], raw.tobytes()))
     info = read_gguf_header(path).tensors["t"]
-    expected = gguf.quants.dequantize(raw.view(np.float32) if kind == "F32" else raw.view(np.float16) if kind == "F16" else raw, ggml)  # fmt: skip
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind, np.uint8)
+    expected = gguf.quants.dequantize(raw.view(plain), ggml)
     whole = read_gguf_tensor(path, info)
     assert whole.dtype == np.float32
     assert np.isfinite(whole).all()
@@ -77,7 +78,9 @@ def test_rows_come_in_the_order_of_hugging_face(tmp_path, architecture):
     own = {"attn_q.weight": (32, 32), "attn_k.weight": (16, 32), "attn_v.weight": (16, 32), "attn_q.bias": (32,)}
     hf = {f"blk.1.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
     hf["token_embd.weight"] = rng.normal(size=(9, 32)).astype(np.float32)
-    heads = {"blk.1.attn_q.weight": 4, "blk.1.attn_q.bias": 4, "blk.1.attn_k.weight": 2} if architecture == "llama" else {}
+    heads = (
+        {"blk.1.attn_q.weight": 4, "blk.1.attn_q.bias": 4, "blk.1.attn_k.weight": 2} if architecture == "llama" else {}
+    )
     stored = {name: interleave(rows, heads[name]) if name in heads else rows for name, rows in hf.items()}
     tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(architecture), stored))
     for hf_name, gguf_name in gguf_tensor_names(2).items():
@@ -96,7 +99,9 @@ def test_an_unknown_tensor_is_named(tmp_path):
     with pytest.raises(ModelLoadError, match=r"1 tensors are not known for 'llama', the first is 'blk.0.ffn_gate_exps"):
         GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), arrays))
     arrays = {"token_embd.weight": np.ones((4, 32)), "rope_freqs.weight": np.ones(4)}
-    assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays)).shapes) == ["model.embed_tokens.weight"]
+    assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays)).shapes) == [
+        "model.embed_tokens.weight"
+    ]
 
 
 @pytest.mark.real_model
@@ -106,5 +111,9 @@ def test_the_folder_holds_what_the_gguf_file_holds(smollm2, smollm2_gguf):
     tensors = GGUFTensors(smollm2_gguf)
     with safe_open(f"{smollm2}/model.safetensors", "np") as folder:
         assert set(folder.keys()) == set(tensors.shapes)
-        for name in ("model.layers.7.self_attn.k_proj.weight", "model.norm.weight", "model.layers.29.mlp.down_proj.weight"):
+        for name in (
+            "model.layers.7.self_attn.k_proj.weight",
+            "model.norm.weight",
+            "model.layers.29.mlp.down_proj.weight",
+        ):
             np.testing.assert_array_equal(folder.get_tensor(name), tensors.read(name))

@@ -163,7 +163,9 @@ def test_a_missing_shard_is_named(tmp_path):
     refused("shard model-3.safetensors is missing; .* names it for 'b'", folder)
 
 
-@pytest.mark.parametrize("shard", ["../model-2.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", 3, ".."])
+@pytest.mark.parametrize(
+    "shard", ["../model-2.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", 3, ".."]
+)
 def test_an_index_stays_in_its_folder(tmp_path, shard):
     folder = sharded(tmp_path / "m", {"a": "model-1.safetensors", "b": shard})
     safetensors_file(tmp_path / "model-2.safetensors", b=np.ones(3))
@@ -190,5 +192,3 @@ def test_tokenizer_places(tmp_path):
     for wrong in ("./nothing", folder / "config.json", "x.gguf"):
         with pytest.raises(ModelLoadError, match=r"give a folder with a tokenizer.json, a .gguf file or a hub id"):
             find_tokenizer(wrong)
-
-

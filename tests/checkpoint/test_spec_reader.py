@@ -77,7 +77,11 @@ def test_agrees_with_transformers(tmp_path, name, rope):
     config.save_pretrained(tmp_path)
     spec = spec_of(tmp_path)
     for key, value in SIZES.items():
-        ours = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
+        ours = {
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "num_key_value_heads": "num_kv_heads",
+        }
         assert getattr(spec, ours.get(key, key.replace("eos_token_id", "eos_token_ids"))) in (value, [value])
     assert spec.head_dim == (16 if name == "Qwen3" else 8)
     assert spec.tie_word_embeddings is tie
@@ -134,7 +138,10 @@ def test_the_older_words(tmp_path):
     assert spec.num_kv_heads == spec.num_heads == 4
     scaling = {"rope_type": "yarn", "factor": 4.0}
     assert read(tmp_path, rope_scaling=scaling).rope.original_max_position_embeddings == 64
-    assert read(tmp_path, rope_scaling=scaling, original_max_position_embeddings=16).rope.original_max_position_embeddings == 16
+    assert (
+        read(tmp_path, rope_scaling=scaling, original_max_position_embeddings=16).rope.original_max_position_embeddings
+        == 16
+    )
     assert read(tmp_path, rope_scaling={"rope_type": "yarn"}, original_max_position_embeddings=16).rope.factor == 4.0
 
 
@@ -164,9 +171,17 @@ def test_the_dtype_of_the_files_where_the_config_is_silent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "architectures",
-            "max_position_embeddings"],
-)  # fmt: skip
+    "key",
+    [
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ],
+)
 def test_a_missing_field_is_named(tmp_path, key):
     refused(tmp_path, f"config.json: field '{key}' is missing", **{key: None})
 
@@ -194,7 +209,7 @@ def test_a_missing_field_is_named(tmp_path, key):
         ({"eos_token_id": [1, True]}, "a token id or a list"),
         ({"bos_token_id": "<s>"}, "'bos_token_id' is '<s>'"),
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "'rope_scaling.rope_type' is 'longrope'; known: default"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_scaling.rope_type' is 'longrope'; known: def"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "'rope_scaling.type' is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'rope_scaling.factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "'rope_scaling.factor' is -1"),

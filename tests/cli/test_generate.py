@@ -82,7 +82,7 @@ def test_chat(capsys, folder):
         (["--prompt", "a", "--dtype", "int3"], 2, "dtype='int3': give one of"),
         (["--prompts-file", "/no/such/file"], 2, "cannot be read"),
         ([], 2, "no prompts; give --prompt or --prompts-file"),
-        (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "lower max_model_len"),
+        (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "raise gpu_memory_utilization/kv_cache_bytes"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(capsys, folder, flags, code, says):

@@ -45,6 +45,14 @@ def test_messages_both_ways_in_order(pair):
     assert client.receive() is None
 
 
+def test_what_is_sent_before_the_engine_is_there_arrives(pair):
+    client, engine = pair
+    client.send(AbortRequests(["early"]))
+    engine.wait_for_client(5)
+    client.send(AbortRequests(["later"]))
+    assert [receive(engine, engine.socket).request_ids for _ in range(2)] == [["early"], ["later"]]
+
+
 def test_once_connected_nothing_has_a_name(pair):
     client, engine = pair
     assert stat.S_IMODE(os.stat(client.directory).st_mode) == 0o700

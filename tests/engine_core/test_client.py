@@ -14,12 +14,14 @@ import pytest
 from fake_engine import RAISES, SLOW, BrokenMultiproc, FakeMultiproc, expected, make_model_folder
 
 from ringcore import EngineConfig, SamplingParams
+from ringcore.engine_core.channel import MAX_MESSAGE_BYTES
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import (
     CapacityError,
     EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
+    RingcoreError,
     RpcTimeoutError,
     WorkerError,
 )
@@ -155,9 +157,9 @@ def test_a_call_that_takes_too_long_spoils_nothing(shared):
 
 
 def test_a_value_too_long_to_be_sent_is_an_error_of_its_call(shared):
-    with pytest.raises(Exception, match="cannot be sent"):
-        shared.collective_rpc("numbers", [20_000_000], timeout=60)
-    assert shared.collective_rpc("numbers", [3]) == [[0, 1, 2]]
+    with pytest.raises(RingcoreError, match="the call's value cannot be sent"):
+        shared.collective_rpc("zeros", [MAX_MESSAGE_BYTES], timeout=60)
+    assert shared.collective_rpc("zeros", [3]) == [bytes(3)]
 
 
 def test_an_unknown_method_of_the_engine_names_the_known(shared):
@@ -193,7 +195,7 @@ def test_an_idle_engine_sleeps(shared):
     time.sleep(0.3)
     before = cpu_ticks()
     time.sleep(0.5)
-    assert cpu_ticks() - before <= 10  # of 50
+    assert cpu_ticks() - before <= 5  # of 50: it would take all it gets if it did not sleep
 
 
 def test_two_ranks(folder):
@@ -235,10 +237,14 @@ def terminate_engine(pids):
 
 
 @pytest.mark.parametrize(
-    ("kill", "process", "name"),
-    [(kill_engine, "engine", "SIGKILL"), (kill_worker, "worker 0", "SIGKILL"), (terminate_engine, "engine", "SIGTERM")],
+    ("kill", "process", "name", "busy"),
+    [
+        (kill_engine, "engine", "SIGKILL", True),
+        (kill_worker, "worker 0", "SIGKILL", False),
+        (kill_worker, "worker 0", "SIGKILL", True),
+        (terminate_engine, "engine", "SIGTERM", True),
+    ],
 )
-@pytest.mark.parametrize("busy", [False, True])
 def test_a_death_is_told_to_every_call_and_leaves_no_process(folder, kill, process, name, busy):
     client = EngineCoreClient(make_config(folder))
     pids = client.ready.pids
@@ -318,8 +324,16 @@ def test_close_wakes_whoever_waits(folder):
     assert [error.message for error in raised] == ["the engine was closed"]
 
 
-def test_closing_while_it_starts(folder):
+def test_what_is_sent_while_it_starts_is_served(folder):
+    with EngineCoreClient(make_config(folder)) as client:
+        client.add_requests([request("early", [4, 2])])
+        assert tokens(collect(client, ["early"]), "early") == expected([4, 2], 4)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2])
+def test_closing_while_it_starts(folder, after_s):
     client = EngineCoreClient(make_config(folder))
+    time.sleep(after_s)
     client.close()
     with pytest.raises(EngineDeadError):
         client.wait_ready()

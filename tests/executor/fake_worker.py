@@ -169,6 +169,15 @@ class FakeWorker:
         return self.rank
 
     @rpc
+    def wait_for_file(self, path: str, on_rank: int, fail_on_rank: int | None = None) -> int:
+        """Keeps one rank busy until the test says so."""
+        if self.rank == fail_on_rank:
+            raise KeyError(path)
+        while self.rank == on_rank and not os.path.exists(path):
+            time.sleep(0.002)
+        return self.rank
+
+    @rpc
     def odd_values(self) -> dict:
         return {
             "scalar": np.float32(0.5),

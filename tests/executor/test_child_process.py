@@ -10,62 +10,18 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
+import child_entries
 import pytest
+from process_checks import BOUND_S, is_gone
 
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.child_process import ChildProcess, terminate_all
 
-BOUND_S = 20.0
-
-
-# What children do.
-
-
-def talk(payload: bytes, fds: dict[str, int]) -> None:
-    print(f"got {payload!r}", flush=True)
-    print("to stderr", file=sys.stderr, flush=True)
-    os.write(fds["out"], b"%d %s" % (os.getppid(), os.environ["RINGCORE_TEST"].encode()))
-
-
-def leave(payload: bytes, fds: dict[str, int]) -> None:
-    raise SystemExit(int(payload))
-
-
-def fail(payload: bytes, fds: dict[str, int]) -> None:
-    raise ZeroDivisionError("as asked")
-
-
-def many_lines(payload: bytes, fds: dict[str, int]) -> None:
-    for i in range(1000):
-        print(f"line {i}")
-    print("x" * 50000)
-    print("end without newline", end="", flush=True)
-
-
-def wait_for_end(payload: bytes, fds: dict[str, int]) -> None:
-    """Leaves when its descriptor says so."""
-    os.write(fds["out"], b"up")
-    os.read(fds["in"], 1)
-
-
-def refuse_to_end(payload: bytes, fds: dict[str, int]) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.write(fds["out"], b"up")
-    threading.Event().wait()
-
-
-def list_fds(payload: bytes, fds: dict[str, int]) -> None:
-    names = {fd: name for name, fd in fds.items()}
-    is_private = all(not os.get_inheritable(fd) for fd in fds.values())
-    found = sorted(names.get(int(fd), fd) for fd in os.listdir("/proc/self/fd"))
-    Path(payload.decode()).write_text(f"{is_private} {signal.getsignal(signal.SIGINT).name} {' '.join(found)}")
-
 
 def start(function, payload: bytes = b"", fds=None, env=None) -> ChildProcess:
-    return ChildProcess.start("child", f"{__name__}:{function.__name__}", payload, fds, env)
+    return ChildProcess.start("child", f"{child_entries.__name__}:{function.__name__}", payload, fds, env)
 
 
 @pytest.fixture
@@ -77,7 +33,7 @@ def out():
 
 
 def test_the_entry_gets_payload_descriptors_and_environment(out, capfd):
-    child = start(talk, b"\x00\xff", {"out": out[1]}, {"RINGCORE_TEST": "1"})
+    child = start(child_entries.talk, b"\x00\xff", {"out": out[1]}, {"RINGCORE_TEST": "1"})
     assert child.wait(BOUND_S)
     assert os.read(out[0], 100) == b"%d 1" % os.getpid()
     assert (child.exit_code, child.signal_name, child.describe_end()) == (0, None, "exit code 0")
@@ -88,9 +44,9 @@ def test_the_entry_gets_payload_descriptors_and_environment(out, capfd):
 
 def test_a_child_has_its_own_descriptors_and_no_others(tmp_path, out):
     """No sibling's, none of the parent's; the listing itself opens one (a number)."""
-    other = start(refuse_to_end, b"", {"out": out[1]})
+    other = start(child_entries.refuse_to_end, b"", {"out": out[1]})
     report = tmp_path / "fds"
-    child = start(list_fds, str(report).encode(), {"out": out[1]})
+    child = start(child_entries.list_fds, str(report).encode(), {"out": out[1]})
     assert child.wait(BOUND_S)
     is_private, handler, *found = report.read_text().split()
     assert (is_private, handler) == ("True", "SIG_IGN")
@@ -105,7 +61,7 @@ def test_a_child_has_its_own_descriptors_and_no_others(tmp_path, out):
 
 @pytest.mark.parametrize("code", [1, 3])
 def test_an_exit_code_is_told(code):
-    child = start(leave, b"%d" % code)
+    child = start(child_entries.leave, b"%d" % code)
     assert child.wait(BOUND_S)
     assert child.describe_end() == f"exit code {code}"
     assert child.exit_code == code
@@ -113,7 +69,7 @@ def test_an_exit_code_is_told(code):
 
 
 def test_a_signal_is_told(out):
-    child = start(refuse_to_end, b"", {"out": out[1]})
+    child = start(child_entries.refuse_to_end, b"", {"out": out[1]})
     assert os.read(out[0], 2) == b"up"
     assert child.describe_end() == "still running"
     assert child.is_alive()
@@ -133,7 +89,7 @@ def test_a_signal_is_told(out):
 
 
 def test_an_exception_ends_in_the_last_log():
-    child = start(fail)
+    child = start(child_entries.fail)
     assert child.wait(BOUND_S)
     assert child.last_log()[-1] == "ZeroDivisionError: as asked"
     assert child.dead_error().message.endswith("exit code 1; it said last: ZeroDivisionError: as asked")
@@ -141,7 +97,7 @@ def test_an_exception_ends_in_the_last_log():
 
 
 def test_the_last_twenty_lines_are_kept(capfd):
-    child = start(many_lines)
+    child = start(child_entries.many_lines)
     assert child.wait(BOUND_S)
     lines = child.last_log()
     assert len(lines) == 20
@@ -153,7 +109,7 @@ def test_the_last_twenty_lines_are_kept(capfd):
 
 def test_patience_is_enough_for_a_child_that_leaves(out):
     read_fd, write_fd = os.pipe()
-    child = start(wait_for_end, b"", {"out": out[1], "in": read_fd})
+    child = start(child_entries.wait_for_end, b"", {"out": out[1], "in": read_fd})
     assert os.read(out[0], 2) == b"up"
     os.write(write_fd, b"x")
     child.terminate(BOUND_S)
@@ -165,8 +121,8 @@ def test_patience_is_enough_for_a_child_that_leaves(out):
 def test_sigterm_then_sigkill(out, monkeypatch):
     monkeypatch.setattr("ringcore.executor.child_process.TERM_GRACE_S", 0.05)
     read_fd, write_fd = os.pipe()
-    mild = start(wait_for_end, b"", {"out": out[1], "in": read_fd})
-    stubborn = start(refuse_to_end, b"", {"out": out[1]})
+    mild = start(child_entries.wait_for_end, b"", {"out": out[1], "in": read_fd})
+    stubborn = start(child_entries.refuse_to_end, b"", {"out": out[1]})
     assert os.read(out[0], 2) + os.read(out[0], 2) == b"upup"
     terminate_all([mild, stubborn], 0.01)
     assert (mild.signal_name, stubborn.signal_name) == ("SIGTERM", "SIGKILL")
@@ -176,7 +132,7 @@ def test_sigterm_then_sigkill(out, monkeypatch):
 
 
 def test_nothing_is_left_of_a_child_that_was_dropped(out):
-    child = start(refuse_to_end, b"", {"out": out[1]})
+    child = start(child_entries.refuse_to_end, b"", {"out": out[1]})
     assert os.read(out[0], 2) == b"up"
     pid = child.pid
     del child
@@ -187,13 +143,13 @@ def test_nothing_is_left_of_a_child_that_was_dropped(out):
 
 def test_descriptors_and_threads_stay_flat():
     def cycle() -> None:
-        child = start(leave, b"0")
+        child = start(child_entries.leave, b"0")
         child.wait(BOUND_S)
         child.terminate()
 
     cycle()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(10):
+    for _ in range(5):
         cycle()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
@@ -203,7 +159,7 @@ def test_an_interpreter_that_is_not_there(monkeypatch):
     for path, text in (("/no/python", "cannot start the process"), ("", "sys.executable is empty")):
         monkeypatch.setattr(sys, "executable", path)
         with pytest.raises(RingcoreError, match=text):
-            start(leave, b"0")
+            start(child_entries.leave, b"0")
     assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
@@ -221,13 +177,6 @@ PARENT = """
 """
 
 
-def hold_the_gil(payload: bytes, fds: dict[str, int]) -> None:
-    import re
-
-    os.write(fds["out"], b"up")
-    re.match("(a+)+$", "a" * 64 + "b")  # takes for ever, in C, and never lets go of the GIL
-
-
 def _run_parent(tmp_path, entry: str, then: str = "pass") -> tuple[subprocess.Popen[bytes], int]:
     script = tmp_path / "user_script.py"
     script.write_text(textwrap.dedent(PARENT).format(entry=entry, then=then))
@@ -240,47 +189,34 @@ def _run_parent(tmp_path, entry: str, then: str = "pass") -> tuple[subprocess.Po
     return parent, int(line)
 
 
-def _is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    return False
-
-
-@pytest.mark.parametrize("function", [refuse_to_end, hold_the_gil])
+@pytest.mark.parametrize("function", [child_entries.refuse_to_end, child_entries.hold_the_gil])
 def test_the_child_dies_with_its_parent(tmp_path, function):
-    parent, child_pid = _run_parent(tmp_path, f"{__name__}:{function.__name__}")
+    parent, child_pid = _run_parent(tmp_path, f"{child_entries.__name__}:{function.__name__}")
     parent.kill()
     parent.wait()
-    assert _is_gone(child_pid)
+    assert is_gone(child_pid)
     parent.stdout.close()
 
 
 def test_the_child_dies_with_its_parent_though_a_fork_keeps_the_pipe_open(tmp_path):
     fork = "fork_pid = os.fork() or time.sleep(600); print(fork_pid, flush=True)"
-    parent, fork_pid = _run_parent(tmp_path, f"{__name__}:refuse_to_end", fork)
+    parent, fork_pid = _run_parent(tmp_path, "child_entries:refuse_to_end", fork)
     child_pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    assert _is_gone(child_pid)
+    assert is_gone(child_pid)
     os.kill(fork_pid, signal.SIGKILL)
     parent.stdout.close()
 
 
 def test_the_child_is_ended_when_its_parent_leaves(tmp_path):
-    parent, child_pid = _run_parent(tmp_path, f"{__name__}:refuse_to_end", "print(child.pid, flush=True); sys.exit(0)")
+    then = "print(child.pid, flush=True); sys.exit(0)"
+    parent, child_pid = _run_parent(tmp_path, "child_entries:refuse_to_end", then)
     assert parent.wait(BOUND_S) == 0
-    assert _is_gone(child_pid)
+    assert is_gone(child_pid)
     parent.stdout.close()
 
 
-def test_an_entry_is_reached_quickly_and_without_heavy_imports(tmp_path):
-    code = "import sys; from ringcore.executor import child_main; print(*(m for m in ('numpy', 'msgspec', 'zmq') if m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+def test_an_entry_is_reached_without_a_heavy_import():
+    code = "import sys; from ringcore.executor import child_main; print({'numpy', 'msgspec', 'zmq'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

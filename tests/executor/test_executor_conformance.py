@@ -37,7 +37,9 @@ def executor(request):
 
 
 def test_values_come_back_one_a_rank(executor):
-    assert executor.collective_rpc("echo", [{"a": [1, 2.5, None, "é", b"\x00"]}]) == [{"a": [1, 2.5, None, "é", b"\x00"]}]
+    assert executor.collective_rpc("echo", [{"a": [1, 2.5, None, "é", b"\x00"]}]) == [
+        {"a": [1, 2.5, None, "é", b"\x00"]}
+    ]
     assert executor.collective_rpc("add", (1,), {"y": 2}) == [3]
 
 
@@ -157,7 +159,7 @@ def test_a_wrong_call_is_refused(executor, method, args, kwargs, text):
 
 def test_a_timeout_names_the_call_and_spoils_nothing(executor):
     with pytest.raises(RpcTimeoutError, match="'nap'") as caught:
-        executor.collective_rpc("nap", [0.2], timeout=0.02)
+        executor.collective_rpc("nap", [0.4], timeout=0.02)
     assert caught.value.details == {"method": "nap", "timeout_s": 0.02, "missing_ranks": [0]}
     assert isinstance(caught.value, TimeoutError)
     assert executor.collective_rpc("echo", ["next"]) == ["next"]
@@ -195,7 +197,9 @@ def test_a_call_before_start_or_after_shutdown_is_refused(name):
             call()
 
 
-@pytest.mark.parametrize("name", ["multiprocc", "no.such.module:Class", "ringcore.config:EngineConfig", "os:nothing", "", ":"])
+@pytest.mark.parametrize(
+    "name", ["multiprocc", "no.such.module:Class", "ringcore.config:EngineConfig", "os:nothing", "", ":"]
+)
 def test_a_name_that_leads_to_no_executor(name):
     with pytest.raises(ConfigError) as caught:
         executor_class(name)

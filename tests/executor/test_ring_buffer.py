@@ -207,8 +207,7 @@ def test_a_corrupt_word_is_an_error_and_not_a_record(ring, offset, value):
     assert ring.writer.try_write(KIND, [b"world"])
     os.pwrite(ring.handle.memory_fd, value.to_bytes(4, "little"), offset)
     with pytest.raises(RingCorruptError):
-        for _ in range(3):
-            ring.read()
+        all(ring.read() is not None for _ in range(3))
 
 
 @pytest.mark.parametrize("tail", [1, 64, 1 << 40])

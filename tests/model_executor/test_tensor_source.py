@@ -118,6 +118,7 @@ def test_gguf_slices(tmp_path, monkeypatch, piece, piece_elements):
     raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     writer.add_block_count(1)
+    writer.add_head_count(4)
     writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -8,7 +8,7 @@ from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.request_rows import RequestRows
 
 
-@pytest.fixture()
+@pytest.fixture
 def rows() -> RequestRows:
     """Row 0: 6 tokens, 5 computed (decodes). Row 1: 7 tokens, 4 computed (a prefix hit). Row 3: 9 tokens, none."""
     rows = RequestRows(max_num_seqs=4, max_model_len=20, block_size=4, num_eos_tokens=1)

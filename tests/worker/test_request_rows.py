@@ -8,7 +8,7 @@ from ringcore.sampling_params import SamplingParams
 from ringcore.worker.request_rows import RequestRows
 
 
-@pytest.fixture()
+@pytest.fixture
 def rows() -> RequestRows:
     return RequestRows(max_num_seqs=4, max_model_len=20, block_size=4, num_eos_tokens=1)
 

@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 
-SCALARS = {"u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "u64": 10, "i64": 11, "f64": 12}
+SCALARS = {
+    "u8": 0,
+    "i8": 1,
+    "u16": 2,
+    "i16": 3,
+    "u32": 4,
+    "i32": 5,
+    "f32": 6,
+    "bool": 7,
+    "u64": 10,
+    "i64": 11,
+    "f64": 12,
+}
 FORMATS = dict(zip(SCALARS, "BbHhIif?Qqd", strict=True))
 F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
 

@@ -1,0 +1,55 @@
+"""What the children of test_child_process do. Imports little: every child imports it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def talk(payload: bytes, fds: dict[str, int]) -> None:
+    print(f"got {payload!r}", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    os.write(fds["out"], b"%d %s" % (os.getppid(), os.environ["RINGCORE_TEST"].encode()))
+
+
+def leave(payload: bytes, fds: dict[str, int]) -> None:
+    raise SystemExit(int(payload))
+
+
+def fail(payload: bytes, fds: dict[str, int]) -> None:
+    raise ZeroDivisionError("as asked")
+
+
+def many_lines(payload: bytes, fds: dict[str, int]) -> None:
+    for i in range(1000):
+        print(f"line {i}")
+    print("x" * 50000)
+    print("end without newline", end="", flush=True)
+
+
+def wait_for_end(payload: bytes, fds: dict[str, int]) -> None:
+    """Leaves when its descriptor says so."""
+    os.write(fds["out"], b"up")
+    os.read(fds["in"], 1)
+
+
+def refuse_to_end(payload: bytes, fds: dict[str, int]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(fds["out"], b"up")
+    threading.Event().wait()
+
+
+def list_fds(payload: bytes, fds: dict[str, int]) -> None:
+    names = {fd: name for name, fd in fds.items()}
+    is_private = all(not os.get_inheritable(fd) for fd in fds.values())
+    found = sorted(names.get(int(fd), fd) for fd in os.listdir("/proc/self/fd"))
+    Path(payload.decode()).write_text(f"{is_private} {signal.getsignal(signal.SIGINT).name} {' '.join(found)}")
+
+
+def hold_the_gil(payload: bytes, fds: dict[str, int]) -> None:
+    os.write(fds["out"], b"up")
+    re.match("(a+)+$", "a" * 64 + "b")  # takes for ever, in C, and never lets go of the GIL

@@ -1,0 +1,21 @@
+"""What tests ask of processes that they did not start themselves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+BOUND_S = 20.0
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process ends within a generous bound; one that nobody has reaped yet counts as gone."""
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.005)
+    return False

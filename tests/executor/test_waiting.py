@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from ringcore.executor import waiting
+from ringcore.executor.waiting import DeadlinePassed, PeerDied, Waiter, drain_event, signal_event, spin_budget_s
+
+
+@pytest.fixture
+def event():
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def pipe():
+    fds = list(os.pipe())
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.001])
+def test_a_condition_that_holds_needs_no_wait(event, pipe, spin_s):
+    Waiter([event], [pipe[0]], spin_s).wait(lambda: True, deadline=0.0)
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.001])
+def test_an_event_makes_it_look_again_and_is_drained(event, spin_s):
+    looks = []
+
+    def ready() -> bool:
+        looks.append(1)
+        return done.is_set()
+
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (done.set(), signal_event(event)))
+    thread.start()
+    Waiter([event], [], spin_s).wait(ready, time.monotonic() + 20)
+    thread.join()
+    drain_event(event)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(event)
+
+
+def test_an_event_without_the_condition_does_not_end_the_wait(event):
+    signal_event(event)
+    with pytest.raises(DeadlinePassed):
+        Waiter([event]).wait(lambda: False, time.monotonic() + 0.01)
+
+
+def test_a_missed_event_costs_a_tick_and_no_more(event):
+    looks = []
+    Waiter([event]).wait(lambda: looks.append(1) or len(looks) == 5, tick_s=0.001)
+    assert len(looks) == 5
+
+
+def test_the_condition_is_looked_at_once_more_before_a_death_or_a_deadline_counts(event, pipe):
+    reader, writer = pipe
+    os.close(writer)
+    pipe.remove(writer)
+    looks = []
+    Waiter([event], [reader]).wait(lambda: looks.append(1) or len(looks) == 2)
+    with pytest.raises(PeerDied) as caught:
+        Waiter([event], [reader]).wait(lambda: False)
+    assert caught.value.fd == reader
+    looks.clear()
+    Waiter([event]).wait(lambda: looks.append(1) or len(looks) == 2, deadline=time.monotonic())
+
+
+def test_taking_events_never_waits(event, pipe):
+    waiter = Waiter([event], [pipe[0]])
+    assert waiter.take_events() is None
+    signal_event(event)
+    assert waiter.take_events() is None
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(event)
+    os.write(pipe[1], b"x")
+    assert waiter.take_events() == pipe[0]
+
+
+def test_a_full_event_is_readable_already(event):
+    os.eventfd_write(event, 2**64 - 2)
+    signal_event(event)
+    assert os.eventfd_read(event) == 2**64 - 2
+
+
+def test_an_error_of_the_condition_passes_through(event):
+    def broken() -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Waiter([event]).wait(broken)
+
+
+def test_who_has_no_core_of_its_own_spins_less(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(waiting, "IS_STRONGLY_ORDERED", True)
+    assert spin_budget_s(2) == 200e-6
+    assert spin_budget_s(3) == 50e-6
+    monkeypatch.setattr(waiting, "IS_STRONGLY_ORDERED", False)
+    assert spin_budget_s(1) == 0

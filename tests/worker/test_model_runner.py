@@ -1,0 +1,187 @@
+"""A worker in this process on a tiny random Llama, driven by hand-made steps; greedy tokens are transformers'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from step_driver import GREEDY, admit, decode, make_config, make_step, run, sampled, start
+
+from ringcore.sampling_params import SamplingParams
+from ringcore.worker.worker import Worker
+
+Reference = Callable[[Sequence[int], int], list[int]]
+
+LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]
+SHORT = [11, 60, 23]
+
+
+@pytest.fixture
+def worker(tiny_llama: tuple[str, Any]) -> Iterator[Worker]:
+    worker = start(Worker(make_config(tiny_llama[0]), 0, None))
+    yield worker
+    worker.shutdown()
+
+
+def test_a_whole_prompt_and_its_decoding(worker: Worker, reference: Reference) -> None:
+    first = sampled(run(worker, {2: 15}, new=[admit(2, LONG, range(1, 11))]))
+    written = [first[2], *decode(worker, [2], 20)[2]]
+    assert written == reference(LONG, 21)
+
+
+@pytest.mark.parametrize("chunks", [[5, 7, 3], [1] * 15, [14, 1], [4, 4, 4, 3]])
+def test_a_chunked_prompt(worker: Worker, reference: Reference, chunks: list[int]) -> None:
+    outputs = [run(worker, {0: chunks[0]}, new=[admit(0, LONG, [9, 3, 7, 5, 1, 30])])]
+    outputs += [run(worker, {0: n}) for n in chunks[1:]]
+    assert [sampled(o) for o in outputs[:-1]] == [{}] * (len(chunks) - 1)
+    assert [sampled(outputs[-1])[0], *decode(worker, [0], 8)[0]] == reference(LONG, 9)
+
+
+def test_a_prefix_in_other_requests_blocks_while_they_decode(worker: Worker, reference: Reference) -> None:
+    other = [*LONG[:8], 50, 51]
+    first = sampled(run(worker, {0: 15}, new=[admit(0, LONG, [9, 3, 7, 5, 1, 30])]))
+    mixed = sampled(run(worker, {0: 1, 4: 2}, new=[admit(4, other, [9, 3, 20, 21], computed=8)]))
+    rest = decode(worker, [4, 0], 5)
+    assert [mixed[4], *rest[4]] == reference(other, 6)
+    assert [first[0], mixed[0], *rest[0]] == reference(LONG, 7)
+
+
+def test_rows_and_blocks_are_reused(worker: Worker, reference: Reference) -> None:
+    run(worker, {0: 15}, new=[admit(0, LONG, [9, 3, 7, 5, 1])])
+    decode(worker, [0], 3)
+    first = sampled(run(worker, {0: 3}, finished=[0], new=[admit(0, SHORT, [7, 9])]))
+    assert [first[0], *decode(worker, [0], 4)[0]] == reference(SHORT, 5)
+
+
+def test_blocks_arrive_as_they_are_needed(worker: Worker, reference: Reference) -> None:
+    written = [sampled(run(worker, {1: 3}, new=[admit(1, SHORT, [6])]))[1]]
+    for position in range(3, 13):
+        blocks = [(1, 30 - position)] if position % 4 == 0 else []
+        written.append(sampled(run(worker, {1: 1}, blocks=blocks))[1])
+    assert written == reference(SHORT, 11)
+
+
+def test_a_resumed_request_goes_on_where_it_was(worker: Worker, reference: Reference) -> None:
+    expected = reference(SHORT, 8)
+    known = SHORT + expected[:4]
+    first = sampled(run(worker, {3: 7}, new=[admit(3, known, [4, 2, 8], num_prompt_tokens=3)]))
+    assert [first[3], *decode(worker, [3], 3)[3]] == expected[4:]
+
+
+def test_a_step_without_rows_still_takes_in_the_delta(worker: Worker, reference: Reference) -> None:
+    run(worker, {0: 3}, new=[admit(0, SHORT, [7, 9])])
+    output = run(worker, {}, finished=[0], number=8)
+    assert (output.step, sampled(output)) == (8, {})
+    assert sampled(run(worker, {0: 3}, new=[admit(0, SHORT, [1, 2])]))[0] == reference(SHORT, 1)[0]
+
+
+def test_reset_rows_forgets_them(worker: Worker, reference: Reference) -> None:
+    run(worker, {0: 3, 1: 15}, new=[admit(0, SHORT, [7, 9]), admit(1, LONG, [1, 2, 3, 4])])
+    worker.reset_rows()
+    assert sampled(run(worker, {1: 3}, new=[admit(1, SHORT, [1, 2])]))[1] == reference(SHORT, 1)[0]
+
+
+def test_a_seeded_row_draws_the_same_alone_and_among_others(worker: Worker) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=1234, max_tokens=None)
+    first = sampled(run(worker, {0: 3}, new=[admit(0, SHORT, [1, 2, 3, 4], params=params)]))
+    alone = [first[0], *decode(worker, [0], 8)[0]]
+    noise = [admit(row, LONG[:row], [5 + 4 * row, 6 + 4 * row, 7 + 4 * row], params=params) for row in (1, 2, 3)]
+    run(worker, {1: 1, 2: 2, 3: 3}, finished=[0], new=noise)
+    first = sampled(run(worker, {1: 1, 5: 3, 3: 1}, new=[admit(5, SHORT, [30, 1, 2], params=params)]))
+    among = [first[5], *decode(worker, [3, 5, 1], 8)[5]]
+    assert among == alone
+    assert len(set(alone)) > 2, "drawn, not repeated"
+
+
+def test_logprobs_are_of_the_raw_distribution(worker: Worker, tiny_llama: tuple[str, Any]) -> None:
+    params = SamplingParams(temperature=0.3, seed=3, logprobs=4)
+    new = [admit(0, SHORT, [1, 2], params=params), admit(1, LONG, [3, 4, 5, 6])]
+    output = run(worker, {0: 3, 1: 15}, new=new)
+    assert output.logprobs is not None
+    assert output.logprobs[1] is None
+    found = output.logprobs[0]
+    assert found is not None
+    with torch.inference_mode():
+        logprobs = tiny_llama[1](torch.tensor([SHORT])).logits[0, -1].log_softmax(-1)
+    best = logprobs.topk(4)
+    token = sampled(output)[0]
+    assert found.token_ids == [token, *best.indices.tolist()]
+    assert found.logprobs == pytest.approx([logprobs[token].item(), *best.values.tolist()], abs=1e-4)
+    assert found.ranks == [int((logprobs > logprobs[token]).sum()) + 1, 1, 2, 3, 4]
+
+
+def test_min_tokens_bars_the_stop_tokens(worker: Worker, reference: Reference) -> None:
+    expected = reference(SHORT, 2)
+    params = SamplingParams(temperature=0, min_tokens=1, max_tokens=9)
+    new = [admit(0, SHORT, [1, 2], params=params, stop_token_ids=[expected[0]])]
+    assert sampled(run(worker, {0: 3}, new=new))[0] != expected[0]
+    known = [*SHORT, expected[0]]
+    new = [admit(1, known, [3, 4], params=params, num_prompt_tokens=3, stop_token_ids=[expected[1]])]
+    assert sampled(run(worker, {1: 4}, new=new))[1] == expected[1], "min_tokens is reached"
+
+
+# A request whose numbers overflow.
+
+
+@pytest.fixture
+def poisoned(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A token whose embedding is NaN."""
+    token = 96
+    assert worker._runner is not None
+    forward = worker._runner._model.embed_tokens  # type: ignore[attr-defined]
+
+    def embed(input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = forward(input_ids)
+        hidden[input_ids == token] = math.nan
+        return hidden
+
+    monkeypatch.setattr(worker._runner._model, "embed_tokens", embed)
+    return token
+
+
+def test_a_row_that_is_not_finite_ends_alone(worker: Worker, reference: Reference, poisoned: int) -> None:
+    bad = [*SHORT, poisoned, 5]
+    output = run(worker, {0: 5, 1: 15}, new=[admit(0, bad, [1, 2, 20]), admit(1, LONG, range(3, 11))])
+    assert [error.row for error in output.row_errors] == [0]
+    assert "not finite" in output.row_errors[0].message
+    assert list(sampled(output)) == [1]
+    # The step after may be under way already when the error arrives: it must run, and the neighbour must go on.
+    written = [sampled(output)[1], *decode(worker, [0, 1], 6)[1]]
+    assert written == reference(LONG, 7)
+
+
+def test_a_chunk_that_samples_nothing_is_told_too_and_leaves_nothing_in_its_blocks(
+    worker: Worker, reference: Reference, poisoned: int
+) -> None:
+    output = run(worker, {0: 12}, new=[admit(0, [poisoned] * 14, [1, 2, 3, 4])])
+    assert [error.row for error in output.row_errors] == [0]
+    assert sampled(output) == {}
+    # Two requests of like length share a decode batch, whose padding is in the blocks that held the bad numbers.
+    new = [admit(1, SHORT, [2, 3, 4]), admit(2, LONG[:5], [1, 5, 6])]
+    first = sampled(run(worker, {1: 3, 2: 5}, finished=[0], new=new))
+    rest = decode(worker, [1, 2], 6)
+    assert [first[1], *rest[1]] == reference(SHORT, 7)
+    assert [first[2], *rest[2]] == reference(LONG[:5], 7)
+
+
+def test_logprobs_stay_with_their_rows_beside_an_error(worker: Worker, poisoned: int) -> None:
+    asking = SamplingParams(temperature=0, logprobs=0)
+    new = [admit(0, [poisoned], [1], params=asking), admit(1, SHORT, [2], params=asking), admit(2, SHORT, [3])]
+    output = run(worker, {0: 1, 1: 3, 2: 3}, new=new)
+    assert output.rows.tolist() == [1, 2]
+    assert output.logprobs is not None
+    assert output.logprobs[0] is not None
+    assert output.logprobs[0].token_ids == [sampled(output)[1]]
+    assert output.logprobs[1] is None
+
+
+def test_only_the_output_rank_answers(tiny_llama: tuple[str, Any], reference: Reference) -> None:
+    """Rank 1 of the same model: executes, samples into its rows, and has nothing to say."""
+    silent = start(Worker(make_config(tiny_llama[0]), 1, None))
+    assert silent.execute_model(make_step({0: 3}, new=[admit(0, SHORT, [1, 2], params=GREEDY)])) is None
+    assert silent.execute_model(make_step({})) is None
+    assert silent._runner is not None
+    assert silent._runner.rows.token_ids[0, 3] == reference(SHORT, 1)[0]

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ringcore.errors import InvalidRequestError
+from ringcore.protocol import SchedulerOutput, decoder, encoder, int_array
+from ringcore.worker import rpc
+from ringcore.worker.rpc import call_rpc, find_rpc, rpc_names
+
+if TYPE_CHECKING:
+    from nowhere import Imaginary
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Box(msgspec.Struct, forbid_unknown_fields=True):
+    corner: Point
+    size: float | None = None
+
+
+def logged(method):
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        return ["logged", method(*args, **kwargs)]
+
+    return wrapper
+
+
+class Base:
+    attribute = "x"
+
+    @rpc
+    def plain(self, a, b: int = 1, *, c: str = "c"):
+        return [a, b, c]
+
+    @rpc
+    def typed(self, box: Box) -> Imaginary:
+        return [type(box).__name__, type(box.corner).__name__, box.corner.x]
+
+    @rpc
+    def array(self, values: np.ndarray) -> Any:
+        return values
+
+    @rpc
+    def step(self, scheduler_output: SchedulerOutput) -> Any:
+        return scheduler_output
+
+    @rpc
+    def many(self, *values: int, **named: float) -> Any:
+        return [values, named]
+
+    @rpc
+    def imaginary(self, value: Imaginary) -> None:
+        pass
+
+    @rpc
+    def maybe(self, value: list[tuple[int, str]] | None = None) -> Any:
+        return value
+
+    @logged
+    @rpc
+    def wrapped(self, n: int) -> int:
+        return n + 1
+
+    @rpc
+    def overridden(self) -> str:
+        return "base"
+
+    def undeclared(self) -> None:
+        raise AssertionError("must not be called")
+
+
+class Extension:
+    @rpc
+    def extra(self, n: int) -> Any:
+        return [n, self.attribute]
+
+    def overridden(self) -> str:
+        raise AssertionError("not declared here")
+
+
+@pytest.fixture
+def worker():
+    return type("ExtendedWorker", (Extension, Base), {})()
+
+
+def test_only_declared_methods_are_known(worker):
+    names = ["array", "extra", "imaginary", "many", "maybe", "plain", "step", "typed", "wrapped"]
+    assert rpc_names(worker) == names
+    assert rpc_names(Base()) == sorted([*set(names) - {"extra"}, "overridden"])
+
+
+@pytest.mark.parametrize("name", ["undeclared", "overridden", "attribute", "__init__", "__class__", "", "nothing"])
+def test_anything_else_is_refused_with_the_known_names(worker, name):
+    with pytest.raises(InvalidRequestError, match="array, extra") as caught:
+        find_rpc(worker, name)
+    assert caught.value.details == {"field": "method", "value": name}
+
+
+def test_a_near_miss_is_named(worker):
+    with pytest.raises(InvalidRequestError, match="did you mean 'plain'"):
+        call_rpc(worker, "plan")
+
+
+def test_an_extension_sees_the_worker(worker):
+    assert call_rpc(worker, "extra", [3]) == [3, "x"]
+
+
+def test_defaults_and_keywords(worker):
+    assert call_rpc(worker, "plain", [None]) == [None, 1, "c"]
+    assert call_rpc(worker, "plain", [1], {"b": 2, "c": "d"}) == [1, 2, "d"]
+    assert call_rpc(worker, "many", [1, 2], {"a": 1.5}) == [(1, 2), {"a": 1.5}]
+    assert call_rpc(worker, "wrapped", [4]) == ["logged", 5]
+
+
+def test_builtins_become_what_the_annotation_says(worker):
+    assert call_rpc(worker, "typed", [{"corner": {"x": 4}}]) == ["Box", "Point", 4]
+    assert call_rpc(worker, "typed", [Box(Point(5))]) == ["Box", "Point", 5]
+    assert call_rpc(worker, "maybe", [[[1, "a"]]]) == [(1, "a")]
+    assert call_rpc(worker, "maybe", [None]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "items"),
+    [
+        ([1, 2], "int32", [1, 2]),
+        ([], "int32", []),
+        (int_array([3]).tobytes(), "int32", [3]),
+        (np.float32([0.5]), "float32", [0.5]),
+        ([0.5], "float64", [0.5]),
+        ([[1], [2]], "int32", [[1], [2]]),
+    ],
+)
+def test_arrays(worker, value, dtype, items):
+    array = call_rpc(worker, "array", [value])
+    assert (str(array.dtype), array.tolist()) == (dtype, items)
+
+
+def test_a_step_as_builtins(worker):
+    sent = SchedulerOutput(1, int_array([2]), [], int_array(), int_array(), int_array([3, 4]), int_array([1, 1]))
+    got = call_rpc(worker, "step", [decoder(Any).decode(encoder().encode(sent))])
+    assert isinstance(got, SchedulerOutput)
+    assert (got.finished_rows.tolist(), got.rows.tolist(), got.num_tokens) == ([2], [3, 4], 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kwargs", "text"),
+    [
+        ("plain", [], {}, r"wrong arguments for plain\(a, b.*missing a required argument: 'a'"),
+        ("plain", [1, 2, 3], {}, "too many positional"),
+        ("plain", [1], {"a": 2}, "multiple values"),
+        ("plain", [1], {"z": 2}, "unexpected keyword"),
+        ("plain", [1, "2"], {}, r"plain\(b\)='2': Expected `int`, got `str`"),
+        ("plain", [1, True], {}, r"Expected `int`, got `bool`"),
+        ("plain", [1], {"c": 3}, "Expected `str`, got `int`"),
+        ("typed", [{"corner": {}}], {}, "missing required field `x`"),
+        ("typed", [{"corner": {"x": 1}, "colour": 1}], {}, "unknown field `colour`"),
+        ("many", [1, "x"], {}, r"many\(values\)='x'"),
+        ("many", [], {"a": "x"}, r"many\(named\)='x'"),
+        ("array", [["a"]], {}, "expected an array of numbers"),
+        ("array", [[2**40]], {}, "does not fit into 32 bits"),
+        ("array", [b"123"], {}, "multiple of element size"),
+        ("array", [None], {}, "array"),
+        ("imaginary", [1], {}, "Imaginary"),
+    ],
+)
+def test_arguments_that_do_not_fit(worker, method, args, kwargs, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        call_rpc(worker, method, args, kwargs)
+
+
+def test_a_long_wrong_argument_is_shown_in_part(worker):
+    with pytest.raises(InvalidRequestError) as caught:
+        call_rpc(worker, "plain", [1, "x" * 10_000])
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print)])
+def test_only_functions_can_be_declared(thing):
+    with pytest.raises(TypeError, match="@rpc declares a public method"):
+        rpc(thing)
+
+
+def test_private_names_cannot_be_declared():
+    def _hidden(self) -> None: ...
+
+    with pytest.raises(TypeError, match="public"):
+        rpc(_hidden)

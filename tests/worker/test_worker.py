@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from step_driver import admit, make_config, make_step, plan, start
+
+from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
+from ringcore.protocol import decoder, encoder
+from ringcore.worker.entry import create_worker
+from ringcore.worker.rpc import call_rpc, rpc, rpc_names
+from ringcore.worker.worker import Worker
+
+PROMPT = [11, 60, 23, 8, 90]
+
+
+class Greeter:
+    """A worker extension: sees the worker it is mixed into."""
+
+    rank: int
+
+    @rpc
+    def greet(self, name: str) -> str:
+        return f"{name} from rank {self.rank}"
+
+
+NOT_A_CLASS = 3
+
+
+@pytest.fixture
+def keep_threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_start_up_as_an_executor_does_it(
+    tiny_llama: tuple[str, Any], reference: Callable[[Sequence[int], int], list[int]], keep_threads: None
+) -> None:
+    """Every call by name with values as they come off the wire."""
+    worker = create_worker(make_config(tiny_llama[0]), 0, None)
+    stages = [call_rpc(worker, "health")["stage"]]
+    assert call_rpc(worker, "init_device") is None
+    stages.append(worker.health()["stage"])
+    loaded = call_rpc(worker, "load_model")
+    parameters = sum(p.numel() for p in tiny_llama[1].parameters())
+    assert loaded["weights_bytes"] == 4 * parameters
+    assert loaded["load_s"] > 0
+    stages.append(worker.health()["stage"])
+    specs = call_rpc(worker, "get_kv_cache_spec")
+    assert list(specs) == [f"layers.{i}.attention" for i in range(3)]
+    assert {(s.block_size, s.num_kv_heads, s.head_size, s.dtype) for s in specs.values()} == {(4, 2, 16, "float32")}
+    assert call_rpc(worker, "determine_available_memory")["available_kv_cache_bytes"] > 0
+    call_rpc(worker, "initialize_from_config", [msgspec.to_builtins(plan(worker, 20))])
+    stages.append(worker.health()["stage"])
+    assert stages == ["new", "device", "model", "ready"]
+    step = make_step({0: 5}, new=[admit(0, PROMPT, [1, 2])], number=7)
+    output = worker.execute_model(decoder(type(step)).decode(encoder().encode(step)))
+    assert output is not None
+    assert (output.step, output.token_ids.tolist()) == (7, reference(PROMPT, 1))
+    assert encoder().encode(output)
+    stats = worker.stats()
+    assert (stats["num_steps"], stats["num_tokens"]) == (1, 5)
+    assert stats["resident_bytes"] > 0
+    worker.shutdown()
+    worker.shutdown()
+    assert worker.health()["stage"] == "new"
+
+
+def test_a_stage_too_early_names_the_one_that_is_missing(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    for method, args, missing in (
+        ("load_model", [], "init_device"),
+        ("get_kv_cache_spec", [], "load_model"),
+        ("determine_available_memory", [], "load_model"),
+        ("execute_model", [make_step({})], "initialize_from_config"),
+        ("reset_rows", [], "initialize_from_config"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"call {missing} first"):
+            getattr(worker, method)(*args)
+
+
+def test_more_pages_than_memory_is_a_capacity_error(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    worker.init_device()
+    worker.load_model()
+    with pytest.raises(CapacityError, match="GiB are free; lower num_blocks_override or kv_cache_bytes") as error:
+        worker.initialize_from_config(plan(worker, 10**12))
+    assert error.value.details["needed_bytes"] == 10**12 * 3 * 2 * 4 * 2 * 16 * 4
+    assert 0 < error.value.details["available_bytes"] < error.value.details["needed_bytes"]
+
+
+def test_a_worker_extension_is_mixed_in(tiny_llama: tuple[str, Any], keep_threads: None) -> None:
+    worker = create_worker(make_config(tiny_llama[0], worker_extension="test_worker.Greeter"), 0, None)
+    assert isinstance(worker, Worker)
+    assert call_rpc(worker, "greet", ["hello"]) == "hello from rank 0"
+    assert {"greet", "init_device", "load_model", "execute_model", "stats", "health"} <= set(rpc_names(worker))
+
+
+@pytest.mark.parametrize(
+    ("extension", "reason"),
+    [
+        ("Greeter", "has no module"),
+        ("no_such_module_here.Greeter", "ModuleNotFoundError"),
+        ("test_worker.Missing", "has no class Missing"),
+        ("test_worker.NOT_A_CLASS", "has no class NOT_A_CLASS"),
+        ("builtins.bool", "cannot be mixed"),
+    ],
+)
+def test_a_wrong_extension_is_a_config_error(
+    tiny_llama: tuple[str, Any], keep_threads: None, extension: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        create_worker(make_config(tiny_llama[0], worker_extension=extension), 0, None)
+    assert error.value.details == {"option": "worker_extension", "value": extension}
+
+
+def test_threads_are_shared_among_the_ranks(
+    tiny_llama: tuple[str, Any], keep_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    config = make_config(tiny_llama[0], tensor_parallel_size=2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    create_worker(config, 0, None)
+    assert torch.get_num_threads() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    create_worker(config, 0, None)
+    assert torch.get_num_threads() == 3
+
+
+def test_two_ranks_without_a_rendezvous_are_refused(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0], tensor_parallel_size=2), 0, None)
+    with pytest.raises(InvalidRequestError, match="rendezvous=None: 2 ranks need a file"):
+        worker.init_device()
+
+
+def test_two_ranks_write_what_one_does(
+    tiny_llama: tuple[str, Any], reference: Callable[[Sequence[int], int], list[int]], tmp_path: Path
+) -> None:
+    config = make_config(tiny_llama[0], tensor_parallel_size=2)
+    workers = [Worker(config, rank, str(tmp_path / "rendezvous")) for rank in range(2)]
+    written: dict[int, list[int]] = {0: [], 1: []}
+
+    def serve(worker: Worker) -> None:
+        start(worker)
+        outputs = [worker.execute_model(make_step({0: 5}, new=[admit(0, PROMPT, range(1, 6))]))]
+        outputs += [worker.execute_model(make_step({0: 1})) for _ in range(9)]
+        written[worker.rank] = [int(output.token_ids[0]) for output in outputs if output]
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert written == {0: reference(PROMPT, 10), 1: []}
+    rows = [worker._runner.rows for worker in workers if worker._runner]
+    assert rows[0].token_ids[0].tolist() == rows[1].token_ids[0].tolist(), "both ranks drew the same"
+    for worker in workers:
+        worker.shutdown()
