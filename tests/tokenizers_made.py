@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 def sentencepiece() -> Tokenizer:
     """Ids 0 to 2 are <unk>, <s> and </s>; then the 256 bytes; then pieces, the best merge first."""
     letters = sorted({c for text in WORDS[:1] for c in text if c != " "} | {"▁"})
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "x"), ("▁", "f"), ("▁f", "ox"), ("▁", "▁")]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "x"), ("▁", "f"), ("▁f", "ox"), ("▁", "▁"), ("f", "o")]
     pieces = [*letters, *("".join(merge) for merge in merges)]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     vocab = {token: i for i, token in enumerate(tokens)}

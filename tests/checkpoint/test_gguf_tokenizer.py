@@ -8,6 +8,7 @@ from ringcore.errors import ModelLoadError
 from ringcore.tokenizer import load_tokenizer
 
 TEXTS = [
+    "foxfox",
     *WORDS,
     "",
     " ",
@@ -70,6 +71,14 @@ def test_the_split_before_the_merges(tmp_path, pre):
         assert backend.normalizer.normalize_str("e\u0301") == "\u00e9"
     else:
         assert backend.normalizer is None
+
+
+def test_llama3_takes_a_word_of_its_vocabulary_whole(tmp_path):
+    """Its vocabulary has words that no merge leads to."""
+    tokens = [*sorted(byte_level().get_vocab(), key=byte_level().get_vocab().get), "zzz"]
+    own = {"tokens": ("[str]", tokens), "token_type": ("[i32]", [1] * len(tokens)), "bos_token_id": None}
+    assert read(tmp_path, byte_level_keys("llama-bpe", **own)).backend.encode("zzz").tokens == ["zzz"]
+    assert read(tmp_path, byte_level_keys("gpt-2", **own)).backend.encode("zzz").tokens == ["z", "z", "z"]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

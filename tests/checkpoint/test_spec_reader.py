@@ -145,6 +145,12 @@ def test_the_older_words(tmp_path):
     assert read(tmp_path, rope_scaling={"rope_type": "yarn"}, original_max_position_embeddings=16).rope.factor == 4.0
 
 
+def test_qwen2_has_its_bias_whatever_the_file_says(tmp_path):
+    for said in (True, False):
+        spec = read(tmp_path, architectures=["Qwen2ForCausalLM"], attention_bias=said, mlp_bias=said)
+        assert (spec.attention_bias, spec.attention_out_bias, spec.mlp_bias) == (True, False, False)
+
+
 def test_a_spec_travels(tmp_path):
     spec = read(tmp_path, rope_scaling=ROPES["llama3"])
     assert decoder(ModelSpec).decode(encoder().encode(spec)) == spec
