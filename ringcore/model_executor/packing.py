@@ -1,10 +1,10 @@
 """A matrix product with its weight laid out once for the CPU's kernels.
 
-Measured on two cores of a Xeon with AMX, all products of one step of SmolLM2-135M, in ms, for M tokens:
+All products of one step of SmolLM2-135M in ms, for M tokens, measured in one sitting on two cores of a Xeon with AMX:
 
     |                                  | M=1  | M=8  | M=16 | M=64 |
-    | float32, F.linear                | 12.1 | 34.9 | 42.2 | 80.6 |
-    | float32, packed by MKL           | 11.9 | 19.0 | 26.5 | 61.6 |
+    | float32, F.linear                | 20.3 | 47.1 | 48.3 | 84.1 |
+    | float32, packed by MKL           | 20.5 | 29.0 | 33.7 | 62.2 |
     | bfloat16, F.linear               | 19.1 | 20.2 | 21.0 | 27.5 |
     | bfloat16, packed by oneDNN       | 13.4 | 13.5 | 14.2 | 18.9 |
 

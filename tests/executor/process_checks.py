@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,7 +11,10 @@ BOUND_S = 20.0
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process ends within a generous bound; one that nobody has reaped yet counts as gone."""
+    """Whether the process ends within a generous bound; one that nobody has reaped yet counts as gone.
+
+    One that does not is killed, so that a failing test leaves nothing behind.
+    """
     deadline = time.monotonic() + BOUND_S
     while time.monotonic() < deadline:
         try:
@@ -18,4 +23,5 @@ def is_gone(pid: int) -> bool:
         except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
     return False
