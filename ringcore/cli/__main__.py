@@ -1,0 +1,5 @@
+"""`python -m ringcore.cli`: the command, where its script is not on the path."""
+
+from ringcore.cli import main
+
+main()
