@@ -63,3 +63,39 @@ def test_a_packing_that_is_not_there_or_wrong_is_not_used(monkeypatch, broken):
     monkeypatch.setattr(packing, "_pack_mkl", broken)
     weight, x = randn(8, 16, seed=1), randn(5, 16, seed=2)
     assert torch.equal(packing.pack_linear(weight, None)(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 900.0, 1e30])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_a_bfloat16_checkpoint_are_exact_whatever_the_number_of_rows(largest, bias):
+    """Compared with float64: a product in 16 bits would be off by 1e-3."""
+    weight = (randn(64, 96, seed=1) * largest).bfloat16().float()
+    b = randn(64, seed=2) * largest if bias else None
+    product = packing.pack_linear(weight, b)
+    for rows in (1, 5, packing._FEW_ROWS, packing._FEW_ROWS + 1, 40):
+        x = randn(rows, 96, seed=rows)
+        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert (product(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        (torch.tensor([[1.0, 2.0**-8 + 1]]), 1.0),
+        (torch.tensor([[2.0**-20 * 255, 1.0]]), 1.0),
+        (torch.tensor([[2.0**-28 * 255, 0.5]]), 2.0**14),
+        (torch.tensor([[1.0, 1 + 2.0**-12]]), None),  # too many digits
+        (torch.tensor([[2.0**-30 * 255, 2.0**8]]), None),  # too wide a span
+        (torch.tensor([[0.0, 0.0]]), None),
+        (torch.tensor([[1.0, float("inf")]]), None),
+    ],
+)
+def test_which_weights_are_held_in_16_bits(weight, scale):
+    assert packing._half_scale(weight) == scale
+
+
+def test_weights_that_do_not_fit_16_bits_stay_as_they_are():
+    weight = randn(64, 96, seed=1)
+    product, x = packing.pack_linear(weight, None), randn(3, 96, seed=2)
+    expected = x.double() @ weight.double().T
+    assert (product(x) - expected).abs().max() < 1e-5 * expected.abs().max()
