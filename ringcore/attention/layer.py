@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.attention.metadata import ForwardContext
+from ringcore.attention.context import ForwardContext
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
 __all__ = ["Attention"]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from ringcore.attention.backend import AttentionBackend
-
-__all__ = ["AttentionMetadata", "ForwardContext"]
+__all__ = ["AttentionMetadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +27,3 @@ class AttentionMetadata:
     seq_lens_cpu: np.ndarray  # [num_seqs] int32
     block_table_cpu: np.ndarray  # [num_seqs, max_num_blocks] int32; entries past a sequence's end are 0
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """Everything a forward pass needs beside weights, ids and positions; handed down as an argument.
-
-    `plan` is what the backend's `plan()` made of the metadata, once for all layers of the step.
-    """
-
-    metadata: AttentionMetadata
-    backend: AttentionBackend
-    plan: object
-    kv_caches: tuple[torch.Tensor, ...]  # by attention layer, each of the backend's kv_cache_shape

@@ -24,7 +24,7 @@ CALL_RING_BYTES = 64 << 20
 REPLY_RING_BYTES = 8 << 20
 GRACE_S = 5.0
 # A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1), and ends.
-GOMP_SPINCOUNT = "100000"
+GOMP_SPINCOUNT = "20000"
 
 
 class WorkerGroup:

@@ -72,8 +72,9 @@ def _half_scale(weight: torch.Tensor) -> float | None:
     largest = max(abs(float(bound)) for bound in weight.aminmax())
     if not 0 < largest < math.inf:
         return None
+    flat = weight.reshape(-1)
     for scale in (1.0, 2.0 ** (14 - math.frexp(largest)[1])):
-        if all(_is_half(chunk * scale) for chunk in weight.reshape(-1).split(_CHUNK)):
+        if all(_is_half(chunk * scale) for chunk in torch.split(flat, _CHUNK)):
             return scale
     return None
 

@@ -10,7 +10,7 @@ import torch
 
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import choose_backend
-from ringcore.attention.metadata import ForwardContext
+from ringcore.attention.context import ForwardContext
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor.loader import load_weights

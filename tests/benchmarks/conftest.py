@@ -11,7 +11,7 @@ import pytest
 from benchmarks.driver import ROOT
 from benchmarks.harness import EngineSpec, Plan
 
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 
 @pytest.fixture

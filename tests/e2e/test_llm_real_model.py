@@ -105,13 +105,3 @@ def test_the_command(smollm2):
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["outputs"][0]["text"].startswith(" Paris.")
-
-
-@pytest.mark.opt_in_model
-@pytest.mark.parametrize("size", [1, 2])
-def test_qwen2_with_two_ranks_too(qwen2, size):
-    entries = load("qwen2.5-coder-0.5b")
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    with make_core(qwen2, tensor_parallel_size=size, max_model_len=256, **OPTIONS) as core:
-        outputs = generate(core, [entry.prompt_token_ids for entry in entries], params)
-    assert differences(entries, tokens(outputs)) == []

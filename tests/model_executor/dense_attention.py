@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.metadata import AttentionMetadata, ForwardContext
+from ringcore.attention.context import ForwardContext
+from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import KVCacheSpec
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
-from ringcore.attention.metadata import ForwardContext
 from ringcore.checkpoint import ModelSpec
 from ringcore.model_executor.loader import Weight
 from ringcore.model_executor.parallel import TensorParallel

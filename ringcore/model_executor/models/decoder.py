@@ -7,8 +7,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
-from ringcore.attention.metadata import ForwardContext
 from ringcore.checkpoint import ModelSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding

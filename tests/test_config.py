@@ -1,0 +1,115 @@
+"""Engine options: one name each, checked alone and together, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_engine import make_model_folder
+
+from ringcore import EngineConfig
+from ringcore.errors import ConfigError, ModelLoadError, UnknownOptionError
+from ringcore.executor.uniproc import UniProcExecutor
+from ringcore.protocol import decoder, encoder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def make(folder, **options):
+    return EngineConfig.from_options(model=folder, load_format="dummy", **options)
+
+
+def edited(folder, tmp_path, **changes):
+    """A copy of the folder's config.json with other values."""
+    config = json.loads((Path(folder) / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_every_option_belongs_to_one_part(folder):
+    config, options = make(folder), EngineConfig.options()
+    for name in options:
+        holders = [part for part in EngineConfig.PARTS if hasattr(getattr(config, part), name)]
+        assert len(holders) == 1, name
+        assert options[name].metadata["option"], f"{name} has no description"
+
+
+def test_defaults_survive_the_wire(folder):
+    config = make(folder, max_model_len=32, executor=UniProcExecutor)
+    assert decoder(EngineConfig).decode(encoder().encode(config)) == config
+    assert config.parallel.executor == "ringcore.executor.uniproc:UniProcExecutor"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dtype", "int8"),
+        ("load_format", "pickle"),
+        ("device", "tpu"),
+        ("attention_backend", "magic"),
+        ("executor", "threads"),
+        ("block_size", 0),
+        ("block_size", True),
+        ("max_num_seqs", -1),
+        ("max_num_batched_tokens", 1.5),
+        ("tensor_parallel_size", 0),
+        ("max_model_len", 0),
+        ("kv_cache_bytes", 0),
+        ("num_blocks_override", 1),
+        ("steps_in_flight", 3),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.1),
+    ],
+)
+def test_a_bad_value_is_named_with_its_remedy(folder, option, value):
+    options = {"load_format": "dummy", option: value}
+    with pytest.raises(ConfigError, match=rf"^{option}=.*: give") as caught:
+        EngineConfig.from_options(model=folder, **options)
+    assert caught.value.details["option"] == option
+
+
+def test_an_unknown_option_gets_the_nearest(folder):
+    with pytest.raises(UnknownOptionError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
+        make(folder, tensor_paralel_size=2)
+
+
+def test_more_tokens_than_positions(folder):
+    limit = make(folder).model.spec.max_position_embeddings
+    assert make(folder, max_model_len=limit).model.context_len == limit
+    with pytest.raises(ConfigError, match=f"positions for {limit} tokens; lower it"):
+        make(folder, max_model_len=limit + 1)
+
+
+def test_heads_that_do_not_divide(folder, tmp_path):
+    other = edited(
+        folder,
+        tmp_path,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        hidden_size=144,
+        head_dim=16,
+        intermediate_size=96,
+    )
+    assert make(other, tensor_parallel_size=3).parallel.tensor_parallel_size == 3
+    with pytest.raises(ConfigError, match=r"9 attention heads do not divide into 2 ranks; give one of \[1, 3"):
+        make(other, tensor_parallel_size=2)
+
+
+def test_uniproc_has_one_rank(folder):
+    with pytest.raises(ConfigError, match="uniproc executor has one worker"):
+        make(folder, executor="uniproc", tensor_parallel_size=2)
+
+
+def test_an_unknown_architecture_lists_the_known(folder, tmp_path):
+    other = edited(folder, tmp_path, architectures=["BertForMaskedLM"])
+    with pytest.raises(ModelLoadError, match=r"BertForMaskedLM.*LlamaForCausalLM.*Qwen2ForCausalLM"):
+        make(other)
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        EngineConfig.from_options(model=tmp_path / "nowhere")
