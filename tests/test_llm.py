@@ -274,7 +274,7 @@ def test_a_script_without_a_main_guard(folder, tmp_path, end):
         cwd=Path(__file__).parent.parent,
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(tmp_path),
         },
