@@ -10,7 +10,6 @@ It runs in the caller's process; `process.py` puts it into one of its own.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor import executor_class
 from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.timing import timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -67,21 +67,19 @@ class EngineCore:
 
     def _start(self) -> tuple[EngineReady, Scheduler]:
         config, executor = self.config, self._executor
-        phases: dict[str, float] = {}
-        with _timed(phases, "start_workers_and_load_model"):
-            executor.start()
-        with _timed(phases, "get_kv_cache_spec"):
+        phases = executor.start()
+        with timed(phases, "get_kv_cache_spec"):
             specs = msgspec.convert(executor.collective_rpc("get_kv_cache_spec"), list[dict[str, KVCacheSpec]])
-        with _timed(phases, "determine_available_memory"):
+        with timed(phases, "determine_available_memory"):
             tables = msgspec.convert(executor.collective_rpc("determine_available_memory"), list[dict[str, int]])
-        with _timed(phases, "plan_kv_cache"):
+        with timed(phases, "plan_kv_cache"):
             plans = plan_kv_cache(
                 specs,
                 [table["available_kv_cache_bytes"] for table in tables],
                 max_model_len=config.model.context_len,
                 num_blocks_override=config.cache.num_blocks_override,
             )
-        with _timed(phases, "initialize_from_config"):
+        with timed(phases, "initialize_from_config"):
             self._initialize_workers(plans)
         scheduler = self._make_scheduler(plans[0])
         return self._describe(plans, tables, phases), scheduler
@@ -263,10 +261,3 @@ def _step_failed(error: Exception) -> EngineDeadError:
     text = error.message if isinstance(error, RingcoreError) else f"{type(error).__name__}: {error}"
     details = error.details if isinstance(error, RingcoreError) else {}
     return EngineDeadError(f"a step failed and the engine cannot go on: {text}", **({"process": "engine"} | details))
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    phases[name] = time.monotonic() - started

@@ -38,8 +38,11 @@ class Executor(ABC):
         self.config = config
 
     @abstractmethod
-    def start(self) -> None:
-        """Starts every worker and returns when all have their device and model. Raises what stopped a worker."""
+    def start(self) -> dict[str, float]:
+        """Starts every worker and returns when all have their device and model. Raises what stopped a worker.
+
+        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model".
+        """
 
     @abstractmethod
     def submit(

@@ -16,6 +16,7 @@ from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.calls import Call, CallTable
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
+from ringcore.executor.timing import timed
 from ringcore.executor.value_codec import decode_error, decode_value, encode_request, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, signal_event, spin_budget_s
 from ringcore.executor.wire import CALL, STEP, pack_call, unpack_reply
@@ -49,9 +50,11 @@ class MultiprocExecutor(Executor):
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
 
-    def start(self) -> None:
+    def start(self) -> dict[str, float]:
+        phases: dict[str, float] = {}
         with self._lock:
             assert self._group is None, "start() was called twice"
+            started = time.monotonic()
             environment = worker_environment(os.environ, usable_cores(), self._num_ranks)
             spin_s = spin_budget_s(1 + self._num_ranks)
             group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
@@ -66,12 +69,16 @@ class MultiprocExecutor(Executor):
                 if self._is_shut:
                     raise _was_shut_down()
                 self._table.open_creation(self).result(START_TIMEOUT_S)
-                self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
+                phases["start_workers"] = time.monotonic() - started
+                with timed(phases, "init_device"):
+                    self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
                 group.remove_meeting_place()
-                self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
+                with timed(phases, "load_model"):
+                    self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
             except BaseException:
                 self.shutdown()
                 raise
+        return phases
 
     def submit(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.timing import timed
 from ringcore.executor.value_codec import decode_error, decode_value, encode_request, portable_error
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, perform_call, shut_down
 from ringcore.protocol import SchedulerOutput
@@ -42,18 +43,22 @@ class UniProcExecutor(Executor):
         self._worker: Any = None
         self._dead: RingcoreError | None = EngineDeadError("the worker was not started; call start()")
 
-    def start(self) -> None:
+    def start(self) -> dict[str, float]:
         assert self._worker is None, "start() was called twice"
+        phases: dict[str, float] = {}
         try:
-            self._worker = create_worker(self._factory, self.config, RANK, None)
+            with timed(phases, "start_workers"):
+                self._worker = create_worker(self._factory, self.config, RANK, None)
             self._dead = None
-            self.collective_rpc("init_device")
-            self.collective_rpc("load_model")
+            for method in ("init_device", "load_model"):
+                with timed(phases, method):
+                    self.collective_rpc(method)
         except BaseException as error:
             self.shutdown()
             if not isinstance(error, Exception):
                 raise
             raise portable_error(error, RANK, "create_worker") from error
+        return phases
 
     def submit(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None

@@ -39,8 +39,9 @@ class HeldExecutor(Executor):
         self.num_shutdowns = 0
         self.calls: list[str] = []
 
-    def start(self) -> None:
+    def start(self) -> dict[str, float]:
         self.calls.append("start")
+        return {"start_workers": 0.5, "load_model": 2.0}
 
     def submit(self, method, args=(), kwargs=None, timeout=None):
         self.calls.append(method)
@@ -108,7 +109,8 @@ def test_start_up_is_in_order_and_described(folder):
     assert ready.max_model_len == 64
     assert ready.max_concurrency == 39 / 16
     assert list(ready.phase_seconds) == [
-        "start_workers_and_load_model",
+        "start_workers",
+        "load_model",
         "get_kv_cache_spec",
         "determine_available_memory",
         "plan_kv_cache",

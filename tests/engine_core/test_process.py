@@ -57,8 +57,8 @@ class SurprisingExecutor(Executor):
         self._arrived: deque[Future] = deque()
         self.is_started = False
 
-    def start(self) -> None:
-        pass
+    def start(self) -> dict[str, float]:
+        return {}
 
     def submit(self, method, args=(), kwargs=None, timeout=None):
         future = Future(self, lambda: [getattr(self.worker, method)(*args, **(kwargs or {}))])

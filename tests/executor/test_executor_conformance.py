@@ -185,11 +185,13 @@ def test_what_stops_a_worker_from_starting_is_raised(name, trouble, error):
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
-def test_a_call_before_start_or_after_shutdown_is_refused(name):
+def test_a_start_and_the_calls_before_it_and_after_the_shutdown(name):
     executor = build(name)
     with pytest.raises(EngineDeadError, match="not started"):
         executor.collective_rpc("echo")
-    executor.start()
+    phases = executor.start()
+    assert list(phases) == ["start_workers", "init_device", "load_model"]
+    assert all(seconds >= 0 for seconds in phases.values())
     executor.shutdown()
     executor.shutdown()
     for call in (lambda: executor.collective_rpc("echo"), lambda: executor.execute_model(step(0))):
