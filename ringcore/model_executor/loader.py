@@ -6,7 +6,8 @@ A layer declares what it needs as data (`Weight`), in the terms of the checkpoin
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,7 +16,7 @@ from ringcore.errors import ModelLoadError
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Weight, WeightPart
 
-__all__ = ["Weight", "WeightPart", "load_weights"]
+__all__ = ["Weight", "WeightPart", "load_weights", "pending_weights"]
 
 # Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
 # that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
@@ -26,14 +27,38 @@ _DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|
 def load_weights(
     weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Every weight by name, on `device`. `seed` matters to dummy weights only.
+    """Every weight by name, on `device`, all at once; otherwise as `pending_weights`."""
+    with pending_weights(weights, files, seed, device) as pending:
+        return {weight.name: pending.pop(weight.name) for weight in weights}
 
-    Each final tensor is allocated once and only this rank's slices are read. Raises `ModelLoadError` where a
-    tensor is missing, has another shape than the model's, or has no place in the model.
+
+@contextmanager
+def pending_weights(
+    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device
+) -> Iterator[PendingWeights]:
+    """The weights by name, each read as it is taken. `seed` matters to dummy weights only.
+
+    A model that packs its weights as it takes them so never has all of them twice. Each final tensor is allocated
+    once and only this rank's slices are read. Raises `ModelLoadError`, here and not later, where a tensor is
+    missing, has another shape than the model's, or has no place in the model.
     """
     with open_source(files, seed) as source:
         _check(weights, files, source)
-        return {weight.name: _load(weight, source, device) for weight in weights}
+        yield PendingWeights(weights, source, device)
+
+
+class PendingWeights:
+    """What `pending_weights` hands out: `pop` reads a weight, once."""
+
+    def __init__(self, weights: Sequence[Weight], source: TensorSource, device: torch.device) -> None:
+        self._weights = {weight.name: weight for weight in weights}
+        self._source, self._device = source, device
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def pop(self, name: str, /) -> torch.Tensor:
+        return _load(self._weights.pop(name), self._source, self._device)
 
 
 def _load(weight: Weight, source: TensorSource, device: torch.device) -> torch.Tensor:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Init", "Weight", "WeightPart"]
+__all__ = ["Init", "Tensors", "Weight", "WeightPart"]
 
 # What dummy weights look like: a matrix, small biases, or norm weights near 1.
 Init = Literal["matrix", "bias", "norm"]
+
+
+class Tensors(Protocol):
+    """Loaded tensors by `Weight.name`, to be taken out once each: a dict, or one that reads what is taken."""
+
+    def pop(self, name: str, /) -> torch.Tensor: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ringcore.attention.backends import choose_backend
 from ringcore.attention.context import ForwardContext
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
@@ -48,7 +48,8 @@ class LoadedModel:
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
         model = model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
         weights = model.weights()
-        model.bind(load_weights(weights, config.model.files, config.model.seed, platform.device))
+        with pending_weights(weights, config.model.files, config.model.seed, platform.device) as tensors:
+            model.bind(tensors)
         platform.synchronize()
         return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from ringcore.model_executor.packing import Product, pack_linear
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
@@ -44,7 +44,7 @@ class VocabParallelEmbedding:
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
         self.table = tensors.pop(self._weight.name)
 
@@ -82,7 +82,7 @@ class ParallelLMHead:
     def weights(self) -> list[Weight]:
         return [self._weight] if self._tied is None else []
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict, or the table of the embedding, which is bound before and stays."""
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
         self._product = pack_linear(table, None)

@@ -13,7 +13,7 @@ import torch
 
 from ringcore.model_executor.packing import Product, pack_linear
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
 __all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear:
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensors out of the dict; they are freed where they were packed."""
         weight = tensors.pop(self._weight.name)
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
@@ -132,7 +132,7 @@ class RowParallelLinear:
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensors out of the dict; they are freed where they were packed."""
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
         # Added once: by the first rank's share of the sum.

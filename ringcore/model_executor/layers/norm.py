@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
 __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
 
@@ -37,7 +37,7 @@ class RMSNorm:
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
         self._normalise = bind_rms_norm(tensors.pop(self._weight.name), self._eps)
 
@@ -74,7 +74,7 @@ class HeadNorm:
     def weights(self) -> Sequence[Weight]:
         return self._weights
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes its tensors out of the dict."""
         rows = [
             tensors.pop(weight.name)[self._order].expand(heads, -1)

@@ -12,6 +12,7 @@ from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
 from ringcore.model_executor.loader import Weight
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.weight import Tensors
 
 __all__ = ["CausalLM"]
 
@@ -29,7 +30,7 @@ class CausalLM(ABC):
         """Every tensor of this rank: its final (fused, sliced) shape and the checkpoint slices that fill it."""
 
     @abstractmethod
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say)."""
 
     @abstractmethod

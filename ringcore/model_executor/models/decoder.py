@@ -22,7 +22,7 @@ from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding, interleaved
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.model_executor.weight import Weight
+from ringcore.model_executor.weight import Tensors, Weight
 
 __all__ = ["DenseDecoder"]
 
@@ -32,7 +32,7 @@ class Bindable(Protocol):
 
     def weights(self) -> Sequence[Weight]: ...
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def bind(self, tensors: Tensors) -> None: ...
 
 
 class SelfAttention:
@@ -177,12 +177,12 @@ class DenseDecoder(CausalLM):
     def weights(self) -> list[Weight]:
         return [weight for layer in self._bindable() for weight in layer.weights()]
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
+    def bind(self, tensors: Tensors) -> None:
         """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
-        self.rotary.bind(next(iter(tensors.values())).device)
         for layer in self._bindable():
             layer.bind(tensors)
-        assert not tensors, list(tensors)
+        self.rotary.bind(self.embed_tokens.table.device)
+        assert not len(tensors), "a weight was declared and not taken"
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
