@@ -34,7 +34,7 @@ class Driver:
     """A child that answers `benchmarks.peers.protocol` commands.
 
     Its standard error, and all that its libraries print, goes to an unnamed file whose end is shown in errors.
-    It has a process group of its own in this session: if this process dies while the child is stopped, the kernel
+    It has a process group of its own in the session of this process: if this process dies while the child is stopped, the kernel
     wakes the group with SIGHUP, so a paused engine does not outlive its benchmark.
     """
 
