@@ -34,8 +34,8 @@ class Driver:
     """A child that answers `benchmarks.peers.protocol` commands.
 
     Its standard error, and all that its libraries print, goes to an unnamed file whose end is shown in errors.
-    It has a process group of its own in the session of this process: if this process dies while the child is stopped, the kernel
-    wakes the group with SIGHUP, so a paused engine does not outlive its benchmark.
+    It has a process group of its own, in the same terminal session: if this process dies while the child is stopped,
+    the kernel wakes the group with SIGHUP, so a paused engine does not outlive its benchmark.
     """
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
