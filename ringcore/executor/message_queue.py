@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from ringcore.errors import InvalidRequestError
-from ringcore.executor.ring_buffer import LINE, Buffer, RingReader, RingWriter
+from ringcore.executor.ring_buffer import LINE, MAX_PARTS, Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
 from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
 from ringcore.executor.waiting import SPACE_TICK_S, Waiter
@@ -20,7 +21,6 @@ from ringcore.executor.waiting import SPACE_TICK_S, Waiter
 __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
 
 MAX_MESSAGE_BYTES = 1 << 30
-MAX_PARTS = 64
 
 # Kinds of records.
 _INLINE, _SIDE = 1, 2
@@ -102,11 +102,11 @@ class Message:
     objects of its own. A view made by numpy would survive the block and change under its owner.
     """
 
-    __slots__ = ("_give_back", "parts")
+    __slots__ = ("_release", "parts")
 
-    def __init__(self, parts: list[memoryview], give_back: Callable[[], None]) -> None:
-        self.parts = parts
-        self._give_back = give_back
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.parts: list[memoryview] = []
+        self._release = release
 
     def __enter__(self) -> list[memoryview]:
         return self.parts
@@ -117,20 +117,18 @@ class Message:
                 part.release()
             except BufferError:  # somebody still looks through it; the memory goes back all the same
                 continue
-        self._give_back()
+        self._release()
 
 
 def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """A message as buffers to put one after the other, and their bytes.
+    """A message for the side channel, as buffers to put one after the other, and their bytes.
 
     First a table (count u32, then the bytes of each part u32), then the parts, each at a multiple of 64.
     """
-    assert len(parts) <= MAX_PARTS
-    flat = [p if isinstance(p, bytes) else memoryview(p).cast("B") for p in parts]
-    table = struct.pack(f"<{1 + len(flat)}I", len(flat), *map(len, flat))
+    table = struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts))
     laid: list[Buffer] = [table]
     size = len(table)
-    for part in flat:
+    for part in parts:
         if size % LINE:
             laid.append(_PADDING[size % LINE :])
             size += LINE - size % LINE
@@ -170,16 +168,22 @@ class MessageWriter:
     def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
         """Sends one message, waiting for room. The parts are copied: they may be changed as soon as this returns.
 
+        `parts`: at most `MAX_PARTS` one-dimensional byte buffers.
         Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message that is too large,
         `CapacityError` where there is no memory for a large one.
         """
-        self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
+        if not self.try_send(parts):
+            self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
         """Sends one message if there is room at once."""
+        try:
+            return self._ring.try_write(_INLINE, parts)
+        except RecordTooLarge:
+            return self._try_send_aside(parts)
+
+    def _try_send_aside(self, parts: Sequence[Buffer]) -> bool:
         laid, size = _layout(parts)
-        if size <= self._ring.max_payload_bytes:
-            return self._ring.try_write(_INLINE, laid)
         if size > MAX_MESSAGE_BYTES:
             raise InvalidRequestError(
                 f"a message of {size} bytes: at most {MAX_MESSAGE_BYTES} can be sent at once; send it in pieces",
@@ -210,36 +214,39 @@ class MessageReader:
     def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingReader(handle.ring, index)
         self._aside = SideReceiver(handle.receive_fds[index])
-        self._waiter = Waiter([handle.ring.wake_fds[index]], deaths, spin_s)
+        self._spin_s = spin_s
+        self._waiter = Waiter([handle.ring.wake_fds[index]], deaths)
+        self._inline = Message(self._ring.release)  # one is enough: the ring has one record on lease at a time
+        self.has_message = self._ring.has_record  # whether `try_receive` would give something, be it `RingClosed`
 
     def receive(self, deadline: float | None = None) -> Message:
         """The next message, on lease. Raises `DeadlinePassed`, `PeerDied`, `RingClosed`, `RingCorruptError`."""
-        taken: list[Message] = []
-
-        def arrived() -> bool:
+        message = self.try_receive()
+        while message is None:
+            until = time.monotonic() + self._spin_s
+            if not self._ring.spin(until if deadline is None else min(until, deadline)):
+                self._waiter.wait(self.has_message, deadline)
             message = self.try_receive()
-            if message is not None:
-                taken.append(message)
-            return message is not None
-
-        self._waiter.wait(arrived, deadline)
-        return taken[0]
+        return message
 
     def try_receive(self) -> Message | None:
         """The next message, on lease, or None where none has arrived."""
         record = self._ring.try_read()
         if record is None:
             return None
-        kind, payload = record
+        kind, parts = record
         if kind == _INLINE:
-            return Message(_split(payload), self._ring.release)
-        if kind != _SIDE:
-            raise RingCorruptError(f"a record of kind {kind} is no message")
-        stub = bytes(payload)
-        payload.release()
+            self._inline.parts = parts
+            return self._inline
+        if kind != _SIDE or len(parts) != 1:
+            raise RingCorruptError(f"a record of kind {kind} with {len(parts)} parts is no message")
+        stub = bytes(parts[0])
+        parts[0].release()
         self._ring.release()
         # Unmapping is left to the last view: one that outlives the lease keeps its memory, which nobody writes again.
-        return Message(_split(memoryview(self._aside.receive(stub))), lambda: None)
+        message = Message(lambda: None)
+        message.parts = _split(memoryview(self._aside.receive(stub)))
+        return message
 
     def close(self) -> None:
         """Tells the writer that nobody reads here any more. Idempotent; the handle stays open."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Sequence
 
 from ringcore.executor.memory_order import make_fence
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, RingMapping
 from ringcore.executor.waiting import signal_event
 
-__all__ = ["LINE", "Buffer", "RingClosed", "RingReader", "RingWriter"]
+__all__ = ["LINE", "MAX_PARTS", "Buffer", "RecordTooLarge", "RingClosed", "RingReader", "RingWriter"]
 
 Buffer = bytes | bytearray | memoryview
 
-LINE = 64  # bytes of a cache line; records begin at multiples of it
+LINE = 64  # bytes of a cache line; records and their parts begin at multiples of it
+MAX_PARTS = 64
 RESTART_BYTES = 1 << 20
 
 # Words (u64) of the control page; each has a line of its own.
@@ -21,12 +24,18 @@ _HEAD, _CLOSED, _SPACE_WANTED = 8, 16, 24
 # Words of a reader's own page.
 _TAIL, _READER_CLOSED = 0, 8
 
-_RECORD = struct.Struct("<IIQ")  # kind, payload bytes, position: the first 16 bytes of a record's first line
+# A record's header: own position u64, bytes of the record u32, kind u16, parts u16, then the bytes of each part u32.
+_HEADERS = [struct.Struct(f"<QIHH{n}I") for n in range(MAX_PARTS + 1)]
+_HEADER_BYTES = [-(-header.size // LINE) * LINE for header in _HEADERS]
 _WRAP = 0  # the kind of the marker that ends a lap; a caller's kinds start at 1
 
 
 class RingClosed(Exception):
     """The other side has closed the ring, or this side has."""
+
+
+class RecordTooLarge(Exception):
+    """A record of more than half the ring: it could wait for room forever."""
 
 
 # Who writes what. A word has one writer, is aligned, and is stored and loaded whole.
@@ -39,21 +48,44 @@ class RingClosed(Exception):
 #   closed          reader's page     reader    it reads no more; the writer gets `RingClosed` in place of a wait
 #   space_wanted    control page      writer    it waits for space: a reader that releases writes `space_fd`
 #
-# Order of writes. Writer: marker (if any) and record, fence, head, wake_fds. Reader: head, fence, record, and, when it
-# is done with the bytes, fence, tail, then a look at space_wanted. So a reader never sees a byte of an unpublished
-# record, a writer never overwrites a byte that a reader still needs, and the death of either leaves no half record.
+# What happens in which order, and who may be where:
 #
-# Records begin at multiples of 64 and never wrap: kind u32, payload bytes u32, own position u64, 48 spare bytes, then
-# the payload. Where a record does not fit before the end of the data, the rest of the lap is a marker (kind 0) and the
-# record begins at 0. The marker's bytes are counted in the positions like a record's, so the slowest reader gates both.
+#   state of a place    writer                              reader                        next
+#   ------------------  ----------------------------------  ----------------------------  -------------------------
+#   free                may write it                        never looks at it             written
+#   written             marker (if any), record; fence      does not see it: past head    published: head stored
+#   published           never touches it; head, wake_fds    head loaded; fence; reads it  on lease
+#   on lease            never touches it                    parts are valid               released: fence, tail stored
+#   released            tails loaded; fence                 looks at space_wanted         free, once all have released
+#
+# So a reader never sees a byte of an unpublished record, a writer never overwrites a byte that a reader still needs,
+# and the death of either leaves no half record. On x86-64 stores become visible in their order and loads are made in
+# theirs, so the four fences are nothing there. ARM may reorder both: there each is a full fence (see memory_order).
+#
+# Records begin at multiples of 64 and never wrap: a header of one line (more for many parts), then each part at a
+# multiple of 64. Where a record does not fit before the end of the data, the rest of the lap is a marker (kind 0) and
+# the record begins at 0. The marker's bytes are counted in the positions like a record's, so the slowest reader gates
+# both.
 #
 # A store (tail, or space_wanted) followed by a load of the other side's word may be reordered even on x86-64. So a
 # wake of the *writer* may be missed, once; whoever waits for space therefore sleeps at most `SPACE_TICK_S` at a time.
-# A wake of a reader cannot be missed: it is written always, after the head.
+# A wake of a reader cannot be missed: it is written always, after the head, by a system call that orders both.
+
+
+def _bytes_of(sizes: Sequence[int]) -> int:
+    """Bytes of a record with parts of these sizes."""
+    num_bytes = _HEADER_BYTES[len(sizes)]
+    for size in sizes:
+        num_bytes += (size + 63) & -64
+    return num_bytes
 
 
 class RingWriter:
-    """The writing end. Not thread-safe."""
+    """The writing end. Not thread-safe.
+
+    Invariant: where head <= _limit, the data from head to _limit is free and in one piece. So most records cost one
+    comparison; `_find_room` moves the limit.
+    """
 
     def __init__(self, handle: RingHandle) -> None:
         self._map = RingMapping(handle, is_writer=True)
@@ -61,38 +93,80 @@ class RingWriter:
         self._wake_fds = [handle.wake_fds[i] for i in range(self._map.num_readers)]
         self._words, self._data, self._capacity = self._map.words, self._map.data, self._map.capacity
         self._fence = make_fence()
-        self._head = self._words[_HEAD]
+        self._head = self._limit = self._words[_HEAD]
         self._tails = [0] * self._map.num_readers
         self._free_until = self._capacity  # the highest head that the tails last seen allow
-        self.max_payload_bytes = self._capacity // 2 - LINE
         self.closed = False
 
-    def try_write(self, kind: int, parts: Sequence[Buffer]) -> bool:
-        """Publishes one record, the parts one after the other. False where the slowest reader leaves no room.
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest single part that goes into a record."""
+        return self._capacity // 2 - LINE
 
-        `parts` are one-dimensional byte buffers of at most `max_payload_bytes` together; they are copied. After a
-        False the readers write `space_fd` as they release. Raises `RingClosed`, `RingCorruptError`.
+    def try_write(self, kind: int, parts: Sequence[Buffer]) -> bool:
+        """Publishes one record. False where the slowest reader leaves no room.
+
+        `parts` are at most `MAX_PARTS` one-dimensional byte buffers; they are copied. After a False the readers write
+        `space_fd` as they release. Raises `RecordTooLarge`, `RingClosed`, `RingCorruptError`.
         """
-        payload = sum(map(len, parts))
-        assert kind > _WRAP
-        assert payload <= self.max_payload_bytes
+        if len(parts) == 1:  # most are: it is worth half of the time
+            (part,) = parts
+            size = len(part)
+            need = LINE + ((size + 63) & -64)
+            start = self._head
+            if start + need > self._limit and (start := self._find_room(need)) < 0:
+                return False
+            data, at = self._data, start % self._capacity
+            _HEADERS[1].pack_into(data, at, start, need, kind, 1, size)
+            at += LINE
+            data[at : at + size] = part
+        else:
+            sizes = list(map(len, parts))
+            need = _bytes_of(sizes)
+            start = self._head
+            if start + need > self._limit and (start := self._find_room(need)) < 0:
+                return False
+            self._copy_many(start, need, kind, parts, sizes)
+        if self._fence:
+            self._fence()
+        self._head = self._words[_HEAD] = start + need
+        for fd in self._wake_fds:
+            signal_event(fd)
+        return True
+
+    def _copy_many(self, start: int, need: int, kind: int, parts: Sequence[Buffer], sizes: list[int]) -> None:
+        data, at, num_parts = self._data, start % self._capacity, len(sizes)
+        _HEADERS[num_parts].pack_into(data, at, start, need, kind, num_parts, *sizes)
+        at += _HEADER_BYTES[num_parts]
+        for part, size in zip(parts, sizes, strict=True):
+            data[at : at + size] = part
+            at += (size + 63) & -64
+
+    def _find_room(self, need: int) -> int:
+        """Where a record of `need` bytes may begin: at the head or at the next lap's beginning; -1 without room.
+
+        A lap's marker is written here and published with the record: readers do not expect a marker alone.
+        """
         if self.closed:
             raise RingClosed
-        need = LINE + (payload + LINE - 1) // LINE * LINE
+        if need > self._capacity // 2:
+            raise RecordTooLarge
         skip = self._lap_rest(need)
-        if not self._make_room(skip + need):
-            return False
-        data, at = self._data, self._head % self._capacity
+        if not self._is_free(self._head + skip + need):
+            return -1
         if skip:
-            _RECORD.pack_into(data, at, _WRAP, skip - LINE, self._head)
-            at = 0
-        _RECORD.pack_into(data, at, kind, payload, self._head + skip)
-        at += LINE
-        for part in parts:
-            data[at : at + len(part)] = part
-            at += len(part)
-        self._publish(self._head + skip + need)
-        return True
+            _HEADERS[0].pack_into(self._data, self._head % self._capacity, self._head, skip, _WRAP, 0)
+            self._limit = 0
+        else:
+            self._limit = self._next_limit(need)
+        return self._head + skip
+
+    def _next_limit(self, need: int) -> int:
+        """How far to go before asking again: for the lap's end, for half the ring, and for a restart at 0."""
+        at = self._head % self._capacity
+        restart = RESTART_BYTES if at < RESTART_BYTES else at + RESTART_BYTES // 16
+        far = min(max(at + need, restart), at + self._capacity // 2, self._capacity)
+        return min(self._free_until, self._head - at + far)
 
     def _lap_rest(self, need: int) -> int:
         """Bytes to leave unused so that a record of `need` bytes begins at 0; 0 where it goes on here.
@@ -106,13 +180,13 @@ class RingWriter:
             return rest
         return 0
 
-    def _make_room(self, num_bytes: int) -> bool:
-        wanted = self._head + num_bytes
-        if wanted <= self._free_until:
+    def _is_free(self, head: int) -> bool:
+        """Whether everything below this head is free; asks the readers to signal where it is not."""
+        if head <= self._free_until:
             return True
         self._words[_SPACE_WANTED] = 1  # before the tails are read
         self._free_until = self._lowest_tail() + self._capacity
-        if wanted > self._free_until:
+        if head > self._free_until:
             if any(ack[_READER_CLOSED] for ack in self._acks):
                 raise RingClosed
             return False
@@ -129,17 +203,10 @@ class RingWriter:
             self._fence()
         return min(self._tails)
 
-    def _publish(self, head: int) -> None:
-        if self._fence:
-            self._fence()
-        self._head = self._words[_HEAD] = head
-        for fd in self._wake_fds:
-            signal_event(fd)
-
-    def has_room(self, payload: int) -> bool:
-        """Whether `try_write` of this many bytes would succeed now; asks the readers to signal where it would not."""
-        need = LINE + (payload + LINE - 1) // LINE * LINE
-        return self._make_room(self._lap_rest(need) + need)
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `try_write` of one part of so many bytes would succeed now; asks the readers to signal if not."""
+        need = _bytes_of([num_bytes])
+        return self._head + need <= self._limit or self._find_room(need) >= 0
 
     def lagging(self) -> list[int]:
         """The readers that have not released everything."""
@@ -151,6 +218,7 @@ class RingWriter:
         if self.closed:
             return
         self.closed = True
+        self._limit = -1  # the next write finds no room, and why
         self._words[_CLOSED] = 1
         for fd in self._wake_fds:
             signal_event(fd)
@@ -167,37 +235,62 @@ class RingReader:
         self._space_fd = handle.space_fd
         self._fence = make_fence()
         self._position = self._ack[_TAIL]
-        self._end: int | None = None  # of the record that is on lease
+        self._end = 0  # of the record that is on lease, else 0
         self.closed = False
 
-    def try_read(self) -> tuple[int, memoryview] | None:
-        """The next record's kind and payload, or None where there is none.
+    def has_record(self) -> bool:
+        """Whether `try_read` would give something, be it `RingClosed`."""
+        return self.closed or self._words[_HEAD] != self._position or self._words[_CLOSED] != 0
 
-        The payload is read-only shared memory and holds until `release`, which must come before the next read.
+    def spin(self, until: float) -> bool:
+        """Looks again and again, yielding the core each time, until a record is there; False at `until` (monotonic)."""
+        words, position, now, let_others_run = self._words, self._position, time.monotonic, os.sched_yield
+        while words[_HEAD] == position:
+            if now() >= until:
+                return False
+            let_others_run()
+        return True
+
+    def try_read(self) -> tuple[int, list[memoryview]] | None:
+        """The next record's kind and parts, or None where there is none.
+
+        The parts are read-only shared memory and hold until `release`, which must come before the next read.
         Raises `RingClosed` after the last record of a closed ring, `RingCorruptError` for what cannot be.
         """
-        assert self._end is None, "the record before was not released"
+        assert not self._end, "the record before was not released"
         if self.closed:
             raise RingClosed
-        head = self._words[_HEAD]
-        if head == self._position:
+        position, head = self._position, self._words[_HEAD]
+        if head == position:
             self._raise_if_finished()
             return None
         if self._fence:
             self._fence()
-        if not self._position < head <= self._position + self._capacity:
-            raise RingCorruptError(f"the ring's head is {head}, this reader is at {self._position}")
-        kind, payload, end = self._record(head)
+        if not position < head <= position + self._capacity:
+            raise RingCorruptError(f"the ring's head is {head}, this reader is at {position}")
+        # A header is a line or more: the first length can be read before it is known how many there are.
+        data, at = self._data, position % self._capacity
+        own, num_bytes, kind, num_parts, size = _HEADERS[1].unpack_from(data, at)
+        if own != position or not LINE <= num_bytes <= head - position or at + num_bytes > self._capacity:
+            raise RingCorruptError(f"record at {position} says {own}, {num_bytes} bytes; head is {head}")
+        if num_parts == 1 and num_bytes == LINE + ((size + 63) & -64):  # most are
+            self._end = position + num_bytes
+            return kind, [data[at + LINE : at + LINE + size]]
         if kind == _WRAP:
-            if end % self._capacity:
-                raise RingCorruptError(f"a marker at {self._position} ends before its lap, at {end}")
-            self._position = end
-            kind, payload, end = self._record(head)
-        start = self._position % self._capacity + LINE
-        if kind == _WRAP or start + payload > self._capacity:
-            raise RingCorruptError(f"record at {self._position}: kind {kind}, {payload} bytes cannot be")
-        self._end = end
-        return kind, self._data[start : start + payload]
+            return self._read_next_lap(position + num_bytes)
+        parts = self._many_parts(at, num_bytes, num_parts)
+        self._end = position + num_bytes
+        return kind, parts
+
+    def _read_next_lap(self, position: int) -> tuple[int, list[memoryview]]:
+        """The record after a marker that ends at `position`."""
+        if position % self._capacity or self._position % self._capacity == 0:
+            raise RingCorruptError(f"a marker at {self._position} ends at {position}, which begins no lap")
+        self._position = position
+        record = self.try_read()
+        if record is None:
+            raise RingCorruptError(f"a marker before {position} without a record after it")
+        return record
 
     def _raise_if_finished(self) -> None:
         if self._words[_CLOSED]:
@@ -207,23 +300,28 @@ class RingReader:
             if self._words[_HEAD] == self._position:
                 raise RingClosed
 
-    def _record(self, head: int) -> tuple[int, int, int]:
-        """Kind, payload bytes and end of the record at this position."""
-        kind, payload, position = _RECORD.unpack_from(self._data, self._position % self._capacity)
-        end = self._position + LINE + (payload + LINE - 1) // LINE * LINE
-        if position != self._position or end > head:
-            raise RingCorruptError(f"record at {self._position} says {position}, {payload} bytes; head is {head}")
-        return kind, payload, end
+    def _many_parts(self, at: int, num_bytes: int, num_parts: int) -> list[memoryview]:
+        """The parts of the record at this place, which has not exactly one. Every length is checked."""
+        if num_parts > MAX_PARTS or num_bytes < _HEADERS[num_parts].size:
+            raise RingCorruptError(f"a record of {num_bytes} bytes cannot have {num_parts} parts")
+        place = at + _HEADER_BYTES[num_parts]
+        parts = []
+        for size in _HEADERS[num_parts].unpack_from(self._data, at)[4:]:
+            parts.append(self._data[place : place + size])
+            place += (size + 63) & -64
+        if place != at + num_bytes:
+            raise RingCorruptError(f"{num_parts} parts do not make a record of {num_bytes} bytes")
+        return parts
 
     def release(self) -> None:
         """Gives the bytes of the last record back to the writer."""
-        assert self._end is not None, "no record is on lease"
+        assert self._end, "no record is on lease"
         if self.closed:
             return
         if self._fence:
             self._fence()
         self._position = self._ack[_TAIL] = self._end
-        self._end = None
+        self._end = 0
         if self._words[_SPACE_WANTED]:
             signal_event(self._space_fd)
 

@@ -2,6 +2,8 @@
 
 It is a memfd, so nobody else can open it and nothing is left behind when every process is killed. It is allocated in
 full at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size.
+Where the kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm that loses its name as
+soon as it is open. Such a file cannot be sealed; all else is the same.
 """
 
 from __future__ import annotations
@@ -10,15 +12,27 @@ import fcntl
 import mmap
 import os
 import struct
+import tempfile
 from dataclasses import dataclass
 
 from ringcore.errors import CapacityError, RingcoreError
 
-__all__ = ["PAGE", "RingCorruptError", "RingHandle", "RingMapping", "create_ring", "make_memfd"]
+__all__ = [
+    "PAGE",
+    "RingCorruptError",
+    "RingHandle",
+    "RingMapping",
+    "create_ring",
+    "is_sealed",
+    "seal",
+    "shared_memory",
+    "unnamed_file",
+]
 
 PAGE = mmap.PAGESIZE
 MAGIC, VERSION = 0x52494E47434F5245, 1
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FALLBACK_DIRECTORY = "/dev/shm"
 
 # Words (u64) of the control page that never change; ring_buffer has the others.
 W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
@@ -46,9 +60,43 @@ class RingHandle:
             os.close(fd)
 
 
-def make_memfd(name: str, num_bytes: int) -> int:
-    """A memfd of this size whose pages exist. The name is for /proc alone. Raises `CapacityError`."""
-    fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _has_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("ringcore-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+HAS_MEMFD = _has_memfd()
+
+
+def unnamed_file(name: str) -> int:
+    """A descriptor of an empty file in memory that only its holders and heirs reach. The name is for /proc alone."""
+    if HAS_MEMFD:
+        fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o600)
+        return fd
+    directory = FALLBACK_DIRECTORY if os.path.isdir(FALLBACK_DIRECTORY) else None
+    fd, path = tempfile.mkstemp(prefix=f"ringcore-{name}-", dir=directory)  # mode 0600, close-on-exec
+    os.unlink(path)
+    return fd
+
+
+def seal(fd: int, seals: int) -> None:
+    """Forbids what `seals` say, for every holder and for ever, where the memory can be sealed."""
+    if HAS_MEMFD:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def is_sealed(fd: int, seals: int) -> bool:
+    """Whether `seal` was called with these, as far as it can be known."""
+    return not HAS_MEMFD or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+
+
+def shared_memory(name: str, num_bytes: int) -> int:
+    """An unnamed file of this size whose pages exist. Raises `CapacityError`."""
+    fd = unnamed_file(name)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
@@ -68,12 +116,12 @@ def create_ring(capacity: int, num_readers: int) -> RingHandle:
     assert num_readers > 0
     fds: list[int] = []
     try:
-        fds.append(make_memfd("ring", PAGE + capacity))
-        fds.append(make_memfd("acks", PAGE * num_readers))
+        fds.append(shared_memory("ring", PAGE + capacity))
+        fds.append(shared_memory("acks", PAGE * num_readers))
         with mmap.mmap(fds[0], PAGE) as page:
             struct.pack_into("<4Q", page, 0, MAGIC, VERSION, capacity, num_readers)
         for fd in fds:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            seal(fd, SEALS)
         fds.extend(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1 + num_readers))
     except BaseException:
         for fd in fds:
@@ -87,7 +135,7 @@ class RingMapping:
     """A ring's memory in this process; the data is writable for the writer alone."""
 
     def __init__(self, handle: RingHandle, is_writer: bool) -> None:
-        if not fcntl.fcntl(handle.memory_fd, fcntl.F_GET_SEALS) & SEALS == SEALS:
+        if not is_sealed(handle.memory_fd, SEALS):
             raise RingCorruptError("the ring's memory is not sealed against a change of its size")
         size = os.fstat(handle.memory_fd).st_size
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writer else 0)

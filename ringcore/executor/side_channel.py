@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from ringcore.executor.ring_buffer import Buffer
-from ringcore.executor.ring_memory import RingCorruptError, make_memfd
+from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
 
 __all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
 
@@ -55,11 +55,11 @@ class SideSender:
             return None
         self._num_transfers += 1
         stub = _STUB.pack(self._num_transfers, size)
-        fd = make_memfd("message", size)
+        fd = shared_memory("message", size)
         try:
             for buffer in buffers:
                 _write_all(fd, buffer)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            seal(fd, _SEALS)
             for s in self._sockets:
                 socket.send_fds(s, [stub], [fd], socket.MSG_NOSIGNAL)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
@@ -103,8 +103,7 @@ class SideReceiver:
                     continue  # of a transfer that was given up
                 if found > number:
                     raise RingCorruptError(f"message {found} came where {number} was announced")
-                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-                if not sealed or os.fstat(fd).st_size != size:
+                if not is_sealed(fd, _SEALS) or os.fstat(fd).st_size != size:
                     raise RingCorruptError(f"the memory of message {number} is not {size} sealed bytes")
                 return mmap.mmap(fd, size, prot=mmap.PROT_READ)
             finally:

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.executor import message_queue, side_channel
+from ringcore.executor import message_queue, ring_memory, side_channel
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE, RingCorruptError
 from ringcore.executor.waiting import DeadlinePassed, PeerDied
 
 CAPACITY = 16 * PAGE
+
+
+@pytest.fixture(params=["memfd", "named"], autouse=True)
+def memory(request, monkeypatch):
+    """Every test with the kernel's unnamed memory, and with files that lose their name, where there is none."""
+    if request.param == "named":
+        monkeypatch.setattr(ring_memory, "HAS_MEMFD", False)
+    return request.param
 
 
 class Queue:
@@ -100,7 +108,7 @@ def test_what_was_received_never_changes(queue, size):
 
 
 def test_parts_end_with_the_lease_and_are_aligned(queue):
-    assert queue.writer.try_send([b"a" * 3, np.arange(5.0), bytearray(b"c")])
+    assert queue.writer.try_send([b"a" * 3, memoryview(np.arange(5.0)).cast("B"), bytearray(b"c")])
     with queue.readers[0].try_receive() as parts:
         view = parts[1]
         array = np.frombuffer(view, dtype=np.float64)
@@ -168,16 +176,16 @@ def test_a_stub_without_its_descriptor_is_corrupt(queue):
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
-        b"\x01",
         struct.pack("<I", 3),
         struct.pack("<I", 1 << 31),
-        struct.pack("<II", 1, 1),
+        struct.pack("<II", 1, 1 << 20),
         struct.pack("<III", 2, 0, 1 << 31),
     ],
 )
 def test_a_message_whose_lengths_cannot_be_is_corrupt(queue, payload):
-    queue.writer._ring.try_write(message_queue._INLINE, [payload])
+    queue.writer._aside.try_send([payload, bytes(8)], len(payload) + 8)
+    stub = struct.pack("<QQ", 1, len(payload) + 8)
+    queue.writer._ring.try_write(message_queue._SIDE, [stub])
     with pytest.raises(RingCorruptError):
         queue.receive(0)
 

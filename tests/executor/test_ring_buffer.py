@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import os
 import random
+from array import array
 
 import pytest
 
-from ringcore.executor.ring_buffer import LINE, RESTART_BYTES, RingClosed, RingReader, RingWriter
+from ringcore.executor import ring_memory
+from ringcore.executor.ring_buffer import (
+    LINE,
+    MAX_PARTS,
+    RESTART_BYTES,
+    RecordTooLarge,
+    RingClosed,
+    RingReader,
+    RingWriter,
+)
 from ringcore.executor.ring_memory import PAGE, RingCorruptError, create_ring
 
 CAPACITY = 4 * PAGE
 KIND = 1
+
+
+@pytest.fixture(params=["memfd", "named"], autouse=True)
+def memory(request, monkeypatch):
+    """Every test with the kernel's unnamed memory, and with files that lose their name, where there is none."""
+    if request.param == "named":
+        monkeypatch.setattr(ring_memory, "HAS_MEMFD", False)
+    return request.param
 
 
 class Ring:
@@ -24,7 +42,7 @@ class Ring:
         record = self.readers[index].try_read()
         if record is None:
             return None
-        payload = bytes(record[1])
+        payload = b"".join(record[1])
         self.readers[index].release()
         return payload
 
@@ -49,7 +67,39 @@ def three():
     ring.close()
 
 
-HALF = CAPACITY // 2 - LINE  # the largest payload
+HALF = CAPACITY // 2 - LINE  # the largest part
+
+
+def test_parts_stay_apart_and_are_aligned(ring):
+    for num_parts in (0, 1, 2, 3, 4, 12, 13, 29, MAX_PARTS):
+        parts = [bytes([i]) * (i * 7 % 90) for i in range(num_parts)]
+        assert ring.writer.try_write(KIND, parts)
+        _, received = ring.readers[0].try_read()
+        assert [bytes(part) for part in received] == parts
+        ring.readers[0].release()
+
+
+@pytest.mark.parametrize("num_bytes", [HALF + 1, CAPACITY, 4 * CAPACITY])
+def test_a_record_above_half_the_ring_is_refused_at_once(ring, num_bytes):
+    for before in (0, 3000, HALF):
+        assert ring.writer.try_write(KIND, [bytes(before)])
+        with pytest.raises(RecordTooLarge):
+            ring.writer.try_write(KIND, [bytes(num_bytes)])
+        assert ring.read() == bytes(before)
+
+
+def test_a_part_that_is_no_byte_buffer_leaves_the_ring_as_it_was(ring):
+    """Also where its record would have begun a new lap: the marker is published with a record or not at all."""
+    for num_before in range(20):
+        for _ in range(num_before):
+            assert ring.writer.try_write(KIND, [bytes(900)])
+            ring.read()
+        with pytest.raises((ValueError, TypeError)):
+            ring.writer.try_write(KIND, [memoryview(array("d", range(900)))])
+        assert ring.read() is None
+        assert ring.writer.lagging() == []
+        assert ring.writer.try_write(KIND, [bytes(HALF)])
+        assert ring.read() == bytes(HALF)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, HALF - 1, HALF])
@@ -57,7 +107,7 @@ def test_a_record_of_any_size_again_and_again(ring, size):
     assert ring.writer.max_payload_bytes == HALF
     for _ in range(50):
         data = os.urandom(size)
-        assert ring.writer.try_write(KIND, [data[: size // 3], data[size // 3 :]])
+        assert ring.writer.try_write(KIND, [data])
         assert ring.read() == data
         assert ring.read() is None
 
@@ -104,7 +154,7 @@ def test_the_slowest_reader_gates(three):
 
 def test_a_record_on_lease_is_never_overwritten(ring):
     assert ring.writer.try_write(KIND, [b"A" * HALF])
-    _, payload = ring.readers[0].try_read()
+    _, [payload] = ring.readers[0].try_read()
     num_written = 0
     while ring.writer.try_write(KIND, [b"B" * 1000]):
         num_written += 1
@@ -153,7 +203,7 @@ def test_kinds_arrive(ring):
 
 def test_the_payload_is_read_only(ring):
     assert ring.writer.try_write(KIND, [b"x"])
-    _, payload = ring.readers[0].try_read()
+    _, [payload] = ring.readers[0].try_read()
     assert payload.readonly
 
 
@@ -194,10 +244,16 @@ def test_every_record_wakes_its_readers(three):
 @pytest.mark.parametrize(
     ("offset", "value"),
     [
-        (PAGE + 4, 1 << 31),  # the record's length
-        (PAGE + 4, CAPACITY),
-        (PAGE + 8, 64),  # its position
-        (PAGE, 0),  # its kind: a marker in the middle of a lap
+        (PAGE, 64),  # the record's position
+        (PAGE + 8, 1 << 31),  # its length
+        (PAGE + 8, CAPACITY),
+        (PAGE + 8, 0),
+        (PAGE + 12, 0),  # its kind: a marker in the middle of a lap
+        (PAGE + 12, KIND | (MAX_PARTS + 1) << 16),  # its number of parts
+        (PAGE + 12, KIND | MAX_PARTS << 16),
+        (PAGE + 12, KIND),
+        (PAGE + 16, 65),  # the length of its part
+        (PAGE + 16, 1 << 31),
         (64, 2 * CAPACITY),  # the head
         (64, 1),
     ],
@@ -217,6 +273,13 @@ def test_a_reader_cannot_release_what_was_never_written(ring, tail):
         ring.writer.lagging()
 
 
+def test_the_memory_is_the_owners_alone_and_has_no_name(ring):
+    for fd in (ring.handle.memory_fd, ring.handle.acks_fd):
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        assert os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")
+        assert not os.get_inheritable(fd)
+
+
 @pytest.mark.parametrize("offset", [0, 8, 16])
 def test_memory_that_is_no_ring_is_refused(offset):
     handle = create_ring(PAGE, 1)
@@ -226,7 +289,9 @@ def test_memory_that_is_no_ring_is_refused(offset):
     handle.close()
 
 
-def test_the_memory_cannot_change_its_size(ring):
+def test_the_memory_cannot_change_its_size(ring, memory):
+    if memory == "named":
+        pytest.skip("a plain file cannot be sealed")
     for size in (0, 100 * PAGE):
         with pytest.raises(PermissionError):
             os.ftruncate(ring.handle.memory_fd, size)
