@@ -7,6 +7,7 @@
     ├── ModelLoadError                         the checkpoint cannot be read or does not fit the model
     ├── CapacityError                          too little memory; carries what would fit
     ├── EngineDeadError                        a process of the engine ended; every later call raises it again
+    │   └── WorkerDiedError                    a worker ended under this call; the engine starts new ones
     ├── WorkerError                            a worker method raised; rank, type, message, remote traceback
     ├── RpcTimeoutError        (TimeoutError)  the deadline passed; method and missing ranks
     └── SleepingError                          the call needs memory that sleep gave back
@@ -31,6 +32,7 @@ __all__ = [
     "RpcTimeoutError",
     "SleepingError",
     "UnknownOptionError",
+    "WorkerDiedError",
     "WorkerError",
     "error_from_wire",
     "error_to_wire",
@@ -51,6 +53,14 @@ class RingcoreError(Exception):
     @property
     def message(self) -> str:
         return str(self.args[0])
+
+    @property
+    def failures(self) -> dict[int, RingcoreError]:
+        """What each rank raised, by rank, where a call failed on workers; empty for any other error.
+
+        Out of `details["failures"]`, a list of wire forms, each with its `rank`.
+        """
+        return {wire["rank"]: error_from_wire(wire) for wire in self.details.get("failures", [])}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.details))
@@ -84,8 +94,27 @@ class EngineDeadError(RingcoreError):
     """A process of the engine ended. Details: `process`, `rank`, `exit_code`, `signal`, `last_log` (list of lines)."""
 
 
+class WorkerDiedError(EngineDeadError):
+    """A worker ended under this call, and the engine replaces it: later calls are served. Details as its base's."""
+
+
+class RemoteTraceback(Exception):
+    """The cause of a `WorkerError`: the traceback in the worker, as text."""
+
+    def __str__(self) -> str:
+        return f"in the worker:\n{self.args[0]}"
+
+
 class WorkerError(RingcoreError):
-    """A method raised in a worker. Details: `rank`, `error_type`, `error_message`, `traceback`, `method`."""
+    """A method raised in a worker. Details: `rank`, `error_type`, `error_message`, `traceback`, `method`.
+
+    Its cause shows the traceback in the worker.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message, **details)
+        if details.get("traceback"):
+            self.__cause__ = RemoteTraceback(details["traceback"])
 
 
 class RpcTimeoutError(RingcoreError, TimeoutError):
@@ -105,6 +134,7 @@ _WIRE_TYPES: dict[str, type[RingcoreError]] = {
         ModelLoadError,
         CapacityError,
         EngineDeadError,
+        WorkerDiedError,
         WorkerError,
         RpcTimeoutError,
         SleepingError,

@@ -1,13 +1,22 @@
-"""Values and errors of a call as bytes. What arrives is builtin: dict, list, str, bytes, int, float, bool, None.
+"""Values and errors of a call as bytes. What arrives is plain data: dict, list, str, bytes, int, float, bool, None,
+numpy arrays, and `HostTensor` for tensors of torch.
 
-Nothing here can run code: a peer that sends other bytes than ours gets a typed error, and no more.
+A value is a list of buffers: a body of msgpack, then the bytes of its large arrays, which are not copied on the way
+out. In the body an array is an extension:
+
+    code 1 (numpy) or 2 (torch), data: msgpack of (dtype, shape, the bytes | the number of its buffer)
+
+Buffers are numbered from 0 in the order in which the body names them, each once.
+
+Nothing here can run code: a peer that sends other bytes than ours gets a `msgspec.DecodeError`, and no more; nothing is
+allocated for an array before its bytes are seen to be there.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -15,61 +24,182 @@ import msgspec
 import numpy as np
 
 from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError, error_from_wire, error_to_wire
+from ringcore.executor.array_bytes import bytes_of_array, bytes_of_tensor, torch_name
+from ringcore.executor.callables import callable_name, pack_callable
+from ringcore.executor.ring_buffer import Buffer
+from ringcore.host_tensor import HostTensor
 from ringcore.protocol import WireError
 
-__all__ = ["decode_error", "decode_value", "encode_error", "encode_request", "encode_value", "portable_error"]
+__all__ = [
+    "MAX_BUFFERS",
+    "OUT_OF_BAND_BYTES",
+    "Buffer",
+    "decode_error",
+    "decode_request",
+    "decode_value",
+    "encode_error",
+    "encode_request",
+    "encode_value",
+    "portable_error",
+]
 
+OUT_OF_BAND_BYTES = 4096  # an array of at least as many has a buffer of its own
+MAX_BUFFERS = 32  # of one value; further arrays are in the body
 MAX_TRACEBACK_CHARS = 16 << 10
 MAX_MESSAGE_CHARS = 4 << 10
 
+_ARRAY, _TENSOR = 1, 2  # extension codes
 
-def _encode_extra(value: Any) -> Any:
-    """What msgpack has no word for, as builtins. numpy arrays and torch tensors become nested lists."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
+
+# ---------------------------------------------------------------------------------------------------------------
+# Values out.
+
+
+def encode_value(value: Any) -> list[Buffer]:
+    """A value as buffers, each one-dimensional, of bytes: the body, then those of large arrays, `MAX_BUFFERS` at most.
+
+    Takes builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
+    Python's), dtypes, devices and paths (as text), numpy arrays of numbers, dense torch tensors on any device. The
+    buffers of arrays are views: send or copy them before the value changes. Raises what says why it cannot be sent:
+    TypeError, OverflowError, ...
+    """
+    return _Outgoing().encode(value)
+
+
+class _Outgoing:
+    """One value on its way out."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Buffer] = []
+
+    def encode(self, value: Any) -> list[Buffer]:
+        body = msgspec.msgpack.Encoder(enc_hook=self._encode_extra).encode(value)
+        return [body, *self._buffers]
+
+    def _encode_extra(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._extension(_ARRAY, value.dtype.name, value.shape, bytes_of_array(value))
+        if isinstance(value, HostTensor):
+            return self._extension(_TENSOR, value.dtype, value.shape, value.data)
+        torch = sys.modules.get("torch")  # who never loaded it has no tensor to send
+        if torch is not None and isinstance(value, torch.Tensor):
+            data = bytes_of_tensor(value, torch)  # before the shape, which not every tensor has
+            return self._extension(_TENSOR, torch_name(value.dtype), tuple(value.shape), data)
+        return _encode_plain(value)
+
+    def _extension(self, code: int, dtype: str, shape: tuple[int, ...], data: memoryview) -> msgspec.msgpack.Ext:
+        payload: int | memoryview = data
+        if len(data) >= OUT_OF_BAND_BYTES and len(self._buffers) < MAX_BUFFERS:
+            payload = len(self._buffers)
+            self._buffers.append(data)
+        return msgspec.msgpack.Ext(code, _array_encoder.encode((dtype, shape, payload)))
+
+
+def _encode_plain(value: Any) -> Any:
+    """What msgpack has no word for and is no array, as builtins."""
+    if isinstance(value, np.longdouble):  # whose item() is itself
+        return float(value)
+    if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
         return value.item()
     if isinstance(value, np.dtype | PurePath):
         return str(value)
-    torch = sys.modules.get("torch")  # who never loaded it has no tensor to send
-    if torch is not None:
-        if isinstance(value, torch.Tensor):
-            return value.detach().cpu().tolist()
-        if isinstance(value, torch.dtype | torch.device):
-            return str(value).removeprefix("torch.")
-        if isinstance(value, torch.Size):
-            return list(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype | torch.device):
+        return torch_name(value)
+    if isinstance(value, complex | np.complexfloating):
+        raise TypeError("cannot send a complex number by itself; send numpy.array(number)")
     raise TypeError(f"cannot send a {type(value).__module__}.{type(value).__qualname__} to another process")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_extra)
-_decoder = msgspec.msgpack.Decoder()
-_error_decoder = msgspec.msgpack.Decoder(WireError)
+# ---------------------------------------------------------------------------------------------------------------
+# Values in.
 
 
-def encode_value(value: Any) -> bytes:
-    """A value as msgpack: builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy
-    scalars, arrays and dtypes, torch tensors. Raises what says why it cannot be sent: TypeError, OverflowError, ..."""
-    return _encoder.encode(value)
+def decode_value(parts: Sequence[Buffer]) -> Any:
+    """The value of `encode_value`, which owns what it holds. Raises `msgspec.DecodeError`."""
+    if not parts:
+        raise msgspec.DecodeError("a value has no body")
+    incoming = _Incoming(parts[1:])
+    value = _decoded(msgspec.msgpack.Decoder(ext_hook=incoming.extension), parts[0])
+    incoming.check_all_taken()
+    return value
 
 
-def decode_value(data: bytes | memoryview) -> Any:
-    """The value of `encode_value`. Raises `msgspec.DecodeError`."""
-    return _decoder.decode(data)
-
-
-def encode_request(method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """A call as its workers get it. Raises `InvalidRequestError` for arguments that cannot be sent."""
-    if not isinstance(method, str):
-        raise InvalidRequestError(f"method={method!r}: give a name", field="method", value=repr(method))
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: Buffer) -> Any:
     try:
-        return encode_value((method, list(args), dict(kwargs or {})))
+        return decoder.decode(body)
+    except msgspec.DecodeError:
+        raise
+    except (RecursionError, ValueError, TypeError) as error:  # too deep, no UTF-8, a map's key that is no key
+        raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from error
+
+
+class _Incoming:
+    """One value on its way in."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self._num_taken = 0
+
+    def extension(self, code: int, data: memoryview) -> Any:
+        if code not in (_ARRAY, _TENSOR):
+            raise msgspec.DecodeError(f"an extension of code {code} is neither array nor tensor")
+        dtype, shape, payload = _decoded(_array_decoder, data)
+        try:
+            tensor = HostTensor(dtype, shape, self._take(payload) if isinstance(payload, int) else payload)
+            return tensor if code == _TENSOR else tensor.numpy()
+        except (ValueError, TypeError) as error:
+            raise msgspec.DecodeError(f"an array is malformed: {error}") from error
+
+    def _take(self, index: int) -> Buffer:
+        if index != self._num_taken or index >= len(self._buffers):
+            raise ValueError(f"buffer {index} is named where {self._num_taken} of {len(self._buffers)} are taken")
+        self._num_taken += 1
+        return self._buffers[index]
+
+    def check_all_taken(self) -> None:
+        if self._num_taken != len(self._buffers):
+            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body names {self._num_taken}")
+
+
+_array_encoder = msgspec.msgpack.Encoder()
+_array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memoryview])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Requests.
+
+
+def encode_request(
+    method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[Buffer]:
+    """A call as its workers get it. Raises `InvalidRequestError` for a method or arguments that cannot be sent."""
+    packed = method if isinstance(method, str) else pack_callable(method)
+    name = method if isinstance(method, str) else callable_name(method)
+    try:
+        return encode_value((packed, list(args), dict(kwargs or {})))
     except Exception as error:  # whatever an argument's own code raises
         raise InvalidRequestError(
-            f"the arguments of {method!r} cannot be sent: {error}; give builtin values, dataclasses, Structs or arrays",
+            f"the arguments of {name!r} cannot be sent: {error}; give builtin values, dataclasses, Structs, arrays or "
+            f"tensors",
             field="args",
-            value=repr(method),
+            value=repr(name),
         ) from error
+
+
+def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
+    """Method, positional and keyword arguments of `encode_request`; the method is bytes where it was a callable.
+
+    Raises `msgspec.DecodeError`.
+    """
+    match decode_value(parts):
+        case [str() | bytes() as method, list(args), dict(kwargs)] if all(isinstance(key, str) for key in kwargs):
+            return method, args, kwargs
+    raise msgspec.DecodeError("a request is a method, its arguments and its keyword arguments")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Errors.
 
 
 def portable_error(error: BaseException, rank: int, method: str) -> RingcoreError:
@@ -102,20 +232,25 @@ def encode_error(error: BaseException, rank: int, method: str) -> bytes:
     """An error that a method raised, for `decode_error`. Never raises: what cannot be sent of it is sent as text."""
     ours = portable_error(error, rank, method)
     try:
-        return encode_value(error_to_wire(ours))
+        return _error_encoder.encode(error_to_wire(ours))
     except Exception:
         details = {_sendable(str(key)): _sendable(repr(value)) for key, value in ours.details.items()}
-        return encode_value({"type": type(ours).__name__, "message": _text_of(ours), "details": details})
+        return _error_encoder.encode({"type": type(ours).__name__, "message": _text_of(ours), "details": details})
 
 
-def decode_error(data: bytes | memoryview, rank: int, method: str) -> RingcoreError:
+def decode_error(data: Buffer, rank: int, method: str) -> RingcoreError:
     """The error of `encode_error`, with a note that says where it comes from. Raises `msgspec.DecodeError`."""
-    wire: Mapping[str, Any] = msgspec.structs.asdict(_error_decoder.decode(data))
-    error = error_from_wire(wire)
+    wire: Mapping[str, Any] = msgspec.structs.asdict(_decoded(_error_decoder, data))
+    try:
+        error = error_from_wire(wire)
+    except TypeError as odd:  # details that are no keyword arguments
+        raise msgspec.DecodeError(f"an error is malformed: {odd}") from odd
     error.add_note(f"raised by {method!r} in worker {rank}")
-    if "traceback" in error.details:
-        error.add_note(f"remote {error.details['traceback']}")
     return error
+
+
+_error_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_plain)
+_error_decoder = msgspec.msgpack.Decoder(WireError)
 
 
 def _text_of(error: BaseException) -> str:

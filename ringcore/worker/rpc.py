@@ -1,34 +1,53 @@
 """The methods of a worker that can be called from outside it, and how a call reaches one.
 
-A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations.
+A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations. This
+module loads no torch, since whoever has no device may still want to know what can be called.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 import numpy as np
 
 from ringcore.errors import InvalidRequestError
+from ringcore.host_tensor import to_torch
 
-__all__ = ["call_rpc", "find_rpc", "rpc", "rpc_names"]
+__all__ = ["call_rpc", "find_rpc", "read_only_names", "rpc", "rpc_names"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_MARK = "__ringcore_rpc__"
+_IS_READ_ONLY = "__ringcore_rpc_is_read_only__"  # a declared function has this attribute
 
 
-def rpc(method: _Method) -> _Method:
-    """Declares that a worker's method may be called by name. Raises TypeError for anything but a public function."""
-    if not inspect.isfunction(method) or method.__name__.startswith("_"):
-        raise TypeError(f"@rpc declares a public method, not {method!r}; put it below other decorators")
-    vars(method)[_MARK] = True
-    return method
+@overload
+def rpc(method: _Method) -> _Method: ...
+
+
+@overload
+def rpc(*, read_only: bool = False) -> Callable[[_Method], _Method]: ...
+
+
+def rpc(method: Any = None, *, read_only: bool = False) -> Any:
+    """Declares that a worker's method may be called by name: `@rpc`, or `@rpc(read_only=True)`.
+
+    A read-only method touches nothing that a step changes: another thread of the worker may execute it while a step
+    runs. Raises TypeError for anything but a public function.
+    """
+
+    def declare(function: _Method) -> _Method:
+        if not inspect.isfunction(function) or function.__name__.startswith("_"):
+            raise TypeError(f"@rpc declares a public method, not {function!r}; put it below other decorators")
+        vars(function)[_IS_READ_ONLY] = read_only
+        return function
+
+    return declare if method is None else declare(method)
 
 
 def rpc_names(worker: object) -> list[str]:
@@ -37,12 +56,17 @@ def rpc_names(worker: object) -> list[str]:
     return sorted(name for name in names if _declared(worker, name))
 
 
+def read_only_names(worker: object) -> list[str]:
+    """Those of `rpc_names` that are declared read-only, sorted."""
+    return [name for name in rpc_names(worker) if vars(_declared(worker, name))[_IS_READ_ONLY]]
+
+
 def _declared(worker: object, name: str) -> Callable[..., Any] | None:
     """The declared function of this name. The first class in the resolution order that has the name decides."""
     for cls in type(worker).__mro__:
         if name in vars(cls):
             found = vars(cls)[name]
-            return found if inspect.isfunction(found) and _MARK in vars(found) else None
+            return found if inspect.isfunction(found) and _IS_READ_ONLY in vars(found) else None
     return None
 
 
@@ -62,16 +86,18 @@ def find_rpc(worker: object, method: str) -> Callable[..., Any]:
 
 
 def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Calls a declared method with arguments given as builtins.
+    """Calls a declared method with arguments as they come off the wire: builtins, numpy arrays, `HostTensor`.
 
-    Each argument is converted to its annotation (msgspec, strict; a list or the bytes of int32 become a numpy array);
-    one without an annotation, or of `object`, is passed as it is. Raises `InvalidRequestError` for an unknown method
-    and for arguments that do not fit, before the method runs; then whatever the method raises.
+    Every `HostTensor` becomes a torch tensor. Then each argument is converted to its annotation (msgspec, strict). For
+    `np.ndarray`, an array is passed as it is, and made of a tensor, a list or the bytes of int32; for `torch.Tensor`,
+    a tensor is passed as it is, and made of an array. An argument without an annotation, or of `object`, is passed as
+    it is. Raises `InvalidRequestError` for an unknown method and for arguments that do not fit, before the method runs;
+    then whatever the method raises.
     """
     bound_method = find_rpc(worker, method)
     signature = inspect.signature(bound_method)
     try:
-        bound = signature.bind(*args, **(kwargs or {}))
+        bound = signature.bind(*to_torch(list(args)), **to_torch(dict(kwargs or {})))
     except TypeError as error:
         raise InvalidRequestError(
             f"wrong arguments for {method}{signature}: {error}", field="args", value=method
@@ -117,10 +143,21 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         raise InvalidRequestError(f"{where}={shown}: {error}", field=where, value=shown) from error
 
 
-def _convert_extra(kind: type, value: Any) -> Any:
-    """numpy arrays, as `ringcore.protocol` has them: integers are int32."""
-    if kind is not np.ndarray:
-        raise TypeError(f"{kind.__qualname__} cannot be sent to a worker; it has {type(value).__name__}")
+def _convert_extra(kind: Any, value: Any) -> Any:
+    """What msgspec knows nothing of: arrays and tensors."""
+    wanted = typing.get_origin(kind) or kind
+    if isinstance(value, wanted):
+        return value
+    torch = sys.modules.get("torch")  # who never loaded it has neither a tensor nor a wish for one
+    if wanted is np.ndarray:
+        return value.numpy() if torch is not None and isinstance(value, torch.Tensor) else _array_of(value)
+    if torch is not None and wanted is torch.Tensor and isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    raise TypeError(f"expected {wanted.__qualname__}, got {type(value).__name__}")
+
+
+def _array_of(value: Any) -> np.ndarray:
+    """A numpy array of plain data, as `ringcore.protocol` has them: integers are int32."""
     if isinstance(value, bytes):
         return np.frombuffer(value, dtype=np.int32)
     array = np.asarray(value)

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from ringcore.errors import InvalidRequestError
+from ringcore.host_tensor import HostTensor
 from ringcore.protocol import SchedulerOutput, decoder, encoder, int_array
 from ringcore.worker import rpc
-from ringcore.worker.rpc import call_rpc, find_rpc, rpc_names
+from ringcore.worker.rpc import call_rpc, find_rpc, read_only_names, rpc_names
 
 if TYPE_CHECKING:
     from nowhere import Imaginary
@@ -52,6 +57,22 @@ class Base:
         return values
 
     @rpc
+    def doubles(self, values: npt.NDArray[np.float64]) -> Any:
+        return values
+
+    @rpc
+    def tensor(self, value: torch.Tensor | None) -> Any:
+        return value
+
+    @rpc
+    def tensors(self, named: dict[str, list[torch.Tensor]]) -> Any:
+        return named
+
+    @rpc
+    def anything(self, value, other: object = None, *rest: Any, **named: Any) -> Any:
+        return [value, other, *rest, named]
+
+    @rpc
     def step(self, scheduler_output: SchedulerOutput) -> Any:
         return scheduler_output
 
@@ -72,9 +93,20 @@ class Base:
     def wrapped(self, n: int) -> int:
         return n + 1
 
-    @rpc
+    @rpc(read_only=True)
     def overridden(self) -> str:
         return "base"
+
+    @logged
+    @rpc(read_only=True)
+    def look(self, n: int = 0) -> int:
+        return n
+
+    @rpc(read_only=False)
+    def touch(self) -> None: ...
+
+    @rpc(read_only=True)
+    def watched(self) -> None: ...
 
     def undeclared(self) -> None:
         raise AssertionError("must not be called")
@@ -88,6 +120,12 @@ class Extension:
     def overridden(self) -> str:
         raise AssertionError("not declared here")
 
+    @rpc
+    def watched(self) -> None: ...
+
+    @rpc(read_only=True)
+    def state(self) -> None: ...
+
 
 @pytest.fixture
 def worker():
@@ -95,14 +133,23 @@ def worker():
 
 
 def test_only_declared_methods_are_known(worker):
-    names = ["array", "extra", "imaginary", "many", "maybe", "plain", "step", "typed", "wrapped"]
+    names = ["anything", "array", "doubles", "extra", "imaginary", "look", "many", "maybe", "plain", "state", "step"]
+    names += ["tensor", "tensors", "touch", "typed", "watched", "wrapped"]
     assert rpc_names(worker) == names
-    assert rpc_names(Base()) == sorted([*set(names) - {"extra"}, "overridden"])
+    assert rpc_names(Base()) == sorted([*set(names) - {"extra", "state"}, "overridden"])
+
+
+def test_read_only_methods_are_known_and_called_like_any(worker):
+    assert read_only_names(worker) == ["look", "state"]
+    assert read_only_names(Base()) == ["look", "overridden", "watched"]
+    assert read_only_names(object()) == []
+    assert call_rpc(worker, "look", [3]) == ["logged", 3]
+    assert call_rpc(Base(), "overridden") == "base"
 
 
 @pytest.mark.parametrize("name", ["undeclared", "overridden", "attribute", "__init__", "__class__", "", "nothing"])
 def test_anything_else_is_refused_with_the_known_names(worker, name):
-    with pytest.raises(InvalidRequestError, match="array, extra") as caught:
+    with pytest.raises(InvalidRequestError, match="array, doubles, extra") as caught:
         find_rpc(worker, name)
     assert caught.value.details == {"field": "method", "value": name}
 
@@ -137,6 +184,10 @@ def test_builtins_become_what_the_annotation_says(worker):
         ([], "int32", []),
         (int_array([3]).tobytes(), "int32", [3]),
         (np.float32([0.5]), "float32", [0.5]),
+        (np.int64([2**40]), "int64", [2**40]),
+        (np.array(True), "bool", True),
+        (np.complex64([[1j]]), "complex64", [[1j]]),
+        (HostTensor("int64", [1], (2**40).to_bytes(8, "little")), "int64", [2**40]),
         ([0.5], "float64", [0.5]),
         ([[1], [2]], "int32", [[1], [2]]),
     ],
@@ -144,6 +195,61 @@ def test_builtins_become_what_the_annotation_says(worker):
 def test_arrays(worker, value, dtype, items):
     array = call_rpc(worker, "array", [value])
     assert (str(array.dtype), array.tolist()) == (dtype, items)
+
+
+def test_an_array_is_passed_as_it_is(worker):
+    array = np.zeros((2, 2), np.float16)
+    assert call_rpc(worker, "array", [array]) is array
+    assert call_rpc(worker, "doubles", [array]) is array
+    assert call_rpc(worker, "anything", [array])[0] is array
+    assert call_rpc(worker, "doubles", [[0.5]]).tolist() == [0.5]
+
+
+BF16 = HostTensor("bfloat16", [2], b"\x80\x3f\x00\xc0")  # 1, -2
+
+
+def is_bf16(value):
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.tolist() == [1, -2]
+
+
+def test_tensors_arrive_as_torch_tensors_annotated_or_not(worker):
+    assert is_bf16(call_rpc(worker, "tensor", [BF16]))
+    assert is_bf16(call_rpc(worker, "tensor", [], {"value": BF16}))
+    assert is_bf16(call_rpc(worker, "tensors", [{"a": [BF16]}])["a"][0])
+    value, other, rest, named = call_rpc(worker, "anything", [BF16, [1, {"a": BF16}], BF16], {"more": [BF16]})
+    assert other[0] == 1
+    assert all(map(is_bf16, [value, other[1]["a"], rest, named["more"][0]]))
+    assert call_rpc(worker, "tensor", [None]) is None
+
+
+def test_tensors_that_are_tensors_already(worker):
+    tensor = torch.ones(2)
+    assert call_rpc(worker, "tensor", [tensor]) is tensor
+    assert call_rpc(worker, "anything", [tensor])[0] is tensor
+    parameter = torch.nn.Parameter(tensor)
+    assert call_rpc(worker, "tensor", [parameter]) is parameter
+
+
+def test_an_array_becomes_a_tensor_where_the_annotation_says_so(worker):
+    array = np.arange(3, dtype=np.int64)
+    tensor = call_rpc(worker, "tensor", [array])
+    assert (tensor.dtype, tensor.tolist()) == (torch.int64, [0, 1, 2])
+
+
+def test_the_module_loads_no_torch():
+    code = """
+import sys
+import numpy as np
+from ringcore.worker import rpc
+from ringcore.worker.rpc import call_rpc
+class Worker:
+    @rpc
+    def sum(self, a: np.ndarray):
+        return int(a.sum())
+print(call_rpc(Worker(), 'sum', [np.arange(3)]), 'torch' in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout == "3 False\n"
 
 
 def test_a_step_as_builtins(worker):
@@ -171,6 +277,11 @@ def test_a_step_as_builtins(worker):
         ("array", [[2**40]], {}, "does not fit into 32 bits"),
         ("array", [b"123"], {}, "multiple of element size"),
         ("array", [None], {}, "array"),
+        ("array", [BF16], {}, "BFloat16"),
+        ("tensor", [[1.0]], {}, r"tensor\(value\)=\[1.0\]: expected Tensor, got list"),
+        ("tensor", ["x"], {}, "expected Tensor, got str"),
+        ("tensors", [{"a": [None]}], {}, "expected Tensor, got NoneType"),
+        ("plain", [1, BF16], {}, "Expected `int`, got `Tensor`"),
         ("imaginary", [1], {}, "Imaginary"),
     ],
 )
@@ -186,9 +297,10 @@ def test_a_long_wrong_argument_is_shown_in_part(worker):
 
 
 @pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print)])
-def test_only_functions_can_be_declared(thing):
+@pytest.mark.parametrize("declare", [rpc, rpc(read_only=True), rpc()])
+def test_only_functions_can_be_declared(thing, declare):
     with pytest.raises(TypeError, match="@rpc declares a public method"):
-        rpc(thing)
+        declare(thing)
 
 
 def test_private_names_cannot_be_declared():

@@ -1,0 +1,68 @@
+"""The bytes of numpy arrays and torch tensors, for sending, and why some have none. Loads no torch."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ringcore.host_tensor import ITEMSIZES, NUMPY_DTYPES
+
+__all__ = ["bytes_of_array", "bytes_of_tensor", "torch_name"]
+
+
+def torch_name(thing: Any) -> str:
+    """A dtype or device of torch as text, e.g. "bfloat16", "cuda:0"."""
+    return str(thing).removeprefix("torch.")
+
+
+def bytes_of_array(array: np.ndarray) -> memoryview:
+    """The elements in row-major and native byte order: [nbytes] uint8, a view where they lie so.
+
+    Raises TypeError for what is not numbers or bools.
+    """
+    kind = type(array).__name__
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        raise TypeError(f"cannot send a {kind}: its mask would be lost; send .filled(), or .data and .mask")
+    if array.dtype.name not in NUMPY_DTYPES:
+        raise TypeError(f"cannot send a {kind} of dtype {array.dtype}: send numbers or bools, or .tolist()")
+    flat = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C").reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def bytes_of_tensor(tensor: Any, torch: ModuleType) -> memoryview:
+    """The elements in row-major order: [nbytes] uint8, a view where they lie so in host memory.
+
+    Raises TypeError for a tensor that is more, or less, than its elements.
+    """
+    dtype = torch_name(tensor.dtype)
+    obstacle = _obstacle(tensor, dtype, torch)
+    if obstacle is not None:
+        raise TypeError(f"cannot send {obstacle}")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    # Moved as integers: many small dtypes have no kernels, not even to copy.
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(ITEMSIZES[dtype])
+    if carrier is not None:
+        tensor = tensor.view(carrier)
+    # Strided by hand: a lone element may be contiguous with any stride, but is not viewed as bytes then.
+    flat = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
+    raw: np.ndarray = flat.view(torch.uint8).numpy()
+    return raw.data
+
+
+def _obstacle(tensor: Any, dtype: str, torch: ModuleType) -> str | None:
+    """What is in the way of sending this tensor, with a remedy; None for most."""
+    if tensor.is_nested:
+        return "a nested tensor: send .unbind(), its parts"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}: send .to_dense()"
+    if tensor.is_quantized:
+        return "a quantized tensor: send .dequantize(), or .int_repr() and its scale"
+    if tensor.is_meta:
+        return "a meta tensor: it has no elements; send its shape and dtype"
+    if dtype not in ITEMSIZES:
+        return f"a tensor of {dtype}: send .view(torch.uint8), its bytes"
+    return None
