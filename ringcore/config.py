@@ -7,11 +7,13 @@ written back here. No environment variable is read.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, cast
 
+from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
 from ringcore.errors import ConfigError, unknown_option
 from ringcore.registry import MODELS
@@ -23,6 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu")
 EXECUTORS = ("multiproc", "uniproc")
 ATTENTION_BACKENDS = ("auto", "torch_sdpa")
+MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -71,6 +74,14 @@ class ParallelConfig:
     tensor_parallel_size: int = _option(1, "workers that share each layer")
     executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
     worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")
+    allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
+    max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
+    step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
+    stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
+    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
+    reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
+    admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
+    admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +125,7 @@ class EngineConfig:
         options = {name: f.default if f.default is not MISSING else None for name, f in known.items()} | options
         options["executor"] = _executor_name(options["executor"])
         _check_values(options)
-        for name in ("model", "tokenizer"):  # plain strings: the config travels to other processes
+        for name in ("model", "tokenizer", "admin_keys"):  # plain strings: the config travels to other processes
             options[name] = options[name] and os.fspath(options[name])
         files = find_model(options["model"], options["load_format"])
         spec = read_model_spec(files, MODELS)
@@ -161,14 +172,44 @@ def _check_values(options: Mapping[str, Any]) -> None:
         _check_count("num_blocks_override", options["num_blocks_override"], 2)
     if options["steps_in_flight"] not in (1, 2):
         raise _bad("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
+    _check_count("max_worker_restarts", options["max_worker_restarts"], 0)
+    for name in ("call_ring_bytes", "reply_ring_bytes"):
+        _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
+    _check_seconds("stall_warning_s", options["stall_warning_s"])
+    if options["step_timeout_s"] is not None:
+        _check_seconds("step_timeout_s", options["step_timeout_s"])
+    if not isinstance(options["allow_callables"], bool):
+        raise _bad("allow_callables", options["allow_callables"], "give True or False")
     share = options["gpu_memory_utilization"]
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise _bad("gpu_memory_utilization", share, "give a number above 0 and at most 1")
+    _check_admin(options["admin_endpoint"], options["admin_keys"])
 
 
-def _check_count(name: str, value: object, low: int) -> None:
+def _check_admin(endpoint: object, keys: Any) -> None:
+    """An endpoint on the network and its keys go together, and the keys are such that they protect it."""
+    if endpoint is None and keys is None:
+        return
+    if endpoint is None:
+        raise _bad("admin_keys", keys, "they are for the admin endpoint; give admin_endpoint too, or neither")
+    check_endpoint("admin_endpoint", endpoint, to_listen=True)
+    if keys is None:
+        raise _bad("admin_endpoint", endpoint, "give admin_keys too, a directory made by 'ringcore keys DIR'")
+    if not isinstance(keys, str | os.PathLike) or not os.fspath(keys):
+        raise _bad("admin_keys", keys, "give a directory made by 'ringcore keys DIR'")
+    read_server_keys(keys)
+
+
+def _check_count(name: str, value: object, low: int, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise _bad(name, value, f"give an integer of at least {low}")
+    if high is not None and value > high:
+        raise _bad(name, value, f"give an integer of at most {high}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _bad(name, value, "give a positive number of seconds")
 
 
 def _check_together(config: EngineConfig) -> None:

@@ -8,7 +8,7 @@ Arrays are one-dimensional int32 numpy arrays; on the wire they are their raw li
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,12 +24,16 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "EngineDead",
+    "EngineHealth",
     "EngineMessage",
     "EngineReady",
+    "EngineRecovering",
     "EngineStats",
+    "HealthState",
     "IntArray",
     "ModelRunnerOutput",
     "NewRequest",
+    "RankHealth",
     "RowError",
     "RpcCall",
     "RpcResult",
@@ -178,14 +182,18 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fie
 
 
 class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True):
-    """A call to the engine itself (`target="engine"`) or to every worker (`target="workers"`)."""
+    """A call to the engine itself (`target="engine"`) or to every worker (`target="workers"`).
+
+    A worker's arguments travel as the buffers beside this message (`executor.value_codec`), which the engine passes on
+    unread; the engine's own methods take none. `method` is the name, also that of a callable.
+    """
 
     call_id: int
     target: str
     method: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    is_callable: bool = False
     timeout_s: float | None = None
+    unique_reply_rank: int | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_fields=True):
@@ -206,12 +214,53 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     phase_seconds: dict[str, float]  # seconds of each phase of start-up, in order
     memory_bytes: list[dict[str, int]]  # one table a rank: total, weights, activations, kv_cache, ...
     pids: dict[str, int]  # "engine", "worker 0", ...
+    admin_endpoint: str | None = None  # where AdminClients connect, its port as it was picked
 
 
 class RpcResult(msgspec.Struct, frozen=True, tag="rpc_result"):
+    """What a call came to. The values are in the buffers beside this message: `num_parts[i]` of them make value i."""
+
     call_id: int
-    value: Any = None
+    num_parts: list[int] = []
     error: WireError | None = None
+
+
+class RankHealth(msgspec.Struct, frozen=True):
+    """One worker as its parent sees it, without asking it anything."""
+
+    rank: int
+    pid: int
+    process_state: str  # "running", "sleeping", "disk sleep", "stopped", "zombie", "gone": what the kernel says
+    heartbeat_age_s: float  # since a thread of it last ran: seconds, where native code holds the interpreter
+    method: str | None  # what it executes
+    busy_s: float  # for how long
+    num_calls: int  # executed since its start, steps among them
+
+
+HealthState = Literal["starting", "ready", "sleeping", "stalled", "dead"]
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    """How the engine does. "starting" also while it replaces workers that died."""
+
+    state: HealthState
+    step: int = 0
+    last_step_age_s: float | None = None  # since the last step that came back
+    oldest_step_s: float | None = None  # how long the oldest step in flight has taken so far
+    oldest_waiting_s: float | None = None  # how long the request that waits longest has waited for a row
+    num_running: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    restart_cause: str | None = None  # of the last restart
+    ranks: list[RankHealth] = []
+    error: str | None = None  # what the engine died of
+
+
+class EngineRecovering(msgspec.Struct, frozen=True, tag="recovering"):
+    """The workers died of `cause`, and new ones are being started; an `EngineReady` or `EngineDead` follows."""
+
+    cause: WireError
+    num_restarts: int
 
 
 class EngineDead(msgspec.Struct, frozen=True, tag="dead"):
@@ -220,7 +269,7 @@ class EngineDead(msgspec.Struct, frozen=True, tag="dead"):
     error: WireError
 
 
-EngineMessage = EngineReady | EngineCoreOutputs | RpcResult | EngineDead
+EngineMessage = EngineReady | EngineCoreOutputs | RpcResult | EngineRecovering | EngineDead
 
 
 # ---------------------------------------------------------------------------------------------------------------

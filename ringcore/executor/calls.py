@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
 
-from ringcore.errors import RingcoreError, RpcTimeoutError
-from ringcore.executor.wire import CREATED
+from ringcore.errors import RingcoreError, RpcTimeoutError, error_to_wire
+from ringcore.executor.value_codec import Buffer, decode_value, portable_error
+from ringcore.executor.wire import CREATED, STEP_METHOD
 
-__all__ = ["Call", "CallTable", "Driver", "StepCall"]
+__all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
+
+ERROR_GRACE_S = 0.2  # after a rank's error, for the other ranks' replies: one may wait for the failed one for ever
+# For an error of a call that is not to wait for other ranks: long enough for the kernel to tell of a rank that died,
+# and with whose death the error that another rank had of it must not be confused.
+DEATH_GRACE_S = 0.05
 
 
 class Driver(Protocol):
@@ -26,16 +32,31 @@ class Driver(Protocol):
 
 
 class Call:
-    """One call under way: an `RpcFuture`. Settled once, with a value or an error."""
+    """One call under way: an `RpcFuture`. Settled once, with the values of all ranks that owe one, or an error.
+
+    missing: the ranks that owe a reply. parts: the values that came, encoded, by rank. errors: what ranks raised.
+    due: when it settles by itself, on the table's clock: its deadline, or an earlier end of patience after an error.
+    opened: when it was submitted. is_aside: it does not wait in the workers for the calls before it.
+    """
+
+    waits_for_all: ClassVar[bool] = True  # every rank replies
 
     def __init__(
-        self, driver: Driver, call_id: int, method: str, ranks: Iterable[int], timeout_s: float | None
+        self,
+        driver: Driver,
+        call_id: int,
+        method: str,
+        ranks: Iterable[int],
+        opened: float,
+        timeout_s: float | None = None,
+        is_aside: bool = False,
     ) -> None:
-        self.call_id, self.method = call_id, method
-        self.timeout_s = timeout_s
-        self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.call_id, self.method, self.opened = call_id, method, opened
+        self.timeout_s, self.is_aside = timeout_s, is_aside
+        self.deadline = self.due = None if timeout_s is None else opened + timeout_s
         self.missing = set(ranks)
-        self.values: dict[int, Any] = {}
+        self.parts: dict[int, Sequence[Buffer]] = {}
+        self.errors: dict[int, RingcoreError] = {}
         self.error: RingcoreError | None = None
         self.is_settled = False
         self._driver = driver
@@ -46,13 +67,31 @@ class Call:
         return self.is_settled
 
     def result(self, timeout: float | None = None) -> Any:
+        self._wait(timeout)
+        return [self._decoded(rank) for rank in sorted(self.parts)]
+
+    def encoded_result(self) -> list[list[Buffer]]:
+        self._wait(None)
+        return [list(self.parts[rank]) for rank in sorted(self.parts)]
+
+    def _wait(self, timeout: float | None) -> None:
+        """Returns when the call has its values; raises its error."""
         if not self.is_settled:
             self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
         if not self.is_settled:
             raise self.timeout_error(timeout)
         if self.error is not None:
             raise self.error
-        return [self.values[rank] for rank in sorted(self.values)]
+
+    def _decoded(self, rank: int) -> Any:
+        """The value of a rank; one that nobody can decode is this call's error and nothing else's."""
+        try:
+            return self._decode(self.parts[rank])
+        except Exception as undecodable:
+            raise portable_error(undecodable, rank, self.method) from undecodable
+
+    def _decode(self, parts: Sequence[Buffer]) -> Any:
+        return decode_value(parts)
 
     def timeout_error(self, timeout_s: float | None) -> RpcTimeoutError:
         ranks = sorted(self.missing)
@@ -68,41 +107,77 @@ class Call:
         self.is_settled, self.error = True, error
 
 
-class StepCall(Call):
-    """A step: its value is the output rank's alone."""
+class UniqueCall(Call):
+    """A call that one rank answers: its value is that rank's alone."""
+
+    waits_for_all = False
 
     def result(self, timeout: float | None = None) -> Any:
         return super().result(timeout)[0]
 
 
+class StepCall(UniqueCall):
+    """A step, which the output rank answers. `step` is its number, `decode` makes its value of the encoded one."""
+
+    def __init__(self, driver: Driver, call_id: int, opened: float, step: int, decode: Callable[[Buffer], Any]) -> None:
+        super().__init__(driver, call_id, STEP_METHOD, [0], opened)
+        self.step = step
+        self._decode_step = decode
+
+    def _decode(self, parts: Sequence[Buffer]) -> Any:
+        return self._decode_step(parts[0])
+
+
 class CallTable:
     """All calls under way.
 
-    Invariant: `_open` holds exactly the calls that are not settled. A reply to any other id is late: it is dropped
-    and counted, so that no error or timeout spoils a later call. Only a late *error of a step* is kept: a rank that
-    failed in a step whose output was taken already has lost its place, and the steps after it must say so.
+    Invariant: `_open` holds exactly the calls that are not settled, oldest first. A reply to any other id is late: it
+    is dropped and counted, so that no error or timeout spoils a later call. Only a late *error of a step* is kept: a
+    rank that failed in a step whose output was taken already has lost its place, and the steps after it must say so.
+
+    When a rank fails, the others' replies are waited for, `ERROR_GRACE_S` at most and not past the deadline; the
+    call's error is that of the lowest rank that failed, with those of all in its details, as "failures". Where the
+    failed rank's reply is all there is to wait for, or it owed none, the error settles the call at once: after
+    `DEATH_GRACE_S` where there are other ranks.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_ranks = num_ranks
+        self._clock = clock
         self._open: dict[int, Call] = {}
         self._next_id = CREATED + 1
-        self._step_error: RingcoreError | None = None
+        self._step_error: tuple[int, RingcoreError] | None = None
+        self._progress_at = clock()  # when a call that others wait for was settled last
         self.num_late_replies = 0
 
+    # -----------------------------------------------------------------------------------------------------------
+    # Opening.
+
     def open_creation(self, driver: Driver) -> Call:
-        """The making of the workers: nobody asks for it, every rank reports it."""
-        return self._add(Call(driver, CREATED, "create_worker", range(self._num_ranks), None))
+        """The making of the workers: nobody asks for it, every rank reports it. No step has failed on new workers."""
+        self._step_error = None
+        return self._add(Call(driver, CREATED, "create_worker", range(self._num_ranks), self._clock()))
 
-    def open_call(self, driver: Driver, method: str, timeout_s: float | None) -> Call:
-        """A call that every rank answers."""
-        return self._add(Call(driver, self._new_id(), method, range(self._num_ranks), timeout_s))
+    def open_call(
+        self,
+        driver: Driver,
+        method: str,
+        timeout_s: float | None,
+        unique_reply_rank: int | None = None,
+        is_aside: bool = False,
+    ) -> Call:
+        """A call that every rank answers, or one alone."""
+        is_unique = unique_reply_rank is not None
+        ranks = [unique_reply_rank] if unique_reply_rank is not None else range(self._num_ranks)
+        kind = UniqueCall if is_unique else Call
+        return self._add(kind(driver, self._new_id(), method, ranks, self._clock(), timeout_s, is_aside))
 
-    def open_step(self, driver: Driver) -> Call:
-        """A step, which rank 0 answers. Settled already where an earlier step has failed on another rank."""
-        call = self._add(StepCall(driver, self._new_id(), "execute_model", [0], None))
+    def open_step(self, driver: Driver, step: int, decode: Callable[[Buffer], Any]) -> Call:
+        """A step, which rank 0 answers. One that has errors already, of a step before it, must not be sent."""
+        call = self._add(StepCall(driver, self._new_id(), self._clock(), step, decode))
         if self._step_error is not None:
-            self._settle(call, _another(self._step_error))
+            rank, error = self._step_error
+            self._fail(call, rank, _another(error))
         return call
 
     def _add(self, call: Call) -> Call:
@@ -113,48 +188,104 @@ class CallTable:
         self._next_id += 1
         return self._next_id - 1
 
-    def take_value(self, call_id: int, rank: int, value: Any) -> None:
+    # -----------------------------------------------------------------------------------------------------------
+    # Replies.
+
+    def take_value(self, call_id: int, rank: int, parts: Sequence[Buffer]) -> None:
+        """A rank's encoded value, in buffers that the call may keep."""
         call = self._open.get(call_id)
         if call is None or rank not in call.missing:
             self.num_late_replies += 1
             return
         call.missing.remove(rank)
-        call.values[rank] = value
-        if not call.missing:
+        call.parts[rank] = parts
+        if not call.missing and (call.waits_for_all or not call.errors):
             self._settle(call)
 
-    def take_error(self, call_id: int, error: RingcoreError, is_step: bool) -> None:
-        """An error settles its call at once: other ranks may wait, in a collective, for the one that failed."""
+    def take_error(self, call_id: int, rank: int, error: RingcoreError, is_step: bool) -> None:
         call = self._open.get(call_id)
         if call is not None:
-            self._settle(call, error)
+            self._fail(call, rank, error)
             return
         self.num_late_replies += 1
         if is_step and self._step_error is None:
-            self._step_error = error
+            self._step_error = rank, error
             for step in [c for c in self._open.values() if isinstance(c, StepCall)]:
-                self._settle(step, _another(error))
+                self._fail(step, rank, _another(error))
+
+    def _fail(self, call: Call, rank: int, error: RingcoreError) -> None:
+        call.errors.setdefault(rank, error)
+        call.missing.discard(rank)
+        if self._num_ranks == 1 or (call.waits_for_all and not call.missing):
+            self._settle(call)
+            return
+        end = self._clock() + (ERROR_GRACE_S if call.waits_for_all else DEATH_GRACE_S)
+        call.due = end if call.due is None else min(end, call.due)
 
     def method_of(self, call_id: int) -> str:
         call = self._open.get(call_id)
         return "a call that is over" if call is None else call.method
 
-    def expire(self, now: float) -> None:
-        """Settles the calls whose deadline has passed."""
-        for call in [c for c in self._open.values() if c.deadline is not None and c.deadline <= now]:
-            self._settle(call, call.timeout_error(call.timeout_s))
+    # -----------------------------------------------------------------------------------------------------------
+    # Ends.
+
+    def expire(self) -> None:
+        """Settles the calls that are due: with what ranks raised, else as timed out."""
+        now = self._clock()
+        for call in [c for c in self._open.values() if c.due is not None and c.due <= now]:
+            self._settle(call, None if call.errors else call.timeout_error(call.timeout_s))
 
     def abandon(self, call: Call) -> None:
         """Forgets a call that was never sent."""
         self._open.pop(call.call_id, None)
 
-    def fail_all(self, error: RingcoreError) -> None:
+    def fail_all(self, error: RingcoreError, dead_rank: int | None = None) -> None:
+        """Settles every call. Where the rank that died had raised an error before, that one says more."""
         for call in list(self._open.values()):
-            self._settle(call, _another(error))
+            self._settle(call, None if dead_rank in call.errors else _another(error))
 
     def _settle(self, call: Call, error: RingcoreError | None = None) -> None:
+        """Without an error: with those of its ranks, or its values."""
         del self._open[call.call_id]
+        if not call.is_aside:
+            self._progress_at = self._clock()
+        if error is None and call.errors:
+            error = joined_error(call.errors)
         call.settle(error)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Looked at from any thread.
+
+    def under_way(self) -> list[Call]:
+        """The calls that are not settled, oldest first."""
+        while True:
+            try:
+                return list(self._open.values())
+            except RuntimeError:  # another thread opened or settled one meanwhile
+                continue
+
+    def next_due(self) -> float | None:
+        """When the next failed call settles by itself; deadlines are their callers' own business."""
+        return min((c.due for c in self.under_way() if c.errors and c.due is not None), default=None)
+
+    def age_s(self, call: Call) -> float:
+        """How long a call has been under way, the time that it had to wait for those before it left out."""
+        started = call.opened if call.is_aside else max(call.opened, self._progress_at)
+        return self._clock() - started
+
+    def oldest_step(self) -> StepCall | None:
+        return next((call for call in self.under_way() if isinstance(call, StepCall)), None)
+
+
+def joined_error(errors: dict[int, RingcoreError]) -> RingcoreError:
+    """The error of the lowest rank, with those of all in its details."""
+    failures = []
+    for rank in sorted(errors):
+        wire = error_to_wire(errors[rank])
+        failures.append({"rank": rank, **wire, "details": dict(wire["details"])})
+    error = errors[min(errors)]
+    error.details["failures"] = failures
+    return error
 
 
 def _another(error: RingcoreError) -> RingcoreError:

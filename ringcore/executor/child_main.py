@@ -13,9 +13,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PARENT_DEATH", "run"]
+__all__ = ["PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
 
-PARENT_DEATH = "parent_death"  # the name, among the entry's descriptors, of one that hangs up when the parent ends
+# Names among the entry's descriptors.
+PARENT_DEATH = "parent_death"  # hangs up when the parent ends
+STACKS = "stacks"  # a memfd in append mode, for the Python stacks that `STACKS_SIGNAL` asks for
+
+STACKS_SIGNAL = signal.SIGRTMIN + 3  # one that no library uses; SIGUSR1 and 2 are the user's
+STACKS_ARMED = b"armed\n"  # the memfd's first content: before that, the signal would end the process
 
 
 def run(header: Mapping[str, Any], payload: bytes) -> None:
@@ -25,6 +30,7 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     """
     fds: dict[str, int] = dict(header["fds"])
     _die_with_parent(fds[PARENT_DEATH], header["parent_pid"])
+    _show_stacks_when_asked(fds[STACKS])
     # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a crash in native code leaves its stack in the log
@@ -34,6 +40,16 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
         comm.write(f"ringcore {header['name']}"[:15])  # what ps and top show
     module, function = header["entry"].split(":")
     vars(importlib.import_module(module))[function](payload, fds)
+
+
+def _show_stacks_when_asked(fd: int) -> None:
+    """The stacks are written by a signal handler in C, so that they come though native code holds the GIL.
+
+    Ignored below that: when the interpreter ends, it takes the handler away before the process is gone.
+    """
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+    os.write(fd, STACKS_ARMED)
 
 
 def _die_with_parent(pipe_fd: int, parent_pid: int) -> None:

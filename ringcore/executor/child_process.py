@@ -2,7 +2,7 @@
 
 Not `multiprocessing`: the user's `__main__` is never imported again, so a script without a guard just works, and
 there is no resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
-through an inherited memfd, and dies with its parent (see `child_main`).
+through inherited memory, and dies with its parent (see `child_main`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from collections.abc import Iterable, Mapping
 
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.child_log import ChildLog
-from ringcore.executor.child_main import PARENT_DEATH
+from ringcore.executor.child_main import PARENT_DEATH, STACKS
+from ringcore.executor.child_stacks import ChildStacks, process_state
+from ringcore.executor.ring_memory import unnamed_file
 
 __all__ = ["ChildProcess", "terminate_all"]
 
@@ -46,16 +48,19 @@ class ChildProcess:
     pid: its process id. pidfd: a descriptor that becomes readable when it ends; closed by `terminate`.
     """
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], death_fd: int, log_fd: int) -> None:
+    def __init__(
+        self, name: str, popen: subprocess.Popen[bytes], death_fd: int, log_fd: int, stacks: ChildStacks
+    ) -> None:
         self.name = name
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)  # before anybody reaps it: the pid is still its own
         self._popen = popen
         self._log = ChildLog(name, log_fd)
-        self._lock = threading.Lock()
+        self._stacks = stacks
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
-        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, self._fds, os.getpid())
+        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, os.getpid())
 
     @classmethod
     def start(
@@ -68,42 +73,31 @@ class ChildProcess:
     ) -> ChildProcess:
         """Starts a Python process that calls `entry` ("module:function") as `entry(payload, fds)`.
 
-        `fds` are inherited under the same numbers, by name; the child finds one more, "parent_death", that hangs up
-        when this process ends. `env` is laid over this process's environment. The child ignores SIGINT, has no stdin,
-        and what it prints comes out on this process's stderr. Raises `RingcoreError` where it cannot be started.
+        `fds` are inherited under the same numbers, by name; the child finds two more: "parent_death", that hangs up
+        when this process ends, and "stacks" (see `python_stacks`). `env` is laid over this process's environment. The
+        child ignores SIGINT, has no stdin, and what it prints comes out on this process's stderr. Raises
+        `RingcoreError` where it cannot be started.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
-        death_read, death_write = os.pipe2(os.O_CLOEXEC)
-        log_read, log_write = os.pipe2(os.O_CLOEXEC)
-        passed = dict(fds or {}) | {PARENT_DEATH: death_read}
-        boot_fd = _boot_memory(name, entry, payload, passed)
-        try:
-            popen = subprocess.Popen(
-                [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
-                stdin=subprocess.DEVNULL,
-                stdout=log_write,
-                stderr=log_write,
-                pass_fds=[boot_fd, *passed.values()],
-                env={**os.environ, **env} if env else None,
-            )
-        except BaseException as error:
-            os.close(death_write)
-            os.close(log_read)
-            if isinstance(error, OSError):
-                raise RingcoreError(f"cannot start the process {name!r} with {sys.executable}: {error}") from error
-            raise
-        finally:
-            for fd in (boot_fd, death_read, log_write):
-                os.close(fd)
-        try:
-            return cls(name, popen, death_write, log_read)
-        except BaseException:
-            popen.kill()
-            popen.wait()
-            os.close(death_write)
-            os.close(log_read)
-            raise
+        with contextlib.ExitStack() as inherited, contextlib.ExitStack() as ours:
+            death_read, death_write = os.pipe2(os.O_CLOEXEC)
+            inherited.callback(os.close, death_read)
+            ours.callback(os.close, death_write)
+            log_read, log_write = os.pipe2(os.O_CLOEXEC)
+            inherited.callback(os.close, log_write)
+            ours.callback(os.close, log_read)
+            stacks = ChildStacks()
+            ours.callback(stacks.close)
+            passed = dict(fds or {}) | {PARENT_DEATH: death_read, STACKS: stacks.fileno()}
+            boot_fd = _boot_memory(name, entry, payload, passed)
+            inherited.callback(os.close, boot_fd)
+            popen = _popen(name, boot_fd, log_write, [boot_fd, *passed.values()], env)
+            ours.callback(popen.wait)
+            ours.callback(popen.kill)
+            child = cls(name, popen, death_write, log_read, stacks)
+            ours.pop_all()  # it owns them now
+            return child
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end; whether it has come. A process that has ended is reaped."""
@@ -166,9 +160,25 @@ class ChildProcess:
 
     def signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""
-        if self.is_alive() and not self._is_closed:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, number)
+        with self._lock:
+            if self.is_alive() and not self._is_closed:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, number)
+
+    def process_state(self) -> str:
+        """What the kernel says of it: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
+        return process_state(self.pid) if self._popen.returncode is None else "gone"
+
+    def python_stacks(self, timeout_s: float = 0.5) -> str:
+        """The Python stack of each of its threads, as text; asked for by a signal, of which it takes no other notice.
+
+        Also while native code holds the GIL. Where there is none, it says why: "stopped: no stack".
+        """
+        with self._lock:  # the descriptors stay open
+            state = self.process_state()
+            if self._is_closed or state in ("stopped", "zombie", "gone"):
+                return f"{state}: no stack"
+            return self._stacks.ask(self.signal, timeout_s)
 
     def terminate(self, grace_s: float = 0.0) -> None:
         """Ends it and frees what it held here: see `terminate_all`. Idempotent."""
@@ -182,6 +192,7 @@ class ChildProcess:
             self._is_closed = True
             self._abandoned.detach()
             self._log.close()
+            self._stacks.close()
             for fd in self._fds:
                 os.close(fd)
 
@@ -209,21 +220,40 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
             child._close()
 
 
-def _abandon(popen: subprocess.Popen[bytes], log: ChildLog, fds: list[int], owner_pid: int) -> None:
+def _abandon(
+    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
+) -> None:
     """The last resort for a child whose owner is gone without `terminate`."""
     if os.getpid() != owner_pid:
         return  # this process was forked from the owner, whose child it is
     popen.kill()
     popen.wait()
     log.close()
+    stacks.close()
     for fd in fds:
         os.close(fd)
 
 
+def _popen(
+    name: str, boot_fd: int, log_fd: int, fds: list[int], env: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=fds,
+            env={**os.environ, **env} if env else None,
+        )
+    except OSError as error:
+        raise RingcoreError(f"cannot start the process {name!r} with {sys.executable}: {error}") from error
+
+
 def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
-    """A memfd with what the child reads first: a line of JSON, then the payload."""
+    """Memory with what the child reads first: a line of JSON, then the payload."""
     header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": sys.path}
-    fd = os.memfd_create("ringcore-boot", os.MFD_CLOEXEC)
+    fd = unnamed_file("boot")
     with os.fdopen(os.dup(fd), "wb") as boot:
         boot.write(json.dumps(header).encode() + b"\n")
         boot.write(payload)

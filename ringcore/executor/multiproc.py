@@ -8,34 +8,45 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
+
+import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
-from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
 from ringcore.executor.calls import Call, CallTable
-from ringcore.executor.ring_buffer import RingClosed
+from ringcore.executor.message_queue import MessageWriter
+from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
+from ringcore.executor.stall_watch import StallWatch, stall_report
 from ringcore.executor.timing import timed
-from ringcore.executor.value_codec import decode_error, decode_value, encode_request, portable_error
+from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, signal_event, spin_budget_s
-from ringcore.executor.wire import CALL, STEP, pack_call, unpack_reply
+from ringcore.executor.wire import CALL, CALLABLE, STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput, decoder, encoder
+from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput, decoder, encoder
 
 __all__ = ["MultiprocExecutor"]
 
 START_TIMEOUT_S = 1800.0  # for each of: the processes, their devices, their weights
 
 
+class _Outlet(NamedTuple):
+    """A queue to the workers, and how to wait for room in it."""
+
+    writer: MessageWriter
+    room: Waiter
+
+
 class MultiprocExecutor(Executor):
     """Workers in processes of their own, `tensor_parallel_size` of them.
 
-    Values arrive as builtins (see `value_codec`); `msgspec.convert` makes a type of them. Several calls may be under
-    way, and their futures may be asked in any order. A worker's death settles every call under way, and every later
-    one, with `EngineDeadError`. Calls from several threads take turns: one that waits for a result makes the others
-    wait, except `shutdown`, which ends its wait.
+    Several calls may be under way, and their futures may be asked in any order. A worker's death settles every call
+    under way, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer than
+    `step_timeout_s`. Calls from several threads take turns: one that waits for a result makes the others wait, except
+    `shutdown`, which ends its wait, and `health`, `oldest_step_s` and `diagnose`, which need no turn.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -48,59 +59,93 @@ class MultiprocExecutor(Executor):
         self._is_shut = False
         self._group: WorkerGroup | None = None
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
+        self._read_only: frozenset[str] = frozenset()  # names of methods that every rank executes on its side thread
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
 
     def start(self) -> dict[str, float]:
-        phases: dict[str, float] = {}
         with self._lock:
             assert self._group is None, "start() was called twice"
-            started = time.monotonic()
-            environment = worker_environment(os.environ, usable_cores(), self._num_ranks)
-            spin_s = spin_budget_s(1 + self._num_ranks)
-            group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
-            weakref.finalize(self, group.close)
-            self._dead = None
-            pidfds = [child.pidfd for child in group.children]
-            deaths = [*pidfds, group.closing_fd]
-            self._wait_fds = [*group.wake_fds, *pidfds]
-            self._reply_waiter = Waiter(group.wake_fds, deaths, spin_s)
-            self._room_waiter = Waiter([group.space_fd, *group.wake_fds], deaths, spin_s)
             try:
-                if self._is_shut:
-                    raise _was_shut_down()
-                self._table.open_creation(self).result(START_TIMEOUT_S)
-                phases["start_workers"] = time.monotonic() - started
-                with timed(phases, "init_device"):
-                    self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
-                group.remove_meeting_place()
-                with timed(phases, "load_model"):
-                    self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
+                return self._start()
             except BaseException:
                 self.shutdown()
                 raise
+
+    def restart(self) -> dict[str, float]:
+        with self._lock:
+            if self._is_shut:
+                raise _was_shut_down()
+            self._end_group(EngineDeadError("the workers were replaced under this call", process="workers"))
+            try:
+                return self._start()
+            except BaseException as error:
+                self._end_group(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))
+                raise
+
+    def _start(self) -> dict[str, float]:
+        phases: dict[str, float] = {}
+        started = time.monotonic()
+        environment = worker_environment(os.environ, usable_cores(), self._num_ranks)
+        spin_s = spin_budget_s(1 + self._num_ranks)
+        group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
+        self._close_group = weakref.finalize(self, group.close)
+        self._dead = None
+        self._attach(group, spin_s)
+        if self._is_shut:
+            raise _was_shut_down()
+        names = self._table.open_creation(self).result(START_TIMEOUT_S)
+        self._read_only = frozenset.intersection(*map(frozenset, msgspec.convert(names, list[list[str]])))
+        phases["start_workers"] = time.monotonic() - started
+        with timed(phases, "init_device"):
+            self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
+        group.remove_meeting_place()
+        with timed(phases, "load_model"):
+            self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
         return phases
 
-    def submit(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
-    ) -> RpcFuture:
-        body = encode_request(method, args, kwargs)
+    def _attach(self, group: WorkerGroup, spin_s: float) -> None:
+        """Everything of this side that belongs to one group of workers."""
+        pidfds = [child.pidfd for child in group.children]
+        deaths = [*pidfds, group.closing_fd]
+        events = [*group.wake_fds, group.due_fd]
+        self._wait_fds = [*events, *pidfds]
+        self._reply_waiter = Waiter(events, deaths, spin_s)
+        self._in_order = _Outlet(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
+        self._aside = _Outlet(group.aside, Waiter([group.aside_space_fd, *events], deaths, spin_s))
+        self._watch = StallWatch(self._table, group, self.config.parallel)
+        group.on_close(self._watch.stop)
+
+    def _end_group(self, error: EngineDeadError) -> None:
+        """Ends what is left of the workers, at once. Calls under way get the error of their death, or this one."""
+        self._die(error)
+        if self._group is not None:
+            self._group.kill()
+            self._close_group()
+
+    def forward(self, call: EncodedCall) -> RpcFuture:
+        check_reply_rank(call.unique_reply_rank, self._num_ranks)
+        is_aside = not call.is_callable and call.method in self._read_only
+        kind = CALLABLE if call.is_callable else CALL
         with self._lock:
-            group = self._alive()
-            call = self._table.open_call(self, method, timeout)
-            self._send(group, call, CALL, body)
-            return call
+            self._check_alive()
+            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_aside)
+            envelope = pack_call(opened.call_id, kind, call.method, call.unique_reply_rank)
+            self._send(self._aside if is_aside else self._in_order, opened, (envelope, *call.parts))
+            return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
         body = self._step_encoder.encode(scheduler_output)
         with self._lock:
-            group = self._alive()
-            call = self._table.open_step(self)
-            if not call.is_settled:
-                self._send(group, call, STEP, body)
+            self._check_alive()
+            call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
+            if not call.errors:
+                self._send(self._in_order, call, (pack_call(call.call_id, STEP), body))
+            else:
+                self._watch.look_soon()
             return call
 
     def wait_fds(self) -> list[int]:
-        self._alive()
+        self._check_alive()
         return list(self._wait_fds)
 
     def pids(self) -> dict[str, int]:
@@ -111,37 +156,49 @@ class MultiprocExecutor(Executor):
         """Replies that came after their call had failed or timed out, and were dropped."""
         return self._table.num_late_replies
 
+    def check(self) -> None:
+        self.take_in()
+        self._check_alive()
+
+    def health(self) -> list[RankHealth]:
+        return [] if self._group is None else self._group.health()
+
+    def oldest_step_s(self) -> float | None:
+        step = self._table.oldest_step()
+        return None if step is None else self._table.age_s(step)
+
+    def diagnose(self) -> str:
+        return "no workers" if self._group is None else stall_report(self._table, self._group)
+
     def shutdown(self) -> None:
         is_first, self._is_shut = not self._is_shut, True
-        if is_first and self._group is not None and self._group.is_ours:
-            signal_event(self._group.closing_fd)  # whoever waits, in whichever thread, gives up the lock
+        group = self._group
+        if is_first and group is not None and group.is_ours:
+            signal_event(group.closing_fd)  # whoever waits, in whichever thread, gives up the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:
-                self._group.close()
+                self._close_group()
 
     # -----------------------------------------------------------------------------------------------------------
     # Out.
 
-    def _alive(self) -> WorkerGroup:
+    def _check_alive(self) -> None:
         if self._dead is not None:
             raise copy.copy(self._dead)
-        assert self._group is not None
-        return self._group
 
-    def _send(self, group: WorkerGroup, call: Call, kind: int, body: bytes) -> None:
+    def _send(self, outlet: _Outlet, call: Call, parts: Sequence[Buffer]) -> None:
         """Sends a call to every worker. Replies are taken in meanwhile: a worker that is stuck with one that nobody
         takes would never make room."""
-        parts = (pack_call(call.call_id, kind), body)
 
         def sent() -> bool:
-            if group.calls.try_send(parts):
+            if outlet.writer.try_send(parts):
                 return True
             self._collect()
             return call.is_settled
 
         try:
-            self._wait(self._room_waiter, sent, call.deadline, SPACE_TICK_S)
+            self._wait(outlet.room, sent, call.deadline, SPACE_TICK_S)
         except BaseException:
             self._table.abandon(call)
             raise
@@ -161,21 +218,23 @@ class MultiprocExecutor(Executor):
     def _take_in_now(self) -> None:
         dead_fd = self._reply_waiter.take_events()  # first, so that whatever is announced later stays announced
         self._collect()
-        self._table.expire(time.monotonic())
+        self._table.expire()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
 
     def wait_for(self, call: Call, deadline: float | None) -> None:
         with self._lock:
-            if self._dead is not None:
-                return  # which has settled the call
-            bounds = [bound for bound in (deadline, call.deadline) if bound is not None]
+            while self._dead is None and not call.is_settled:  # a death settles it
+                due = call.due
+                bound = min((at for at in (deadline, due) if at is not None), default=None)
 
-            def settled() -> bool:
-                self._collect()
-                return call.is_settled
+                def settled(due: float | None = due) -> bool:
+                    self._collect()
+                    return call.is_settled or call.due != due
 
-            self._wait(self._reply_waiter, settled, min(bounds, default=None))
+                self._wait(self._reply_waiter, settled, bound)
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
 
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
@@ -184,30 +243,30 @@ class MultiprocExecutor(Executor):
         try:
             self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
         except DeadlinePassed:
-            self._table.expire(time.monotonic())
+            self._table.expire()
 
     def _collect(self) -> None:
         """Takes in every reply that has arrived."""
         if self._dead is not None or self._group is None:
             return
         for rank, reader in enumerate(self._group.replies):
-            while (message := reader.try_receive()) is not None:
+            while reader.has_message() and (message := reader.try_receive()) is not None:
                 with message as parts:
                     self._take_reply(rank, parts)
 
-    def _take_reply(self, rank: int, parts: list[memoryview]) -> None:
-        """Settles a call with a reply. Everything is decoded here, into objects that own what they hold."""
-        call_id, kind, is_error, body = unpack_reply(parts, rank)
+    def _take_reply(self, rank: int, parts: Sequence[memoryview]) -> None:
+        """Gives a call its reply. A value stays encoded, in buffers of its own; who asks for it decodes it."""
+        call_id, kind, is_error, reply = unpack_reply(parts, rank)
+        if not is_error:
+            self._table.take_value(call_id, rank, [bytes(part) for part in reply])
+            return
+        method = self._table.method_of(call_id)
         try:
-            if is_error:
-                error = decode_error(body, rank, self._table.method_of(call_id))
-            else:
-                value = self._step_decoder.decode(body) if kind == STEP else decode_value(body)
-                self._table.take_value(call_id, rank, value)
-                return
+            error = decode_error(reply[0], rank, method)
         except Exception as undecodable:
-            error = portable_error(undecodable, rank, self._table.method_of(call_id))
-        self._table.take_error(call_id, error, kind == STEP)
+            error = portable_error(undecodable, rank, method)
+        self._table.take_error(call_id, rank, error, kind == STEP)
+        self._watch.look_soon()
 
     # -----------------------------------------------------------------------------------------------------------
     # Death.
@@ -217,26 +276,36 @@ class MultiprocExecutor(Executor):
         try:
             action()
         except PeerDied as death:
-            self._die(self._error_of_death(death.fd))
+            self._die(*self._error_of_death(death.fd))
         except RingCorruptError as error:
             self._die(EngineDeadError(f"the memory shared with the workers is corrupt: {error}", process="workers"))
+            if self._group is not None:
+                self._group.kill()
         except (RingClosed, OSError, ValueError):
             if not self._is_shut:  # a signal handler may shut down in the middle of this very wait
                 raise
             self._die(_was_shut_down())
 
-    def _error_of_death(self, fd: int) -> EngineDeadError:
-        assert self._group is not None
-        for rank, child in enumerate(self._group.children):
-            if child.pidfd == fd:
-                return child.dead_error(rank)
-        return _was_shut_down()
+    def _error_of_death(self, fd: int) -> tuple[EngineDeadError, int | None]:
+        """What the end behind this descriptor means, and the rank that died of itself. The others are of no use then,
+        and may wait for that one for ever: they are killed."""
+        group = self._group
+        assert group is not None
+        if group.killed_for is not None:
+            return group.killed_for, None
+        if all(child.pidfd != fd for child in group.children):
+            return _was_shut_down(), None
+        ended = {rank: child for rank, child in enumerate(group.children) if not child.is_alive()}
+        # Of several, the one that a signal ended: others may have raised because of that, and left.
+        rank = min(ended, key=lambda rank: (ended[rank].signal_name is None, rank))
+        group.kill()
+        return ended[rank].dead_error(rank), rank
 
-    def _die(self, error: RingcoreError) -> None:
+    def _die(self, error: RingcoreError, dead_rank: int | None = None) -> None:
         """Every call under way, and every later one, gets this error; the first one stays."""
         if self._dead is None or self._group is None:
             self._dead = error
-        self._table.fail_all(self._dead)
+        self._table.fail_all(self._dead, dead_rank)
 
 
 def _was_shut_down() -> EngineDeadError:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ringcore.config import EngineConfig
+from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
-from ringcore.executor.worker_proc import WorkerStart
-from ringcore.protocol import encoder
+from ringcore.executor.ring_memory import PAGE
+from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
+from ringcore.executor.worker_proc import ASIDE, CALLS, REPLIES, STATUS, WorkerStart
+from ringcore.protocol import RankHealth, encoder
 
 __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
 
 ENTRY = "ringcore.executor.worker_proc:main"
-CALL_RING_BYTES = 64 << 20
-REPLY_RING_BYTES = 8 << 20
+ASIDE_RING_BYTES = 1 << 20
 GRACE_S = 5.0
 # A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1), and ends.
 GOMP_SPINCOUNT = "20000"
@@ -30,9 +34,10 @@ GOMP_SPINCOUNT = "20000"
 class WorkerGroup:
     """All workers of an engine, from construction (which starts them) to `close`.
 
-    children, replies: by rank. calls: the one queue that all of them read. space_fd: an eventfd that is written when
-    there is room in `calls` again. wake_fds: eventfds that are written when a reply has come, by rank. closing_fd: an
-    eventfd for the executor to end its own waits with.
+    children, replies: by rank. calls, aside: the queues that all of them read, one in order and one for read-only
+    methods. wake_fds: eventfds that are written when a reply has come, by rank. closing_fd, due_fd: eventfds for the
+    executor, to end its own waits with and to be woken for a call that settles by itself.
+    killed_for: why this side killed the workers, which is then the error that their death makes.
     `environment` is laid over this process's own in the workers; `spin_s` is how long they spin before they sleep.
     Raises `CapacityError` where shared memory is short; nothing is left behind then.
     """
@@ -45,6 +50,7 @@ class WorkerGroup:
         self._owner_pid = os.getpid()
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
+        self.killed_for: EngineDeadError | None = None
         try:
             self._start(config, num_workers, factory, environment, spin_s)
         except BaseException:
@@ -57,18 +63,27 @@ class WorkerGroup:
         # What is pushed last is undone first: the queues are closed, the processes end, then the rest goes.
         self._meeting_place = _make_meeting_place() if num_workers > 1 else None
         self._cleanup.callback(self.remove_meeting_place)
-        self.closing_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._cleanup.callback(os.close, self.closing_fd)
-        calls = self._queue(CALL_RING_BYTES, num_workers)
-        replies = [self._queue(REPLY_RING_BYTES, 1) for _ in range(num_workers)]
-        self.space_fd = calls.ring.space_fd
+        self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
+        parallel = config.parallel
+        calls, aside = self._queue(parallel.call_ring_bytes, num_workers), self._queue(ASIDE_RING_BYTES, num_workers)
+        replies = [self._queue(parallel.reply_ring_bytes, 1) for _ in range(num_workers)]
+        self.calls_space_fd, self.aside_space_fd = calls.ring.space_fd, aside.ring.space_fd
         self.wake_fds = [queue.ring.wake_fds[0] for queue in replies]
+        status_fd = create_board(num_workers)
+        self._cleanup.callback(os.close, status_fd)
+        self._board = StatusBoard(status_fd, num_workers)
         self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
-        self.calls = MessageWriter(calls)
+        self.calls, self.aside = MessageWriter(calls), MessageWriter(aside)
+        self._cleanup.callback(self.aside.close)
         self._cleanup.callback(self.calls.close)
         for rank, queue in enumerate(replies):
             start = WorkerStart(config, rank, self._rendezvous, factory, spin_s)
-            fds = _prefixed("calls.", calls.fds_of_reader(rank)) | _prefixed("replies.", queue.fds_of_writer())
+            fds = (
+                _prefixed(CALLS, calls.fds_of_reader(rank))
+                | _prefixed(ASIDE, aside.fds_of_reader(rank))
+                | _prefixed(REPLIES, queue.fds_of_writer())
+                | {STATUS: status_fd}
+            )
             child = ChildProcess.start(f"worker {rank}", ENTRY, encoder().encode(start), fds, environment)
             self.children.append(child)
             reader = MessageReader(queue, 0)
@@ -76,9 +91,15 @@ class WorkerGroup:
             self.replies.append(reader)
             queue.close_sending()
         calls.close_receiving()
+        aside.close_receiving()
 
-    def _queue(self, capacity: int, num_readers: int) -> QueueHandle:
-        queue = create_queue(capacity, num_readers)
+    def _eventfd(self) -> int:
+        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._cleanup.callback(os.close, fd)
+        return fd
+
+    def _queue(self, num_bytes: int, num_readers: int) -> QueueHandle:
+        queue = create_queue(-(-num_bytes // PAGE) * PAGE, num_readers)
         self._cleanup.callback(queue.close)
         return queue
 
@@ -92,6 +113,37 @@ class WorkerGroup:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self._meeting_place)
             self._meeting_place = None
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has this called when the group closes, while everything of it is still there."""
+        self._cleanup.callback(callback)
+
+    def kill(self, reason: EngineDeadError | None = None) -> None:
+        """SIGKILL to every worker; `close` then has nobody to wait for."""
+        if reason is not None and self.killed_for is None:
+            self.killed_for = reason
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+
+    def statuses(self) -> list[RankStatus]:
+        """What each rank does, by rank."""
+        return [self._board.read(rank) for rank in range(len(self.children))]
+
+    def health(self) -> list[RankHealth]:
+        """Each rank as it is seen from here. Asks nobody and works after the group's end too."""
+        now = time.monotonic_ns()
+        return [
+            RankHealth(
+                rank=rank,
+                pid=child.pid,
+                process_state=child.process_state(),
+                heartbeat_age_s=max(0, now - status.heartbeat_ns) / 1e9,
+                method=status.method if status.busy_since_ns else None,
+                busy_s=max(0, now - status.busy_since_ns) / 1e9 if status.busy_since_ns else 0.0,
+                num_calls=status.num_calls,
+            )
+            for rank, (child, status) in enumerate(zip(self.children, self.statuses(), strict=True))
+        ]
 
     def close(self) -> None:
         """Tells the workers to leave after what they have been sent, then makes them; frees everything. Idempotent.

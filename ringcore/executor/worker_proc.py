@@ -1,11 +1,16 @@
-"""A worker's process: builds the worker, then receives, calls, replies, until the executor closes the queue."""
+"""A worker's process: builds the worker, then receives, calls, replies, until the executor closes the queue.
+
+The main thread executes calls in the order of their arrival. A side thread executes those of read-only methods, which
+come by a queue of their own: see `worker_aside`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,15 +20,31 @@ from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.executor.child_main import PARENT_DEATH
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
 from ringcore.executor.ring_buffer import Buffer, RingClosed
-from ringcore.executor.value_codec import decode_value, encode_error, encode_value
+from ringcore.executor.status_board import StatusLine
+from ringcore.executor.value_codec import encode_value
 from ringcore.executor.waiting import PeerDied
-from ringcore.executor.wire import CALL, CREATED, STEP, pack_reply, unpack_call
+from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, pack_reply, unpack_call
+from ringcore.executor.worker_aside import AsideThread
+from ringcore.executor.worker_calls import Outcome, failed, prepare_call
 from ringcore.protocol import SchedulerOutput, decoder, encoder
-from ringcore.worker.rpc import call_rpc
+from ringcore.worker.rpc import read_only_names
 
-__all__ = ["DEFAULT_FACTORY", "Outcome", "WorkerStart", "create_worker", "main", "perform_call", "shut_down"]
+__all__ = [
+    "ASIDE",
+    "CALLS",
+    "DEFAULT_FACTORY",
+    "REPLIES",
+    "STATUS",
+    "WorkerStart",
+    "create_worker",
+    "main",
+    "shut_down",
+]
 
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
+
+# Names, and beginnings of names, among the descriptors that a worker's process inherits.
+CALLS, ASIDE, REPLIES, STATUS = "calls.", "aside.", "replies.", "status"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,25 +57,25 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spin_s: float
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What a call came to: the encoded value, or the encoded error."""
-
-    is_error: bool
-    body: bytes
-
-
 def main(payload: bytes, fds: dict[str, int]) -> None:
     """The process from beginning to end. Exit code 1 if the worker cannot be made or fails in its own shutdown."""
     start: WorkerStart = decoder(WorkerStart).decode(payload)
     link = _Link(start.rank, fds, start.spin_s)
+    status = StatusLine(fds[STATUS], start.rank)
+    aside = AsideThread(start.rank, link.aside, status, link.reply)
+    creation = CallHead(CREATED, CALL, None, "create_worker")
+    status.begin(creation.call_id, creation.kind, creation.method)
     try:
         worker = create_worker(start.factory, start.config, start.rank, start.rendezvous)
+        names = read_only_names(worker)
     except Exception as error:
-        link.reply(CREATED, CALL, Outcome(True, encode_error(error, start.rank, "create_worker")))
+        link.reply(creation, failed(error, start.rank, creation.method))
         raise SystemExit(1) from error
-    link.reply(CREATED, CALL, Outcome(False, encode_value(None)))
+    aside.serve(worker, names)
+    link.reply(creation, Outcome(False, encode_value(names)))
+    status.end()
     try:
-        _Loop(worker, link).run()
+        _Loop(worker, link, status).run()
     except RingClosed:
         if not shut_down(worker):
             raise SystemExit(1) from None
@@ -82,7 +103,7 @@ def shut_down(worker: Any) -> bool:
 
 
 class _Link:
-    """The worker's ends of its two queues."""
+    """The worker's ends of its queues. Replies may come from both threads."""
 
     def __init__(self, rank: int, fds: Mapping[str, int], spin_s: float) -> None:
         def named(prefix: str) -> QueueHandle:
@@ -90,51 +111,56 @@ class _Link:
 
         self.rank = rank
         deaths = [fds[PARENT_DEATH]]
-        self.calls = MessageReader(named("calls."), rank, deaths, spin_s)
-        self._replies = MessageWriter(named("replies."), deaths, spin_s)
+        self.calls = MessageReader(named(CALLS), rank, deaths, spin_s)
+        self.aside = MessageReader(named(ASIDE), rank, deaths)
+        self._replies = MessageWriter(named(REPLIES), deaths, spin_s)
+        self._lock = threading.Lock()
 
-    def reply(self, call_id: int, kind: int, outcome: Outcome) -> None:
+    def reply(self, head: CallHead, outcome: Outcome) -> None:
         """Waits for room as long as the executor lives and listens."""
         try:
-            self._send(call_id, kind, outcome)
+            self._send(head, outcome)
         except (InvalidRequestError, CapacityError) as error:  # too large to be sent: that call's error
-            self._send(call_id, kind, Outcome(True, encode_error(error, self.rank, "reply")))
+            self._send(head, failed(error, self.rank, head.method))
 
-    def _send(self, call_id: int, kind: int, outcome: Outcome) -> None:
-        self._replies.send((pack_reply(call_id, self.rank, kind, outcome.is_error), outcome.body))
+    def _send(self, head: CallHead, outcome: Outcome) -> None:
+        envelope = pack_reply(head.call_id, self.rank, head.kind, outcome.is_error)
+        with self._lock:
+            self._replies.send((envelope, *outcome.parts))
 
 
 class _Loop:
     """Receives a call, performs it, replies; in the order of arrival. Ends by `RingClosed` or `PeerDied`."""
 
-    def __init__(self, worker: Any, link: _Link) -> None:
-        self._worker, self._link = worker, link
+    def __init__(self, worker: Any, link: _Link, status: StatusLine) -> None:
+        self._worker, self._link, self._status = worker, link, status
         self._step_decoder, self._step_encoder = decoder(SchedulerOutput), encoder()
 
     def run(self) -> None:
+        link, status = self._link, self._status
         while True:
-            call_id, kind, perform = self._receive()
+            head, perform = self._receive()
+            status.begin(head.call_id, head.kind, head.method)
             outcome = perform()
             if outcome is not None:
-                self._link.reply(call_id, kind, outcome)
+                link.reply(head, outcome)
+            status.end()
 
-    def _receive(self) -> tuple[int, int, Callable[[], Outcome | None]]:
+    def _receive(self) -> tuple[CallHead, Callable[[], Outcome | None]]:
         """The next call, ready to be performed. Its memory has gone back to the executor by then, which so never has
         to wait for a call that is under way."""
         with self._link.calls.receive() as parts:
-            call_id, kind, body = unpack_call(parts)
-            return call_id, kind, self._prepare_step(body) if kind == STEP else self._prepare_call(body)
-
-    def _prepare_call(self, body: Buffer) -> Callable[[], Outcome]:
-        data = bytes(body)
-        return lambda: perform_call(self._worker, self._link.rank, data)
+            head, request = unpack_call(parts)
+            if head.kind == STEP:
+                return head, self._prepare_step(request[0])
+            return head, prepare_call(self._worker, self._link.rank, head, request)
 
     def _prepare_step(self, body: Buffer) -> Callable[[], Outcome | None]:
         try:
             scheduler_output = self._step_decoder.decode(body)
         except Exception as error:
-            failed = self._step_failed(error)
-            return lambda: failed
+            outcome = failed(error, self._link.rank, STEP_METHOD)
+            return lambda: outcome
         return lambda: self._perform_step(scheduler_output)
 
     def _perform_step(self, scheduler_output: SchedulerOutput) -> Outcome | None:
@@ -144,26 +170,6 @@ class _Loop:
                 return None
             if output is None:
                 raise TypeError("execute_model returned None on the output rank")
-            return Outcome(False, self._step_encoder.encode(output))
+            return Outcome(False, [self._step_encoder.encode(output)])
         except Exception as error:
-            return self._step_failed(error)
-
-    def _step_failed(self, error: Exception) -> Outcome:
-        return Outcome(True, encode_error(error, self._link.rank, "execute_model"))
-
-
-def perform_call(worker: Any, rank: int, request: bytes) -> Outcome:
-    """Performs a CALL's body: the method's value, or whatever went wrong in decoding, calling and encoding.
-
-    `SystemExit`, `KeyboardInterrupt` and their like pass through: they are about the process, not the call.
-    """
-    method = "unknown"
-    try:
-        method, args, kwargs = _decode_request(request)
-        return Outcome(False, encode_value(call_rpc(worker, method, args, kwargs)))
-    except Exception as error:
-        return Outcome(True, encode_error(error, rank, method))
-
-
-def _decode_request(request: bytes) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    return msgspec.convert(decode_value(request), tuple[str, list[Any], dict[str, Any]], strict=True)
+            return failed(error, self._link.rank, STEP_METHOD)

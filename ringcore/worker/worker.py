@@ -19,6 +19,7 @@ from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.rpc import rpc
+from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["Worker"]
 
@@ -42,8 +43,8 @@ class Worker:
         self._tp: TensorParallel | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
-        self._num_steps = 0
-        self._num_tokens = 0
+        self._kv_cache_bytes = 0
+        self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
 
     @rpc
     def init_device(self) -> None:
@@ -86,13 +87,14 @@ class Worker:
         loaded = _made(self._loaded, "load_model")
         platform = _made(self._platform, "init_device")
         self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, self.rank)
+        self._kv_cache_bytes = kv_cache_config.total_bytes
 
     @rpc
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One step; what it sampled on rank 0, None on the others."""
         output = _made(self._runner, "initialize_from_config").execute(scheduler_output)
-        self._num_steps += 1
-        self._num_tokens += scheduler_output.num_tokens
+        num_steps, num_tokens = self._counts
+        self._counts = num_steps + 1, num_tokens + scheduler_output.num_tokens
         return output
 
     @rpc
@@ -100,17 +102,37 @@ class Worker:
         """Forgets every row, as if all had finished."""
         _made(self._runner, "initialize_from_config").rows.clear()
 
-    @rpc
+    # Read-only methods run on another thread, also while one of the above runs. Each reads an attribute once and goes
+    # on with what it got; what they read of the model and the device is fixed once it is there.
+
+    @rpc(read_only=True)
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and the process's resident bytes. Touches nothing that a step changes."""
+        """Counts since the start, and the process's resident bytes."""
+        num_steps, num_tokens = self._counts
         return {
             "rank": self.rank,
-            "num_steps": self._num_steps,
-            "num_tokens": self._num_tokens,
-            "resident_bytes": int(psutil.Process().memory_info().rss),
+            "num_steps": num_steps,
+            "num_tokens": num_tokens,
+            "resident_bytes": _resident_bytes(),
         }
 
-    @rpc
+    @rpc(read_only=True)
+    def memory(self) -> dict[str, int]:
+        """The table of `worker.memory` as it would be now, in bytes, and what the process has: `resident_bytes`, and
+        `kv_cache_bytes`, the pages. Before the model is loaded, only those two."""
+        loaded, platform, kv_cache_bytes = self._loaded, self._platform, self._kv_cache_bytes
+        table = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
+        if loaded is None or platform is None:
+            return table
+        specs = loaded.kv_cache_spec(self.config.cache.block_size)
+        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes) | table
+
+    @rpc(read_only=True)
+    def stack(self) -> str:
+        """The Python stack of every thread."""
+        return thread_stacks()
+
+    @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
         """Who answers, and how far it has come: "new", "device", "model" or "ready"."""
         stages = {"ready": self._runner, "model": self._loaded, "device": self._platform}
@@ -120,12 +142,16 @@ class Worker:
     @rpc
     def shutdown(self) -> None:
         """Gives back the pages, the weights and the connections. Idempotent."""
-        self._runner = None
+        self._runner, self._kv_cache_bytes = None, 0
         self._loaded = None
         tp, self._tp = self._tp, None
         if isinstance(tp, GlooCommunicator):
             tp.close()
         self._platform = None
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _made(stage: _Stage | None, method: str) -> _Stage:

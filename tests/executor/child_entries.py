@@ -43,6 +43,17 @@ def refuse_to_end(payload: bytes, fds: dict[str, int]) -> None:
     threading.Event().wait()
 
 
+def stand_still(payload: bytes, fds: dict[str, int]) -> None:
+    """Two threads that can be told apart."""
+    threading.Thread(target=_wait_on_the_side, daemon=True).start()
+    os.write(fds["out"], b"up")
+    threading.Event().wait()
+
+
+def _wait_on_the_side() -> None:
+    threading.Event().wait()
+
+
 def list_fds(payload: bytes, fds: dict[str, int]) -> None:
     names = {fd: name for name, fd in fds.items()}
     is_private = all(not os.get_inheritable(fd) for fd in fds.values())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,8 +22,9 @@ from ringcore.worker import rpc
 FACTORY = f"{__name__}:create_worker"
 
 
-def fake_config(num_ranks: int = 1, trouble: str = "") -> EngineConfig:
-    """A configuration that no file stands behind. `trouble` is what the worker shall run into while it starts."""
+def fake_config(num_ranks: int = 1, trouble: str = "", **parallel) -> EngineConfig:
+    """A configuration that no file stands behind. `trouble` is what the worker shall run into while it starts;
+    `parallel` are options of `ParallelConfig`."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=100,
@@ -46,7 +50,7 @@ def fake_config(num_ranks: int = 1, trouble: str = "") -> EngineConfig:
         model=ModelConfig(model=trouble, files=files, spec=spec),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(),
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks, **parallel),
         device=DeviceConfig(),
     )
 
@@ -64,7 +68,8 @@ def step(number: int, trouble: int = 0) -> SchedulerOutput:
     )
 
 
-RAISES, RAISES_ON_RANK_1, RETURNS_NOTHING, KILLS = 1, 2, 3, 4  # troubles of a step
+# Troubles of a step.
+RAISES, RAISES_ON_RANK_1, RETURNS_NOTHING, KILLS, HANGS, KILLS_RANK_1_RAISES_ON_0 = 1, 2, 3, 4, 5, 6
 
 
 @dataclass
@@ -86,6 +91,7 @@ class FakeWorker:
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
         self.config, self.rank, self.rendezvous = config, rank, rendezvous
         self.counter = 0
+        self.array = np.zeros(4096)
         self.private = "not to be called"
         match config.model.model:
             case "fail in init":
@@ -107,6 +113,11 @@ class FakeWorker:
     def load_model(self) -> dict[str, float]:
         if self.config.model.model == "raise in load":
             raise ZeroDivisionError("in load")
+        what, _, gate = self.config.model.model.partition(" in load while there is ")
+        if gate and os.path.exists(gate):
+            if what == "leave":
+                os._exit(3)
+            raise ModelLoadError("still there", path=gate)
         return {"weights_bytes": 1.0}
 
     @rpc
@@ -114,8 +125,12 @@ class FakeWorker:
         trouble = int(scheduler_output.rows[0])
         if trouble == RAISES or (trouble == RAISES_ON_RANK_1 and self.rank == 1):
             raise ArithmeticError(f"step {scheduler_output.step} on rank {self.rank}")
-        if trouble == KILLS:
+        if trouble == KILLS or (trouble == KILLS_RANK_1_RAISES_ON_0 and self.rank == 1):
             os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == KILLS_RANK_1_RAISES_ON_0:
+            raise ConnectionError("the connection was closed by rank 1")
+        if trouble == HANGS:
+            _hang_in_here()
         if trouble == RETURNS_NOTHING or self.rank != 0:
             return None
         return ModelRunnerOutput(scheduler_output.step, scheduler_output.rows, scheduler_output.rows * 10)
@@ -178,6 +193,44 @@ class FakeWorker:
         return self.rank
 
     @rpc
+    def hold_the_gil(self, fifo: str) -> None:
+        """In native code, until there is something to read: no other thread of this process runs Python then."""
+        fd = os.open(fifo, os.O_RDWR)
+        ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
+        os.close(fd)
+
+    @rpc(read_only=True)
+    def peek(self) -> dict:
+        return {"rank": self.rank, "counter": self.counter, "thread": threading.current_thread().name}
+
+    @rpc(read_only=True)
+    def fail_to_peek(self, kind: str) -> object:
+        if kind == "value":
+            return object()
+        raise KeyError(kind)
+
+    @rpc(read_only=True)
+    def large_peek(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+    @rpc(read_only=True)
+    def leave_aside(self) -> None:
+        raise SystemExit(3)
+
+    @rpc
+    def announce(self, path: str, on_rank: int) -> int:
+        """Shows that it is executed, also where it has nothing to say."""
+        if self.rank == on_rank:
+            Path(path).touch()
+        return self.rank
+
+    @rpc
+    def changing_array(self) -> np.ndarray:
+        """The same memory each time, with other numbers."""
+        self.array += 1
+        return self.array
+
+    @rpc
     def odd_values(self) -> dict:
         return {
             "scalar": np.float32(0.5),
@@ -203,6 +256,10 @@ class FakeWorker:
                 return cycle
             case _:
                 return lambda: None
+
+    @rpc
+    def unencodable_but_on(self, rank: int) -> object:
+        return self.rank if self.rank == rank else object()
 
     @rpc
     def fail(self, kind: str, on_rank: int | None = None) -> int:
@@ -239,6 +296,10 @@ class FakeWorker:
     def interrupt_yourself(self) -> str:
         os.kill(os.getpid(), signal.SIGINT)
         return "still here"
+
+
+def _hang_in_here() -> None:
+    threading.Event().wait()
 
 
 class _BrokenText(Exception):

@@ -10,8 +10,8 @@ from ringcore.executor.multiproc import MultiprocExecutor
 
 
 @contextlib.contextmanager
-def running(num_ranks: int = 1, trouble: str = ""):
-    executor = MultiprocExecutor(fake_config(num_ranks, trouble), worker_factory=FACTORY)
+def running(num_ranks: int = 1, trouble: str = "", **parallel):
+    executor = MultiprocExecutor(fake_config(num_ranks, trouble, **parallel), worker_factory=FACTORY)
     executor.start()
     try:
         yield executor

@@ -52,7 +52,7 @@ def test_a_child_has_its_own_descriptors_and_no_others(tmp_path, out):
     is_private, handler, *found = report.read_text().split()
     assert (is_private, handler) == ("True", "SIG_IGN")
     numbers = [name for name in found if name.isdecimal()]
-    assert sorted(set(found) - set(numbers)) == ["out", "parent_death"]
+    assert sorted(set(found) - set(numbers)) == ["out", "parent_death", "stacks"]
     assert {"0", "1", "2"} <= set(numbers)
     assert len(numbers) <= 5  # standard streams, the parent's pidfd, the listing
     terminate_all([child])
@@ -162,6 +162,65 @@ def test_an_interpreter_that_is_not_there(monkeypatch):
         with pytest.raises(RingcoreError, match=text):
             start(child_entries.leave, b"0")
     assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What can be seen of a child from outside.
+
+
+def test_stacks_of_all_threads_again_and_again(out):
+    child = start(child_entries.stand_still, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    for _ in range(3):
+        text = child.python_stacks(BOUND_S)
+        assert "in stand_still" in text
+        assert "in _wait_on_the_side" in text
+        assert text.count("in stand_still") == 1, "an answer holds no other"
+    assert child.is_alive()
+    assert child.process_state() in ("running", "sleeping")
+    child.signal(signal.SIGKILL)
+    assert child.wait(BOUND_S)
+    assert (child.process_state(), child.python_stacks()) == ("gone", "gone: no stack")
+    child.terminate()
+    assert (child.process_state(), child.python_stacks()) == ("gone", "gone: no stack")
+
+
+def test_stacks_though_native_code_holds_the_gil(out):
+    child = start(child_entries.hold_the_gil, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    _wait_until_busy(child.pid)
+    assert "in hold_the_gil" in child.python_stacks(BOUND_S)
+    assert child.process_state() == "running"
+    child.signal(signal.SIGKILL)
+    child.terminate()
+
+
+def test_a_stopped_child_has_no_stack_and_is_not_waited_for(out):
+    child = start(child_entries.stand_still, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    child.signal(signal.SIGSTOP)
+    _wait_for_state(child, "stopped")
+    assert child.python_stacks(600) == "stopped: no stack"
+    child.signal(signal.SIGCONT)
+    assert "in stand_still" in child.python_stacks(BOUND_S)
+    child.signal(signal.SIGKILL)
+    child.terminate()
+
+
+def test_a_child_that_boots_or_leaves_is_not_killed_by_the_question():
+    """The signal's own action, before the handler is there and when it is there no more, is the process's end."""
+    child = start(child_entries.leave, b"7")
+    while child.is_alive():
+        child.python_stacks()
+    assert child.exit_code == 7
+    child.terminate()
+
+
+def _wait_for_state(child: ChildProcess, state: str) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while child.process_state() != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 # The parent's death. The parent is a script without a `__main__` guard, as a user may write it.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 import fake_worker
 import numpy as np
 import pytest
 from fake_worker import FACTORY, Point, Shape, fake_config, step
+from process_checks import BOUND_S
 
 from ringcore.errors import (
     CapacityError,
@@ -18,8 +20,10 @@ from ringcore.errors import (
     RpcTimeoutError,
     WorkerError,
 )
-from ringcore.executor import executor_class
-from ringcore.executor.base import Executor
+from ringcore.executor import calls, executor_class, uniproc
+from ringcore.executor.base import EncodedCall, Executor
+from ringcore.executor.value_codec import decode_value, encode_request, encode_value
+from ringcore.protocol import ModelRunnerOutput, decoder
 
 EXECUTORS = ["multiproc", "uniproc"]
 
@@ -43,25 +47,133 @@ def test_values_come_back_one_a_rank(executor):
     assert executor.collective_rpc("add", (1,), {"y": 2}) == [3]
 
 
-def test_values_become_builtins(executor):
-    assert executor.collective_rpc("odd_values") == [
-        {
-            "scalar": 0.5,
-            "array": [[0, 1], [2, 3]],
-            "dtype": "int32",
-            "tuple": [1, [2, 3]],
-            "set": [5],
-            "dataclass": {"x": 1, "y": 2.0},
-            "struct": {"name": "s", "points": [{"x": 3, "y": 4.0}]},
-            3: None,
-        }
-    ]
+def test_values_become_builtins_and_arrays(executor):
+    (values,) = executor.collective_rpc("odd_values")
+    assert values.pop("array").tolist() == [[0, 1], [2, 3]]
+    assert values == {
+        "scalar": 0.5,
+        "dtype": "int32",
+        "tuple": [1, [2, 3]],
+        "set": [5],
+        "dataclass": {"x": 1, "y": 2.0},
+        "struct": {"name": "s", "points": [{"x": 3, "y": 4.0}]},
+        3: None,
+    }
+
+
+def test_values_are_the_callers_own(executor):
+    """The worker goes on to change what it returned, and the caller may change what it got."""
+    futures = [executor.submit("changing_array") for _ in range(3)]
+    first, second, third = (future.result()[0] for future in futures)
+    first[:] = 0
+    assert (second - futures[0].result()[0]).tolist() == [1.0] * 4096
+    assert (third - second).tolist() == [1.0] * 4096
+
+
+def test_arguments_may_change_as_soon_as_they_are_sent(executor):
+    array = np.ones(4096)
+    future = executor.submit("echo", [array])
+    array[:] = 2
+    assert future.result()[0].tolist() == [1.0] * 4096
+
+
+def test_one_rank_may_reply_for_all(executor):
+    assert executor.collective_rpc("add", [1], {"y": 2}, unique_reply_rank=0) == 3
+    for rank in (1, -1, True, "0"):
+        with pytest.raises(InvalidRequestError, match=r"unique_reply_rank=.*: give None, or a rank from 0 to 0"):
+            executor.submit("add", [1], unique_reply_rank=rank)
+
+
+def test_a_call_may_be_forwarded_undecoded(executor):
+    array = np.arange(10_000)
+    future = executor.forward(EncodedCall("echo", encode_value(["echo", [array], {}])))
+    (parts,) = future.encoded_result()
+    assert all(type(part) is bytes for part in parts)
+    assert decode_value(parts).tolist() == array.tolist() == future.result()[0].tolist()
+    with pytest.raises(WorkerError, match="KeyError"):
+        executor.submit("fail", ["x"]).encoded_result()
+    step_parts = executor.execute_model(step(5)).encoded_result()[0]
+    assert decoder(ModelRunnerOutput).decode(step_parts[0]).step == 5
+
+
+def test_a_function_is_called_with_the_worker(executor):
+    base = 10
+
+    def rank_and_more(worker, x, *, y):
+        return [worker.rank, base + x + y]
+
+    assert executor.collective_rpc(rank_and_more, [1], {"y": 2}) == [[0, 13]]
+    with pytest.raises(WorkerError, match=r"ZeroDivisionError in '.*<lambda>' on rank 0"):
+        executor.collective_rpc(lambda worker: 1 / 0)
+    assert executor.collective_rpc("echo", ["next"]) == ["next"]
+
+
+@pytest.mark.parametrize(("claimed", "is_callable"), [("peek", False), ("count", True)])
+def test_a_call_that_is_not_what_it_claims_is_refused(executor, claimed, is_callable):
+    """A name that would be executed beside a step, or as a function, must be the one that is executed."""
+    call = EncodedCall(claimed, encode_request("count", [1], {}), is_callable)
+    before = executor.collective_rpc("count", [0])
+    with pytest.raises(InvalidRequestError):
+        executor.forward(call).result()
+    assert executor.collective_rpc("count", [0]) == before
+
+
+def test_a_function_is_run_only_where_the_call_says_so(executor):
+    parts = encode_request(lambda worker: worker.count(), [], {})
+    with pytest.raises(InvalidRequestError):
+        executor.forward(EncodedCall("count", parts)).result()
+
+
+def test_a_value_that_cannot_be_decoded_is_that_calls_error(executor, monkeypatch):
+    future = executor.submit("echo", [1])
+    for module in (calls, uniproc):
+        monkeypatch.setattr(module, "decode_value", lambda parts: decode_value([b"\xc1"]))
+    with pytest.raises(WorkerError, match="DecodeError in 'echo' on rank 0"):
+        future.result()
+    assert future.encoded_result()
+    monkeypatch.undo()
+    assert future.result() == [1]
+
+
+def test_read_only_methods(executor):
+    executor.collective_rpc("count", [0])
+    assert executor.collective_rpc("peek")[0]["rank"] == 0
+    assert executor.collective_rpc("large_peek", [3 << 20]) == [bytes(3 << 20)]
+    for kind, text in (("value", "object"), ("x", "KeyError")):
+        with pytest.raises(WorkerError, match=text):
+            executor.collective_rpc("fail_to_peek", [kind])
+    with pytest.raises(InvalidRequestError, match="missing a required argument"):
+        executor.collective_rpc("large_peek")
+    assert executor.collective_rpc("peek", unique_reply_rank=0)["rank"] == 0
+
+
+def test_health_counts_calls(executor):
+    executor.collective_rpc("echo")
+    (before,) = executor.health()
+    executor.execute_model(step(1)).result()
+    executor.collective_rpc("echo")
+    after = _idle(executor)
+    assert (after.rank, after.method, after.busy_s) == (0, None, 0.0)
+    assert after.num_calls == before.num_calls + 2
+    assert 0 <= after.heartbeat_age_s < 30
+    assert after.process_state in ("running", "sleeping")
+    assert executor.oldest_step_s() is None
+    assert "rank 0" in executor.diagnose()
+    executor.check()
+
+
+def _idle(executor):
+    """The rank's health once it is seen to be idle: its last reply is there a moment before."""
+    deadline = time.monotonic() + BOUND_S
+    while (health := executor.health()[0]).method is not None:
+        assert time.monotonic() < deadline
+    return health
 
 
 def test_arguments_become_what_the_annotations_say(executor):
     shape = Shape("s", [Point(3, 4.0)])
     assert executor.collective_rpc("struct_back", [shape]) == [{"name": "s", "points": [{"x": 3, "y": 4.0}]}]
-    assert executor.collective_rpc("array_kind", [np.arange(3)]) == ["int32[3]"]
+    assert executor.collective_rpc("array_kind", [np.arange(3)]) == ["int64[3]"]
 
 
 def test_calls_are_performed_in_order(executor):
@@ -109,7 +221,10 @@ def test_an_error_of_ours_arrives_as_itself(executor):
         executor.collective_rpc("fail", ["ours"])
     assert caught.value.message == "too little"
     assert caught.value.__notes__ == ["raised by 'fail' in worker 0"]
-    assert caught.value.details == {"needed_bytes": 10, "available_bytes": 3}
+    details = {"needed_bytes": 10, "available_bytes": 3}
+    failure = {"rank": 0, "type": "CapacityError", "message": "too little", "details": details}
+    assert caught.value.details == details | {"failures": [failure]}
+    assert type(caught.value.failures[0]) is CapacityError
 
 
 @pytest.mark.parametrize(
@@ -148,7 +263,7 @@ def test_a_value_that_cannot_be_sent_is_that_calls_error(executor, kind):
         ("add", ["1"], {}, r"add\(x\)='1': Expected `int`, got `str`"),
         ("add", [1], {"z": 2}, "unexpected keyword argument 'z'"),
         ("echo", [object()], {}, "cannot be sent"),
-        (7, [], {}, "method=7: give a name"),
+        (7, [], {}, "method=7: give the name of a worker method"),
     ],
 )
 def test_a_wrong_call_is_refused(executor, method, args, kwargs, text):
@@ -194,9 +309,45 @@ def test_a_start_and_the_calls_before_it_and_after_the_shutdown(name):
     assert all(seconds >= 0 for seconds in phases.values())
     executor.shutdown()
     executor.shutdown()
-    for call in (lambda: executor.collective_rpc("echo"), lambda: executor.execute_model(step(0))):
+    for call in (
+        lambda: executor.collective_rpc("echo"),
+        lambda: executor.execute_model(step(0)),
+        executor.check,
+        executor.restart,
+    ):
         with pytest.raises(EngineDeadError, match="shut down"):
             call()
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_restart_makes_new_workers(name):
+    executor = build(name)
+    executor.start()
+    try:
+        assert executor.collective_rpc("count", [3]) == [3]
+        assert list(executor.restart()) == ["start_workers", "init_device", "load_model"]
+        assert executor.collective_rpc("count", [1]) == [1]
+        assert executor.execute_model(step(2)).result(30).step == 2
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_restart_that_fails_may_be_tried_again(name, tmp_path):
+    trouble = tmp_path / "trouble"
+    executor = build(name, f"fail in load while there is {trouble}")
+    executor.start()
+    try:
+        trouble.touch()
+        with pytest.raises(ModelLoadError):
+            executor.restart()
+        with pytest.raises(EngineDeadError, match="could not be replaced"):
+            executor.collective_rpc("echo")
+        trouble.unlink()
+        executor.restart()
+        assert executor.collective_rpc("echo", [1]) == [1]
+    finally:
+        executor.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fake_worker import step
 from process_checks import BOUND_S
 from running_executor import running
 
-from ringcore.errors import RpcTimeoutError, WorkerError
+from ringcore.errors import EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import multiproc, worker_group
 
 
@@ -59,6 +59,70 @@ def test_the_error_of_one_rank_names_it(pair):
         pair.collective_rpc("fail", ["x", 1])
     assert caught.value.details["rank"] == 1
     assert pair.collective_rpc("echo", [2]) == [2, 2]
+
+
+def test_the_errors_of_all_ranks_are_told(pair):
+    with pytest.raises(WorkerError) as caught:
+        pair.collective_rpc("fail", ["x"])
+    assert caught.value.details["rank"] == 0
+    assert {rank: error.details["rank"] for rank, error in caught.value.failures.items()} == {0: 0, 1: 1}
+    assert "raise KeyError(kind)" in str(caught.value.failures[1].__cause__)
+
+
+def test_one_rank_replies_and_all_execute(pair, tmp_path):
+    executed = tmp_path / "executed"
+    assert pair.collective_rpc("announce", [str(executed), 0], unique_reply_rank=1) == 1
+    assert pair.collective_rpc("who", unique_reply_rank=0)["rank"] == 0
+    assert executed.exists(), "rank 0 has executed the call before, in order"
+    late = pair.num_late_replies
+    assert pair.collective_rpc("unencodable_but_on", [0], unique_reply_rank=0) == 0
+    assert pair.collective_rpc("echo") == [None, None]
+    assert pair.num_late_replies == late, "the others encode and send nothing"
+    for rank in (2, -1, 1.0):
+        with pytest.raises(InvalidRequestError, match="give None, or a rank from 0 to 1"):
+            pair.submit("who", unique_reply_rank=rank)
+
+
+def test_the_error_of_a_rank_that_owes_no_reply_does_not_wait_for_the_one_that_does(pair, tmp_path):
+    gate = tmp_path / "gate"
+    with pytest.raises(WorkerError) as caught:
+        pair.collective_rpc("wait_for_file", [str(gate), 0, 1], unique_reply_rank=0)
+    assert list(caught.value.failures) == [1]
+    gate.touch()
+    assert pair.collective_rpc("echo") == [None, None]
+
+
+def test_read_only_calls_are_answered_in_the_middle_of_another(pair, tmp_path):
+    """Both ranks: one is in the middle of a call, the other has nothing to do."""
+    gate = tmp_path / "gate"
+    busy, behind = pair.submit("wait_for_file", [str(gate), 0]), pair.submit("who")
+    for i in range(20):
+        started = time.monotonic()
+        answers = pair.collective_rpc("peek", timeout=BOUND_S)
+        assert time.monotonic() - started < (BOUND_S if i == 0 else 1.0)
+        assert [answer["rank"] for answer in answers] == [0, 1]
+        assert {answer["thread"] for answer in answers} == {"read-only calls"}
+    assert pair.collective_rpc("peek", unique_reply_rank=1)["rank"] == 1
+    with pytest.raises(WorkerError, match="KeyError"):
+        pair.collective_rpc("fail_to_peek", ["x"])
+    assert pair.collective_rpc("large_peek", [9 << 20])[1] == bytes(9 << 20)  # does not fit the ring
+    assert not busy.done()
+    gate.touch()
+    assert busy.result(BOUND_S) == [0, 1]
+    assert [value["rank"] for value in behind.result(BOUND_S)] == [0, 1]
+
+
+def test_read_only_calls_with_large_arguments_and_many_at_once(pair):
+    futures = [pair.submit("large_peek", [i << 10]) for i in range(200)]
+    assert [len(future.result(BOUND_S)[0]) for future in futures] == [i << 10 for i in range(200)]
+    with pytest.raises(InvalidRequestError, match="Expected `int`"):
+        pair.collective_rpc("large_peek", [bytes(3 << 20)])  # above the side ring's half
+
+
+def test_a_side_thread_that_ends_takes_its_worker_along():
+    with running() as executor, pytest.raises(EngineDeadError, match="exit code 1") as caught:
+        executor.collective_rpc("leave_aside")
+    assert any("SystemExit: 3" in line for line in caught.value.details["last_log"])
 
 
 def test_an_error_does_not_wait_for_a_rank_that_hangs_and_its_late_reply_is_dropped(pair, tmp_path):
@@ -131,11 +195,19 @@ def test_a_rank_that_fails_after_the_output_rank_answered_fails_the_steps_after(
         assert executor.collective_rpc("echo") == [None, None]
         with pytest.raises(WorkerError, match="step 0 on rank 1"):
             _all_results([future, executor.execute_model(step(1))])
-        assert executor.num_late_replies == 1
 
 
 def _all_results(futures):
     return [future.result(BOUND_S) for future in futures]
+
+
+def test_rings_of_any_configured_size():
+    with running(2, call_ring_bytes=70_000, reply_ring_bytes=65_537) as executor:
+        for size in (0, 30_000, 40_000, 1 << 20):
+            assert executor.collective_rpc("echo", [bytes(size)]) == [bytes(size)] * 2
+        futures = [executor.submit("echo", [bytes([i]) * 20_000]) for i in range(50)]
+        for i, future in enumerate(futures):
+            assert future.result(BOUND_S) == [bytes([i]) * 20_000] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------

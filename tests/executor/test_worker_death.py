@@ -70,6 +70,77 @@ def test_a_death_in_a_step_is_noticed_while_waiting_and_while_asking():
                 future.result(BOUND_S)
 
 
+def test_an_error_that_a_death_explains_is_told_as_the_death():
+    """Rank 0 sees its connection break a moment before the kernel tells of rank 1."""
+    with running(2) as executor:
+        with pytest.raises(EngineDeadError) as caught:
+            executor.execute_model(step(0, fake_worker.KILLS_RANK_1_RAISES_ON_0)).result(BOUND_S)
+        assert (caught.value.details["rank"], caught.value.details["signal"]) == (1, "SIGKILL")
+
+
+def test_the_ranks_that_are_left_are_ended_at_once(tmp_path):
+    with running(2) as executor:
+        executor.submit("wait_for_file", [str(tmp_path / "never"), 0])
+        os.kill(executor.pids()["worker 1"], signal.SIGKILL)
+        assert select.select(executor.wait_fds(), [], [], BOUND_S)[0]
+        with pytest.raises(EngineDeadError, match="worker 1"):
+            _check_until_it_raises(executor)
+        assert is_gone(executor.pids()["worker 0"])
+
+
+def _check_until_it_raises(executor) -> None:
+    while True:
+        executor.check()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_restart_after_a_kill(num_ranks, private_tmp):
+    with running(num_ranks) as executor:
+        num_fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            old_pids, old_fds = executor.pids(), set(executor.wait_fds())
+            under_way = [executor.submit("nap", [600.0]), executor.execute_model(step(1))]
+            os.kill(old_pids["worker 0"], signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                under_way[0].result(BOUND_S)
+            executor.restart()
+            assert all(map(is_gone, old_pids.values()))
+            for future in under_way:  # of before: they stay failed
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    future.result()
+            executor.check()
+            assert executor.pids().keys() == old_pids.keys()
+            assert not set(executor.pids().values()) & set(old_pids.values())
+            assert executor.collective_rpc("count", [1]) == [1] * num_ranks
+            assert executor.collective_rpc("peek", timeout=BOUND_S)[0]["counter"] == 1
+            assert executor.execute_model(step(9)).result(BOUND_S).step == 9
+            assert len(old_fds) == len(executor.wait_fds())
+        assert len(os.listdir("/proc/self/fd")) <= num_fds
+        assert list(private_tmp.iterdir()) == []
+
+
+def test_a_restart_with_calls_under_way_fails_them():
+    with running() as executor:
+        future = executor.submit("nap", [600.0])
+        executor.restart()
+        with pytest.raises(EngineDeadError, match="replaced under this call"):
+            future.result()
+        assert executor.collective_rpc("echo", [1]) == [1]
+
+
+def test_a_death_in_a_restart_is_its_error_and_the_next_one_works(tmp_path):
+    trouble = tmp_path / "trouble"
+    with running(trouble=f"leave in load while there is {trouble}") as executor:
+        trouble.touch()
+        with pytest.raises(EngineDeadError, match="exit code 3"):
+            executor.restart()
+        with pytest.raises(EngineDeadError, match="exit code 3"):
+            executor.submit("echo")
+        trouble.unlink()
+        executor.restart()
+        assert executor.collective_rpc("echo", [1]) == [1]
+
+
 def test_a_worker_that_leaves_while_starting_is_told_with_its_last_words():
     executor = MultiprocExecutor(fake_config(trouble="exit in init"), worker_factory=FACTORY)
     with pytest.raises(EngineDeadError, match="exit code 3; it said last: about to leave"):

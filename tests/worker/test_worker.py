@@ -13,7 +13,7 @@ from step_driver import admit, make_config, make_step, plan, start
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.protocol import decoder, encoder
 from ringcore.worker.entry import create_worker
-from ringcore.worker.rpc import call_rpc, rpc, rpc_names
+from ringcore.worker.rpc import call_rpc, read_only_names, rpc, rpc_names
 from ringcore.worker.worker import Worker
 
 PROMPT = [11, 60, 23, 8, 90]
@@ -70,6 +70,76 @@ def test_the_start_up_as_an_executor_does_it(
     worker.shutdown()
     worker.shutdown()
     assert worker.health()["stage"] == "new"
+    assert worker.memory()["kv_cache_bytes"] == 0
+
+
+def test_memory_is_told_at_every_stage(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    assert worker.memory().keys() == {"resident_bytes", "kv_cache_bytes"}
+    worker.init_device()
+    worker.load_model()
+    table = worker.determine_available_memory()
+    worker.initialize_from_config(plan(worker, 20))
+    now = call_rpc(worker, "memory")
+    assert now.keys() == table.keys() | {"resident_bytes", "kv_cache_bytes"}
+    fixed = ("total_bytes", "weights_bytes", "activations_bytes")
+    assert {name: now[name] for name in fixed} == {name: table[name] for name in fixed}
+    assert now["kv_cache_bytes"] == 20 * 3 * 2 * 4 * 2 * 16 * 4
+    assert now["resident_bytes"] > now["kv_cache_bytes"]
+
+
+def test_read_only_methods_are_those_that_touch_nothing_of_a_step(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    assert read_only_names(worker) == ["health", "memory", "stack", "stats"]
+
+
+def test_the_stack_names_every_thread(tiny_llama: tuple[str, Any]) -> None:
+    worker, gate = Worker(make_config(tiny_llama[0]), 0, None), threading.Event()
+
+    def stand_at_the_gate() -> None:
+        gate.wait(60)
+
+    thread = threading.Thread(target=stand_at_the_gate, name="a side thread")
+    thread.start()
+    text = call_rpc(worker, "stack")
+    gate.set()
+    thread.join(60)
+    assert text.startswith("thread 'MainThread':")
+    assert "test_the_stack_names_every_thread" in text
+    side = text.partition("thread 'a side thread':")[2].partition("thread '")[0]
+    assert "stand_at_the_gate" in side
+
+
+def test_read_only_methods_run_beside_steps(
+    tiny_llama: tuple[str, Any], reference: Callable[[Sequence[int], int], list[int]]
+) -> None:
+    """They disturb no step, and never see one half-way: five tokens in the first step, then one in each."""
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    start(worker)
+    seen: list[tuple[int, int]] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            stats = worker.stats()
+            seen.append((stats["num_steps"], stats["num_tokens"]))
+            assert worker.memory()["weights_bytes"] > 0
+            assert worker.health()["stage"] == "ready"
+            assert worker.stack().startswith("thread 'MainThread':")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    written = []
+    for number in range(30):
+        counts = make_step({0: 1} if number else {0: 5}, new=[] if number else [admit(0, PROMPT, range(1, 12))])
+        output = worker.execute_model(counts)
+        assert output is not None
+        written.append(int(output.token_ids[0]))
+    is_over.set()
+    thread.join(60)
+    assert written == reference(PROMPT, 30)
+    assert seen
+    assert all(tokens == (steps + 4 if steps else 0) for steps, tokens in seen)
 
 
 def test_a_stage_too_early_names_the_one_that_is_missing(tiny_llama: tuple[str, Any]) -> None:

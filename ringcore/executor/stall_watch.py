@@ -1,0 +1,177 @@
+"""Looks after calls that take too long: says where they are, and ends the workers of a step that hangs.
+
+    age of the oldest call under way      what is done
+    ------------------------------------  --------------------------------------------------------------
+    stall_warning_s, 2x, 4x, ...          a warning with `stall_report` in the log
+    step_timeout_s, and it is a step      the report in the log, SIGKILL to all workers, `EngineDeadError`
+
+Age begins when the call before was settled, so a step is not blamed for the one before it. A reply that lies there,
+not taken in yet, means that it is the caller who is away: nothing is said then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ringcore.config import ParallelConfig
+from ringcore.errors import EngineDeadError
+from ringcore.executor.calls import Call, CallTable, StepCall
+from ringcore.executor.waiting import signal_event
+from ringcore.executor.worker_group import WorkerGroup
+from ringcore.protocol import RankHealth
+
+__all__ = ["StallWatch", "stall_report"]
+
+MIN_PERIOD_S = 0.05
+_JOIN_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class StallWatch:
+    """Watches one group of workers with a daemon thread, from construction to `stop`.
+
+    It takes no lock of the executor, who may hold it while it waits for the very call that hangs, and keeps neither
+    the executor nor its table alive.
+    """
+
+    def __init__(self, table: CallTable, group: WorkerGroup, config: ParallelConfig) -> None:
+        self._table = weakref.ref(table)
+        self._group = group
+        self._warning_s, self._step_timeout_s = config.stall_warning_s, config.step_timeout_s
+        self._period_s = max(MIN_PERIOD_S, min(config.stall_warning_s, config.step_timeout_s or math.inf) / 4)
+        self._warned: tuple[int, float] = (-1, 0.0)  # the id of the call, and the age at which to warn again
+        self._is_stopping = False
+        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # put may be called from anywhere
+        self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
+        self._thread.start()
+
+    def look_soon(self) -> None:
+        """A call has failed on a rank, and will settle by itself: `due_fd` shall be written when it does."""
+        self._inbox.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread; a report that is being made is broken off. Idempotent."""
+        self._is_stopping = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:  # which may have dropped the executor's last reference
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        next_look = time.monotonic() + self._period_s
+        while not self._is_stopping:
+            table = self._table()
+            if table is None:
+                return
+            now = time.monotonic()
+            if now >= next_look:
+                self.look(table)
+                next_look = time.monotonic() + self._period_s
+            until = self._announce_due(table, next_look)
+            del table  # it must not be kept alive from here
+            try:
+                self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                continue
+
+    def _announce_due(self, table: CallTable, next_look: float) -> float:
+        """Wakes who sleeps on the executor's descriptors for a call that settles by itself. Returns when to come back;
+        again and again until somebody has looked, since the wake may come a moment before the call is due."""
+        due = table.next_due()
+        if due is None:
+            return next_look
+        now = time.monotonic()
+        if due > now:
+            return min(due, next_look)
+        if not self._is_stopping:
+            signal_event(self._group.due_fd)
+        return min(now + MIN_PERIOD_S, next_look)
+
+    def look(self, table: CallTable) -> None:
+        """One look: warns, or ends the workers, where it is time to."""
+        calls = table.under_way()
+        if not calls or self._group.killed_for is not None or any(r.has_message() for r in self._group.replies):
+            return
+        step = next((call for call in calls if isinstance(call, StepCall)), None)
+        if step is not None and self._step_timeout_s is not None and table.age_s(step) >= self._step_timeout_s:
+            self._end(table, step)
+            return
+        call = max(calls, key=table.age_s)
+        age = table.age_s(call)
+        warn_at = self._warned[1] if self._warned[0] == call.call_id else self._warning_s
+        if age < warn_at:
+            return
+        while warn_at <= age:
+            warn_at *= 2
+        self._warned = call.call_id, warn_at
+        _log.warning("%s", self._report(table))
+
+    def _end(self, table: CallTable, step: StepCall) -> None:
+        """Kills the workers; whoever waits for them, now or later, gets the error that is left here."""
+        error = _hung(self._group, step, table.age_s(step))
+        report = self._report(table)
+        if self._is_stopping or step.is_settled:
+            return
+        _log.error("%s; the workers are killed\n%s", error.message, report)
+        self._group.kill(error)
+
+    def _report(self, table: CallTable) -> str:
+        return stall_report(table, self._group, lambda: self._is_stopping)
+
+
+def _hung(group: WorkerGroup, step: StepCall, age_s: float) -> EngineDeadError:
+    statuses = group.statuses()
+    ranks = [rank for rank, status in enumerate(statuses) if not status.has_finished(step.call_id)] or [0]
+    rank = ranks[0]
+    child = group.children[rank]
+    names = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return EngineDeadError(
+        f"step {step.step} hung: {names} did not finish {step.method!r} within {age_s:.1f} s "
+        f"(raise step_timeout_s if a step may take longer); the process {child.name!r} (pid {child.pid}) was "
+        f"{_activity(group.health()[rank])}",
+        process=child.name,
+        rank=rank,
+        exit_code=None,
+        signal="SIGKILL",
+        last_log=child.last_log(),
+        step=step.step,
+        hung_ranks=ranks,
+        hung_s=age_s,
+    )
+
+
+def stall_report(table: CallTable, group: WorkerGroup, is_cancelled: Callable[[], bool] = lambda: False) -> str:
+    """The calls under way, and for each rank: what it executes, for how long, what the kernel says of it, the age of
+    its heartbeat, and the Python stacks of its threads. Takes up to 0.5 s a rank."""
+    calls = table.under_way()
+    names = {call.call_id: _name(call) for call in calls}
+    lines = [f"calls under way: {len(calls)}"]
+    if calls:
+        oldest = max(calls, key=table.age_s)
+        owing = ", ".join(map(str, sorted(oldest.missing))) or "none"
+        lines[0] += f"; the oldest, for {table.age_s(oldest):.1f} s, is {_name(oldest)}, owed by ranks {owing}"
+    for rank, status, child in zip(group.health(), group.statuses(), group.children, strict=True):
+        if is_cancelled():
+            break
+        doing = "" if rank.method is None else f" ({names.get(status.call_id, f'call {status.call_id}')})"
+        lines.append(
+            f"rank {rank.rank} (pid {rank.pid}): {_activity(rank)}{doing}, heartbeat {rank.heartbeat_age_s:.1f} s ago, "
+            f"{rank.num_calls} calls executed"
+        )
+        lines.append(textwrap.indent(child.python_stacks(), "    "))
+    return "\n".join(lines)
+
+
+def _name(call: Call) -> str:
+    return f"step {call.step}" if isinstance(call, StepCall) else f"{call.method!r} (call {call.call_id})"
+
+
+def _activity(rank: RankHealth) -> str:
+    doing = "idle" if rank.method is None else f"in {rank.method!r} for {rank.busy_s:.1f} s"
+    return f"{doing}, {rank.process_state}"

@@ -1,0 +1,100 @@
+"""A page of shared memory on which each worker writes what it does, for its parent to read without asking.
+
+One line of 64 bytes a rank, written by that rank alone, each word whole:
+
+    word   0            1               2                        3                  4 to 7
+           heartbeat    busy since      current or last call     calls executed     the method's name, if no step
+           ns           ns, 0: idle     4 * id + kind            count              UTF-8, cut to 32 bytes
+
+Times are on the monotonic clock, which all processes of a host share. The words are not read at one instant: a reader
+may see the call of one moment beside the count of the next. That is good enough for a person and for a watch that
+looks again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from typing import NamedTuple
+
+from ringcore.executor.ring_memory import PAGE, SEALS, seal, shared_memory
+from ringcore.executor.wire import STEP, STEP_METHOD
+
+__all__ = ["RankStatus", "StatusBoard", "StatusLine", "create_board"]
+
+LINE = 64
+_HEARTBEAT, _BUSY, _CALL, _COUNT = range(4)
+_NAME = 32  # the byte at which the name begins
+
+
+class RankStatus(NamedTuple):
+    """One rank's line. `call_id` is of the current call, or of the last one where it is idle."""
+
+    heartbeat_ns: int
+    busy_since_ns: int | None
+    call_id: int
+    method: str
+    num_calls: int
+
+    def has_finished(self, call_id: int) -> bool:
+        """Whether the rank has executed this call. Calls are executed in the order of their ids."""
+        return self.call_id > call_id or (self.call_id == call_id and self.busy_since_ns is None)
+
+
+def create_board(num_ranks: int) -> int:
+    """The descriptor of a board's memory, for its workers to inherit. Raises `CapacityError`."""
+    fd = shared_memory("status", -(-num_ranks * LINE // PAGE) * PAGE)
+    seal(fd, SEALS)
+    return fd
+
+
+class StatusBoard:
+    """The parent's side: reads every line. The memory lasts as long as this object; the descriptor is not kept."""
+
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
+        self._lines = [self._memory[LINE * rank : LINE * (rank + 1)] for rank in range(num_ranks)]
+        self._created_ns = time.monotonic_ns()
+
+    def read(self, rank: int) -> RankStatus:
+        """A worker that has not written yet counts from the board's creation."""
+        line = self._lines[rank]
+        words = line.cast("Q")
+        name = bytes(line[_NAME:]).rstrip(b"\0").decode(errors="replace")
+        call_id, kind = divmod(words[_CALL], 4)
+        return RankStatus(
+            heartbeat_ns=words[_HEARTBEAT] or self._created_ns,
+            busy_since_ns=words[_BUSY] or None,
+            call_id=call_id,
+            method=STEP_METHOD if kind == STEP else name,
+            num_calls=words[_COUNT],
+        )
+
+
+class StatusLine:
+    """A worker's own line. The heartbeat belongs to its side thread, the rest to the thread that executes calls."""
+
+    def __init__(self, fd: int, rank: int) -> None:
+        memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+        self._line = memory[LINE * rank : LINE * (rank + 1)]
+        self._words = self._line.cast("Q")
+        self._num_calls = 0
+        self.beat()
+
+    def beat(self) -> None:
+        self._words[_HEARTBEAT] = time.monotonic_ns()
+
+    def begin(self, call_id: int, kind: int, method: str) -> None:
+        """A call begins. Its name is not written for a step, which needs none."""
+        words = self._words
+        if kind != STEP:
+            self._line[_NAME:] = method.encode(errors="replace")[: LINE - _NAME].ljust(LINE - _NAME, b"\0")
+        words[_BUSY] = time.monotonic_ns()  # first: a call that is named but not begun would look executed
+        words[_CALL] = 4 * call_id + kind
+
+    def end(self) -> None:
+        """The call is over, and its reply is sent."""
+        self._num_calls += 1
+        self._words[_COUNT] = self._num_calls
+        self._words[_BUSY] = 0

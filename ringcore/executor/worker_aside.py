@@ -1,0 +1,74 @@
+"""The side thread of a worker: read-only methods are answered while the main thread is in the middle of something."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringcore.errors import InvalidRequestError
+from ringcore.executor.message_queue import MessageReader
+from ringcore.executor.ring_buffer import RingClosed
+from ringcore.executor.status_board import StatusLine
+from ringcore.executor.waiting import DeadlinePassed, PeerDied
+from ringcore.executor.wire import CALL, CallHead, unpack_call
+from ringcore.executor.worker_calls import Outcome, failed, perform_call
+
+__all__ = ["AsideThread"]
+
+BEAT_S = 1.0
+
+
+class AsideThread:
+    """A daemon thread that reads one queue and never spins: idle, it wakes once in `BEAT_S` for its heartbeat.
+
+    It runs before there is a worker, so that the heartbeat also shows how a long start goes; the executor calls nobody
+    aside before every worker stands.
+    """
+
+    def __init__(
+        self, rank: int, calls: MessageReader, status: StatusLine, reply: Callable[[CallHead, Outcome], None]
+    ) -> None:
+        self._rank, self._calls, self._status, self._reply = rank, calls, status, reply
+        self._worker: Any = None
+        self._names: frozenset[str] = frozenset()
+        threading.Thread(target=self._run, name="read-only calls", daemon=True).start()
+
+    def serve(self, worker: Any, names: Sequence[str]) -> None:
+        """From now on, the methods of these names may be called."""
+        self._worker, self._names = worker, frozenset(names)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._status.beat()
+                self._turn()
+        except (RingClosed, PeerDied):
+            return  # the main thread hears of it too
+        except BaseException:  # without this thread a worker would leave calls unanswered
+            traceback.print_exc(file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _turn(self) -> None:
+        try:
+            message = self._calls.receive(time.monotonic() + BEAT_S)
+        except DeadlinePassed:
+            return
+        with message as parts:
+            head, request = unpack_call(parts)
+            outcome = self._perform(head, request)
+        if outcome is not None:
+            self._reply(head, outcome)
+
+    def _perform(self, head: CallHead, request: Sequence[memoryview]) -> Outcome | None:
+        if head.kind != CALL or head.method not in self._names:
+            error = InvalidRequestError(
+                f"{head.method!r} is not declared read-only; it must wait its turn", field="method", value=head.method
+            )
+            return failed(error, self._rank, head.method)
+        return perform_call(self._worker, self._rank, head, request)

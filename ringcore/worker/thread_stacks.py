@@ -1,0 +1,19 @@
+"""Where each thread of this process is in its code."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+__all__ = ["thread_stacks"]
+
+
+def thread_stacks() -> str:
+    """The Python stack of every thread, by name, innermost call last. No thread is stopped for it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    blocks = []
+    for ident in sorted(frames, key=lambda ident: (ident != threading.main_thread().ident, ident)):
+        blocks.append(f"thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frames[ident]))}")
+    return "".join(blocks)
