@@ -5,94 +5,76 @@
                        └──update── ModelRunnerOutput ◀─────────────────────┘
 
 It runs in the caller's process; `process.py` puts it into one of its own.
+
+With `max_worker_restarts` it outlives its workers (`supervisor.py`). All that a request is, its tokens, its seed and
+its place in the queue, is in the scheduler, and what a token is depends on these alone; so the requests are computed
+again from the tokens they have, and their callers see a pause and the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
-from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor, step_failed
+from ringcore.errors import EngineDeadError
 from ringcore.executor import executor_class
-from ringcore.executor.base import Executor, RpcFuture
-from ringcore.executor.timing import timed
-from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.kv_cache.planner import plan_kv_cache
-from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.executor.base import EncodedCall, Executor, RpcFuture
 from ringcore.protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineReady,
+    EngineHealth,
+    EngineRecovering,
     EngineStats,
+    HealthState,
     SchedulerOutput,
 )
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineCore"]
 
+T = TypeVar("T")
+
 
 class EngineCore:
     """The engine, in this process.
 
     Raises at construction what stopped it: `ModelLoadError`, `CapacityError`, `ConfigError`, `EngineDeadError`.
-    A worker's death or an error in a step ends the engine: that call and every later one raise `EngineDeadError`.
-    Not thread-safe: one thread at a time.
+    A worker's death or an error in a step costs a restart of the workers; where none is left it ends the engine: that
+    call and every later one raise `EngineDeadError`. Not thread-safe: one thread at a time.
+
+    on_recovery: told of each restart before it is made; it must not raise. `ready` is the new workers' afterwards, and
+    `wait_fds` gives other descriptors.
 
     Invariant: `_in_flight` holds the steps handed to the executor whose results were not taken in, oldest first,
     and never more than `steps_in_flight` of them.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        on_recovery: Callable[[EngineRecovering], None] | None = None,
+    ) -> None:
         self.config = config
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
+        self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
         self._in_flight: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
-        self.num_steps_taken = 0  # steps whose results were taken in
-        self._dead: EngineDeadError | None = None
+        self.num_steps_taken = 0  # steps whose results were taken in, or lost with the workers
+        self._last_step_s: float | None = None  # when the last result was taken in
+        self._refused: list[EngineCoreOutput] = []  # of a recovery, for the next `advance` to give out
         try:
-            self.ready, self._scheduler = self._start()
+            self.ready, kv_cache = self._supervisor.start()
         except BaseException:
             self._executor.shutdown()
             raise
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Start-up.
-
-    def _start(self) -> tuple[EngineReady, Scheduler]:
-        config, executor = self.config, self._executor
-        phases = executor.start()
-        with timed(phases, "get_kv_cache_spec"):
-            specs = msgspec.convert(executor.collective_rpc("get_kv_cache_spec"), list[dict[str, KVCacheSpec]])
-        with timed(phases, "determine_available_memory"):
-            tables = msgspec.convert(executor.collective_rpc("determine_available_memory"), list[dict[str, int]])
-        with timed(phases, "plan_kv_cache"):
-            plans = plan_kv_cache(
-                specs,
-                [table["available_kv_cache_bytes"] for table in tables],
-                max_model_len=config.model.context_len,
-                num_blocks_override=config.cache.num_blocks_override,
-            )
-        with timed(phases, "initialize_from_config"):
-            self._initialize_workers(plans)
-        scheduler = self._make_scheduler(plans[0])
-        return self._describe(plans, tables, phases), scheduler
-
-    def _initialize_workers(self, plans: list[KVCacheConfig]) -> None:
-        """Every rank gets the one unified plan: the planner made them equal."""
-        assert all(plan == plans[0] for plan in plans), "ranks have different KV cache plans"
-        self._executor.collective_rpc("initialize_from_config", (plans[0],))
-
-    def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
-        config = self.config
-        kv_cache = KVCacheManager(plan.groups[0].spec, plan.num_blocks, config.cache.enable_prefix_caching)
-        return Scheduler(
+        self._scheduler = Scheduler(
             config.scheduler,
             kv_cache=kv_cache,
             max_model_len=config.model.context_len,
@@ -101,28 +83,12 @@ class EngineCore:
             seed=config.model.seed,
         )
 
-    def _describe(
-        self, plans: list[KVCacheConfig], tables: list[dict[str, int]], phases: dict[str, float]
-    ) -> EngineReady:
-        spec, max_model_len = plans[0].groups[0].spec, self.config.model.context_len
-        usable = plans[0].num_blocks - 1  # block 0 is the null block
-        return EngineReady(
-            num_blocks=usable,
-            block_size=spec.block_size,
-            token_capacity=usable * spec.block_size,
-            max_model_len=max_model_len,
-            max_concurrency=usable / spec.blocks_needed(max_model_len),
-            phase_seconds=phases,
-            memory_bytes=[table | {"kv_cache": plan.total_bytes} for table, plan in zip(tables, plans, strict=True)],
-            pids={"engine": os.getpid()} | self._executor.pids(),
-        )
-
     # -----------------------------------------------------------------------------------------------------------
-    # Requests.
+    # Requests. They need no workers: while these are lost, requests come and go all the same.
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) and is unchanged if it is wrong."""
-        self._check_alive()
+        self._supervisor.check_alive()
         self._scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -130,13 +96,13 @@ class EngineCore:
 
         Unknown and finished ids are ignored.
         """
-        self._check_alive()
+        self._supervisor.check_alive()
         return self._scheduler.abort(request_ids)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: a request that is not finished, or a step in flight."""
-        return bool(self._in_flight) or self._scheduler.has_unfinished
+        """Whether `step` has something to do: a request that is not finished, a step in flight, an output to give."""
+        return bool(self._in_flight or self._refused) or self._scheduler.has_unfinished
 
     @property
     def num_in_flight(self) -> int:
@@ -152,99 +118,177 @@ class EngineCore:
     def step(self, block: bool = True) -> EngineCoreOutputs:
         """Keeps `steps_in_flight` steps with the workers and takes in the result of the oldest.
 
-        With `block=False` the result is taken in only if it is there. Empty if there is nothing to do.
+        With `block=False` the result is taken in only if it is there. Empty if there is nothing to do, and where it
+        took new workers to go on: then the outputs are those of requests that were refused.
         """
         outputs = self.advance(block)
         return EngineCoreOutputs(outputs=outputs or [], stats=self.stats())
 
     def advance(self, block: bool = False) -> list[EngineCoreOutput] | None:
         """`step` for an event loop: None where no result was taken in, so that the loop knows it may sleep."""
-        self._check_alive()
+        self._supervisor.check_alive()
         with self._errors_end_the_engine():
-            while len(self._in_flight) < self.config.scheduler.steps_in_flight:
-                scheduled = self._scheduler.schedule()
-                if scheduled is None:
-                    break
+            try:
+                self._supervisor.check_serving()
+                outputs = self._take_step(block)
+            except WorkersLost:
+                self._recover()
+                outputs = []
+        if self._refused:
+            outputs, self._refused = [*self._refused, *(outputs or [])], []
+        return outputs
+
+    def _take_step(self, block: bool) -> list[EngineCoreOutput] | None:
+        """Raises `WorkersLost`; any other error is the scheduler's own, which cannot be survived."""
+        while len(self._in_flight) < self.config.scheduler.steps_in_flight:
+            scheduled = self._scheduler.schedule()
+            if scheduled is None:
+                break
+            with self._supervisor.guarded():
                 self._in_flight.append((scheduled, self._executor.execute_model(scheduled)))
-            if not self._in_flight:
-                assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
-                return None
-            scheduled, future = self._in_flight[0]
-            if not block and not future.done():
-                return None
+        if not self._in_flight:
+            assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
+            return None
+        scheduled, future = self._in_flight[0]
+        if not block and not future.done():
+            return None
+        with self._supervisor.guarded():
             model_output = future.result()
-            self._in_flight.popleft()  # only now: an interrupt while waiting must not lose the step
-            self.num_steps_taken += 1
-            return self._scheduler.update(scheduled, model_output)
+        self._in_flight.popleft()  # only now: an interrupt while waiting must not lose the step
+        self.num_steps_taken += 1
+        self._last_step_s = time.monotonic()
+        return self._scheduler.update(scheduled, model_output)
+
+    def _recover(self) -> None:
+        """New workers in place of the lost ones, and every running request back to the queue."""
+        cause = self._supervisor.lost
+        assert cause is not None
+        with self._errors_end_the_engine():
+            self.ready, kv_cache = self._supervisor.replace()
+            self._refused += self._scheduler.recover(kv_cache, cause, num_executed=len(self._in_flight))
+        self.num_steps_taken += len(self._in_flight)
+        self._in_flight.clear()
 
     @contextmanager
     def _errors_end_the_engine(self) -> Iterator[None]:
-        """The scheduler cannot know what an unfinished step left behind, so that no error in one can be survived."""
         try:
             yield
         except EngineDeadError as error:
-            self._dead = error
+            self._supervisor.end(error)
             raise
         except Exception as error:
-            self._dead = _step_failed(error)
-            raise self._dead from error
-
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+            raise self._supervisor.end(step_failed(error)) from error
 
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
 
     def submit_rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
     ) -> RpcFuture:
-        """Broadcasts a call to the workers; it is executed after the steps that are in flight."""
-        self._check_alive()
-        with self._death_ends_the_engine():
-            return self._executor.submit(method, args, kwargs, timeout)
+        """Broadcasts a call to the workers; it is executed after the steps that are in flight.
+
+        Arguments, values and errors are those of `Executor.submit`, and `WorkerDiedError` where the workers die under
+        the call and are replaced: it is not made again, since nobody knows whether it was executed.
+        """
+        return self.forward_rpc(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
+
+    def forward_rpc(self, call: EncodedCall) -> RpcFuture:
+        """`submit_rpc` of a call whose arguments are encoded already."""
+        return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order.
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or the `unique_reply_rank`'s value.
 
-        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds: the engine goes on.
+        Raises as `submit_rpc`'s future: `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds;
+        the engine goes on.
         """
-        future = self.submit_rpc(method, args, kwargs, timeout)
-        with self._death_ends_the_engine():
-            return list(future.result())
+        return self.submit_rpc(method, args, kwargs, timeout, unique_reply_rank).result()
 
-    @contextmanager
-    def _death_ends_the_engine(self) -> Iterator[None]:
-        try:
-            yield
-        except EngineDeadError as error:
-            self._dead = error
-            raise
+    def check_workers(self) -> None:
+        """Notices a worker that died while nothing was asked of it: raises `EngineDeadError`, or replaces the workers.
+
+        Waits for nothing but the new workers.
+        """
+        self._with_workers(self._executor.check)
 
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when a step or a call may have completed, or a worker has died.
 
-        Asking any future takes in the replies of all, and makes them unreadable: see `process.EngineLoop`.
+        Asking any future takes in the replies of all, and makes them unreadable: see `process.EngineLoop`. They are
+        others after a restart.
         """
-        return self._executor.wait_fds()
+        return self._with_workers(self._executor.wait_fds)
+
+    def _with_workers(self, call: Callable[[], T]) -> T:
+        """Calls the executor; where it says that the workers are lost, new ones, which then get the call."""
+        while True:
+            try:
+                self._supervisor.check_serving()
+                with self._supervisor.guarded(EngineDeadError):
+                    return call()
+            except WorkersLost:
+                self._recover()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing changed, while a request uses a block."""
-        self._check_alive()
+        self._supervisor.check_alive()
         return self._scheduler.reset_prefix_cache()
 
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise self._dead
+    # -----------------------------------------------------------------------------------------------------------
+    # How it does.
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the workers were replaced, or were tried to be."""
+        return self._supervisor.num_restarts
+
+    def health(self) -> EngineHealth:
+        """How the engine and each worker do, without asking the workers anything. Never waits, never raises."""
+        stats, dead, now = self._scheduler.stats(), self._supervisor.dead, time.monotonic()
+        oldest_step_s = None if dead else self._executor.oldest_step_s()
+        return EngineHealth(
+            state=self._state(oldest_step_s),
+            step=stats.step,
+            last_step_age_s=None if self._last_step_s is None else now - self._last_step_s,
+            oldest_step_s=oldest_step_s,
+            oldest_waiting_s=self._scheduler.oldest_waiting_s(now),
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_restarts=self._supervisor.num_restarts,
+            restart_cause=self._supervisor.restart_cause,
+            ranks=[] if dead else self._executor.health(),
+            error=dead.message if dead else None,
+        )
+
+    def _state(self, oldest_step_s: float | None) -> HealthState:
+        if self._supervisor.dead is not None:
+            return "dead"
+        if self._supervisor.lost is not None:
+            return "starting"
+        stalls = oldest_step_s is not None and oldest_step_s > self.config.parallel.stall_warning_s
+        return "stalled" if stalls else "ready"
 
     # -----------------------------------------------------------------------------------------------------------
     # The end.
 
     def shutdown(self) -> None:
         """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`."""
-        if self._dead is None:
-            self._dead = EngineDeadError("the engine was shut down", process="engine")
+        self._supervisor.end(EngineDeadError("the engine was shut down", process="engine"))
         self._in_flight.clear()
         self._executor.shutdown()
 
@@ -255,9 +299,3 @@ class EngineCore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _step_failed(error: Exception) -> EngineDeadError:
-    text = error.message if isinstance(error, RingcoreError) else f"{type(error).__name__}: {error}"
-    details = error.details if isinstance(error, RingcoreError) else {}
-    return EngineDeadError(f"a step failed and the engine cannot go on: {text}", **({"process": "engine"} | details))

@@ -8,7 +8,7 @@ from array import array
 
 import numpy as np
 
-from ringcore.errors import InvalidRequestError
+from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol import EngineCoreRequest
 from ringcore.scheduler.request import Request
@@ -49,10 +49,29 @@ class Admission:
             max_total_tokens=max_total_tokens,
             stop_token_ids=list(dict.fromkeys([*eos_token_ids, *stop_token_ids])),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_ids=eos_token_ids,
         )
 
-    def is_eos(self, request: Request, token_id: int) -> bool:
-        return token_id in self._eos_token_ids and not request.sampling_params.ignore_eos
+    def change_cache(self, kv_cache: KVCacheManager) -> None:
+        """From now on requests are checked against this cache. The series of seeds goes on."""
+        self._kv_cache = kv_cache
+
+    def readmit(self, request: Request) -> None:
+        """Fits a request that does not run to the cache as it is now.
+
+        Where its known tokens fit, it still ends where the cache does. Raises `CapacityError` where they do not.
+        """
+        num_tokens = len(request.tokens)
+        if not self._kv_cache.can_ever_fit(num_tokens):
+            needed, usable = self._kv_cache.blocks_needed(num_tokens), self._kv_cache.num_usable_blocks
+            raise CapacityError(
+                f"request {request.request_id!r}: its {num_tokens} tokens need {needed} blocks of the KV cache, which "
+                f"has {usable} since the workers were replaced; give the cache more memory",
+                request_id=request.request_id,
+                needed_blocks=needed,
+                usable_blocks=usable,
+            )
+        request.move_to_cache(self._kv_cache.max_num_tokens)
 
     def _tokens(self, field: str, token_ids: list[int]) -> array[int]:
         """The ids as array('i'), each of them in the vocabulary."""

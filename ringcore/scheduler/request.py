@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Request:
         "block_hashes",
         "blocks",
         "cache_salt",
+        "eos_token_ids",
         "epoch",
         "first_scheduled_s",
         "max_total_tokens",
@@ -51,6 +53,7 @@ class Request:
         "status",
         "stop_token_ids",
         "tokens",
+        "waiting_since_s",
     )
 
     def __init__(
@@ -61,6 +64,7 @@ class Request:
         max_total_tokens: int,
         stop_token_ids: list[int],
         seed: int,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.request_id = request.request_id
         self.sampling_params = request.sampling_params
@@ -68,6 +72,7 @@ class Request:
         self.priority = request.priority
         self.cache_salt = request.cache_salt
         self.seed = seed
+        self.eos_token_ids = eos_token_ids  # those of `stop_token_ids` that are the model's end of text
         self.stop_token_ids = stop_token_ids  # as NewRequest's: the model's end of text (unless ignored), the user's
         self.num_prompt_tokens = len(tokens)
         self.max_total_tokens = max_total_tokens  # prompt and generated; at so many it has finished
@@ -87,6 +92,7 @@ class Request:
         self.block_hashes: list[bytes] = []  # stay right through a preemption: tokens never change
         self.num_published_blocks = 0
 
+        self.waiting_since_s = request.arrival_s  # for a row: since it arrived, or lost its last one
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it first ran
         self.num_preemptions = 0
@@ -116,7 +122,7 @@ class Request:
         self.row = row
         self.num_computed_tokens = self.num_confirmed_tokens = num_cached_tokens
 
-    def preempt(self) -> None:
+    def preempt(self, now_s: float) -> None:
         """Back to nothing computed. Its known tokens stay, and are computed again as if all were the prompt.
 
         Pending ones are lost and sampled again. They need their slots all the same: resumed with fewer, it would be
@@ -126,7 +132,18 @@ class Request:
         self.num_tokens_to_hold = max(self.num_tokens_to_hold, num_tokens)
         self._leave(RequestStatus.PREEMPTED)
         self.num_preemptions += 1
+        self.waiting_since_s = now_s
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_pending = 0
+
+    def move_to_cache(self, max_num_tokens: int) -> None:
+        """Another cache, which holds at most `max_num_tokens` tokens, replaces the one that it was admitted to.
+
+        It does not run, and its known tokens fit. What the old cache called its blocks means nothing in the new one.
+        """
+        assert self.row is None
+        self.block_hashes.clear()
+        self.max_total_tokens = min(self.max_total_tokens, max_num_tokens + 1)
+        self.num_tokens_to_hold = min(self.num_tokens_to_hold, self.max_total_tokens - 1)
 
     def finish(self) -> None:
         self._leave(RequestStatus.FINISHED)
@@ -136,6 +153,15 @@ class Request:
         self.status = status
         self.row = None
         self.epoch += 1
+
+    def finish_reason(self, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Whether the token, just appended, is the last one, and the user's stop token id if that is why."""
+        may_stop = self.num_generated_tokens >= self.sampling_params.min_tokens
+        if may_stop and token_id in self.stop_token_ids:
+            return "stop", None if token_id in self.eos_token_ids else token_id
+        if len(self.tokens) >= self.max_total_tokens:
+            return "length", None
+        return None, None
 
     def to_new_request(self) -> NewRequest:
         """What the workers need to know of it when it gets a row; nothing of it is in flight then."""

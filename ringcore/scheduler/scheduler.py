@@ -16,7 +16,11 @@ writes to those (see `KVCacheManager.publish`). A freed row is safe for the same
 It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step: the oldest running
 request has a token to compute, a budget, and the blocks of all younger ones; admission saw to it that it never needs
 more than the whole cache (`Request.max_total_tokens`). Where none runs, all blocks are free and the first one waiting
-fits.
+fits. In a quarantine the one on trial is the oldest running request; it has not reached its target, so it has a token
+to compute, and its trial ends with the step that reaches it.
+
+Recovery. When the workers die, nothing is lost but work: every token given out is known here. `recover` preempts all
+that run, so that they are computed again from these tokens, and the quarantine finds out who is to blame.
 """
 
 from __future__ import annotations
@@ -27,9 +31,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from ringcore.config import SchedulerConfig
-from ringcore.errors import InvalidRequestError, WorkerError, error_to_wire
+from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, error_to_wire
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.outputs import FinishReason
 from ringcore.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -39,15 +42,17 @@ from ringcore.protocol import (
     WireError,
 )
 from ringcore.scheduler.admission import Admission
+from ringcore.scheduler.failures import killed_the_workers, row_failed
+from ringcore.scheduler.quarantine import Quarantine
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import FCFSQueue, RequestQueue
-from ringcore.scheduler.step import StepInFlight, StepPlan
+from ringcore.scheduler.step import StepInFlight, StepPlan, tokens_reached
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """The requests of one engine: those that run, in the order of admission, and those that wait.
+    """The requests of one engine: those that run, in the order of admission, those that wait, and those in quarantine.
 
     `kv_cache` is the scheduler's alone. `clock` gives seconds on the host's monotonic clock.
     """
@@ -73,10 +78,12 @@ class Scheduler:
             seed=seed,
         )
         self._clock = clock
-        # Every unfinished request is in `_requests`, and in exactly one of `_running` and `_waiting`.
+        # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
+        # only the one on trial both runs and is in the quarantine.
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}  # the newest last
         self._waiting: RequestQueue = FCFSQueue()
+        self._quarantine = Quarantine(self._waiting)
         # Every row belongs to one running request or is in the heap `_free_rows`; the worker has yet to be told of
         # those in `_finished_rows`.
         self._free_rows = list(range(config.max_num_seqs))
@@ -122,8 +129,12 @@ class Scheduler:
         Every step returned must be executed, and given to `update` in the same order.
         """
         plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
-        self._schedule_running(plan)
-        self._schedule_waiting(plan)
+        if self._quarantine.is_open:
+            self._schedule_trial(plan)
+        else:
+            self._quarantine.release()
+            self._schedule_running(plan)
+            self._schedule_waiting(plan)
         if not plan.shares:
             assert self._in_flight or not self._requests, "unfinished requests, and nothing to wait for"
             return None
@@ -140,7 +151,7 @@ class Scheduler:
             if share.is_void:
                 continue
             if share.row in errors:
-                outputs.append(self._fail(share.request, errors[share.row]))
+                outputs.append(self._fail(share.request, row_failed(share.request, errors[share.row])))
                 continue
             share.request.num_confirmed_tokens = share.num_computed_tokens
             if share.samples:
@@ -148,6 +159,8 @@ class Scheduler:
                 outputs.append(self._append(share.request, model_output, sampled[share.row]))
             else:
                 self._kv_cache.publish(share.request)
+        if self._quarantine.is_open and (cleared := self._quarantine.clear()) is not None:
+            self._preempt(cleared)
         return outputs
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -188,10 +201,31 @@ class Scheduler:
             if request.first_scheduled_s is None and self._kv_cache.enable_prefix_caching:
                 self._num_prefix_hit_tokens += num_cached_tokens
                 self._num_prefix_query_tokens += len(request.tokens)
-            request.start(heapq.heappop(self._free_rows), num_cached_tokens, self._clock())
-            self._running[request.request_id] = request
-            plan.new_requests.append(request.to_new_request())
-            plan.add(request, self._num_tokens_now(request, plan))
+            self._start(request, num_cached_tokens, plan)
+
+    def _start(self, request: Request, num_cached_tokens: int, plan: StepPlan) -> None:
+        """Lets a request run that was given its blocks."""
+        request.start(heapq.heappop(self._free_rows), num_cached_tokens, self._clock())
+        self._running[request.request_id] = request
+        plan.new_requests.append(request.to_new_request())
+        plan.add(request, self._num_tokens_now(request, plan))
+
+    def _schedule_trial(self, plan: StepPlan) -> None:
+        """Gives the suspect on trial what it can compute up to its target, and nobody else anything.
+
+        It takes nothing from the prefix cache, where others have put what they computed: it computes all of it itself.
+        """
+        suspect = self._quarantine.on_trial
+        if suspect is None and self._in_flight:
+            return  # what one that was aborted left in flight must not be laid to another's charge
+        trial = suspect or self._quarantine.begin_trial()
+        plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left)
+        if suspect is not None:
+            self._schedule_running(plan)
+            return
+        blocks = self._kv_cache.allocate(trial, trial.num_tokens_to_hold)
+        assert blocks is not None, "it has the cache to itself, and does not fit"
+        self._start(trial, 0, plan)
 
     def _num_tokens_now(self, request: Request, plan: StepPlan) -> int:
         num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
@@ -212,45 +246,29 @@ class Scheduler:
         request.tokens.append(token_id)
         request.num_pending -= 1
         self._kv_cache.publish(request)
-        finish_reason, stop_reason = self._finish_reason(request, token_id)
+        finish_reason, stop_reason = request.finish_reason(token_id)
         if finish_reason is not None:
             self._finish(request)
         logprobs = model_output.logprobs[index] if model_output.logprobs is not None else None
         return request.to_output([token_id], logprobs=logprobs, finish_reason=finish_reason, stop_reason=stop_reason)
 
-    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        """Whether the token just appended is the last one, and the user's stop token id if that is why."""
-        may_stop = request.num_generated_tokens >= request.sampling_params.min_tokens
-        if may_stop and token_id in request.stop_token_ids:
-            return "stop", None if self._admission.is_eos(request, token_id) else token_id
-        if len(request.tokens) >= request.max_total_tokens:
-            return "length", None
-        return None, None
-
-    def _fail(self, request: Request, message: str) -> EngineCoreOutput:
-        """Ends one request whose row the worker cannot go on with."""
-        error = WorkerError(
-            f"request {request.request_id!r} failed in the worker: {message}",
-            rank=0,
-            error_type="RowError",
-            error_message=message,
-            traceback="",
-            method="execute_model",
-        )
+    def _fail(self, request: Request, error: RingcoreError) -> EngineCoreOutput:
+        """Ends one request that cannot go on; the others do."""
         self._finish(request)
         return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
 
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
-        request.preempt()
+        request.preempt(self._clock())
         self._num_preemptions += 1
-        self._waiting.add_front(request)
+        self._quarantine.take_back(request)
 
     def _finish(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self._stop_running(request)
-        else:
+        elif request not in self._quarantine:
             self._waiting.remove(request.request_id)
+        self._quarantine.discard(request)
         request.finish()
         del self._requests[request.request_id]
 
@@ -261,18 +279,58 @@ class Scheduler:
         heapq.heappush(self._free_rows, request.row)
         self._finished_rows.append(request.row)
 
+    # The workers died.
+
+    def recover(self, kv_cache: KVCacheManager, cause: EngineDeadError, num_executed: int) -> list[EngineCoreOutput]:
+        """Goes on with new workers, which know no row, and an empty cache, which may be of another size.
+
+        The workers before them died of `cause`. Of the steps in flight, which are forgotten, they were given the oldest
+        `num_executed`; who had a share in one of these is a suspect. Every request keeps its tokens and its place.
+        Returns the last outputs of requests that end here: one that killed the workers on trial (`WorkerDiedError`),
+        and those whose tokens the new cache can never hold (`CapacityError`).
+        """
+        targets = tokens_reached(list(self._in_flight)[:num_executed])
+        on_trial = self._quarantine.on_trial
+        self._forget_the_workers(kv_cache)
+        outputs = []
+        if on_trial is not None and on_trial.request_id in targets:
+            outputs.append(self._fail(on_trial, killed_the_workers(on_trial, cause)))
+        for request in list(self._requests.values()):
+            try:
+                self._admission.readmit(request)
+            except CapacityError as error:
+                outputs.append(self._fail(request, error))
+        if not self._quarantine.is_open:
+            self._quarantine.release()
+            self._quarantine.open({id_: target for id_, target in targets.items() if id_ in self._requests})
+        return outputs
+
+    def _forget_the_workers(self, kv_cache: KVCacheManager) -> None:
+        for request in reversed(list(self._running.values())):  # the oldest last: it comes to stand in front
+            self._preempt(request)
+        self._quarantine.interrupt_trial()
+        self._in_flight.clear()
+        self._finished_rows.clear()
+        self._kv_cache = kv_cache
+        self._admission.change_cache(kv_cache)
+
     # The state as a whole.
 
     def stats(self) -> EngineStats:
         return EngineStats(
             step=self._num_steps,
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._requests) - len(self._running),
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
             num_prefix_query_tokens=self._num_prefix_query_tokens,
         )
+
+    def oldest_waiting_s(self, now_s: float) -> float | None:
+        """Seconds that the request that waits longest for a row has waited, since it came or lost its last one."""
+        since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
+        return max(now_s - min(since), 0.0) if since else None
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing done, while a request runs."""
@@ -283,7 +341,11 @@ class Scheduler:
         waiting = {request.request_id: request for request in self._waiting}
         assert len(waiting) == len(self._waiting), "the queue holds a request twice"
         assert not waiting.keys() & self._running.keys(), "a request both runs and waits"
-        assert {**waiting, **self._running} == self._requests, "a request is lost, or left over"
+        held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
+        assert len(held) == len(self._quarantine), "the quarantine holds one that is finished"
+        assert not waiting.keys() & held.keys(), "a request both waits and is in quarantine"
+        assert {**waiting, **self._running, **held} == self._requests, "a request is lost, or left over"
+        self._quarantine.check(self._running, tokens_reached(self._in_flight).keys())
         for request in self._requests.values():
             request.check()
         for request in self._running.values():
@@ -291,10 +353,8 @@ class Scheduler:
         rows = [request.row for request in self._running.values() if request.row is not None]
         assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), "a row is lost, or twice"
         assert len(set(self._finished_rows)) == len(self._finished_rows), "a row is to be reported twice"
-        for step, shares in self._in_flight:
-            num_tokens = sum(share.num_tokens for share in shares)
-            assert 0 < num_tokens <= self._config.max_num_batched_tokens, f"step {step} has {num_tokens} tokens"
-            assert len({share.row for share in shares}) == len(shares), f"step {step} has a row twice"
+        for step in self._in_flight:
+            step.check(self._config.max_num_batched_tokens)
         self._kv_cache.check(self._requests.values())
 
     def _check_running(self, request: Request) -> None:

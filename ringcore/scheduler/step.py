@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringcore.protocol import NewRequest, SchedulerOutput, int_array
-from ringcore.scheduler.request import Request
+from ringcore.scheduler.request import Request, RequestStatus
 
-__all__ = ["Share", "StepInFlight", "StepPlan"]
+__all__ = ["Share", "StepInFlight", "StepPlan", "tokens_reached"]
 
 
 class Share(NamedTuple):
@@ -30,6 +31,24 @@ class Share(NamedTuple):
 class StepInFlight(NamedTuple):
     step: int
     shares: list[Share]
+
+    def check(self, max_num_batched_tokens: int) -> None:
+        num_tokens = sum(share.num_tokens for share in self.shares)
+        assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
+        assert len({share.row for share in self.shares}) == len(self.shares), f"step {self.step} has a row twice"
+
+
+def tokens_reached(steps: Iterable[StepInFlight]) -> dict[str, int]:
+    """The computed tokens of each unfinished request in these steps after the last of them, by request id.
+
+    One that was preempted since its step was scheduled is among them: the workers execute the step all the same.
+    """
+    reached: dict[str, int] = {}
+    for share in (share for step in steps for share in step.shares):
+        if share.request.status is not RequestStatus.FINISHED:
+            request_id = share.request.request_id
+            reached[request_id] = max(reached.get(request_id, 0), share.num_computed_tokens)
+    return reached
 
 
 @dataclass(slots=True)

@@ -2,65 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
-from fake_engine import EOS, RAISES, ROW_FAILS, FakeUniproc, FakeWorker, expected, make_model_folder, next_token
+from fake_engine import EOS, RAISES, ROW_FAILS, FakeUniproc, expected, make_model_folder, next_token
+from mortal_executor import MortalExecutor
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, WorkerError
-from ringcore.executor.base import Executor
 from ringcore.protocol import EngineCoreRequest
-
-
-class HeldFuture:
-    """A step that its worker has not finished until `finish`."""
-
-    def __init__(self, run) -> None:
-        self._run, self._is_done = run, False
-
-    def finish(self) -> None:
-        self._is_done = True
-
-    def done(self) -> bool:
-        return self._is_done
-
-    def result(self, timeout=None):
-        return self._run()
-
-
-class HeldExecutor(Executor):
-    """One fake worker in this process; its steps run, in order, when their results are asked for."""
-
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        self.worker = FakeWorker(config, 0)
-        self.steps: deque[HeldFuture] = deque()
-        self.num_shutdowns = 0
-        self.calls: list[str] = []
-
-    def start(self) -> dict[str, float]:
-        self.calls.append("start")
-        return {"start_workers": 0.5, "load_model": 2.0}
-
-    def submit(self, method, args=(), kwargs=None, timeout=None):
-        self.calls.append(method)
-        future = HeldFuture(lambda: [getattr(self.worker, method)(*args, **(kwargs or {}))])
-        future.finish()
-        return future
-
-    def execute_model(self, scheduler_output):
-        self.steps.append(HeldFuture(lambda: self.worker.execute_model(scheduler_output)))
-        return self.steps[-1]
-
-    def wait_fds(self):
-        return []
-
-    def pids(self):
-        return {}
-
-    def shutdown(self) -> None:
-        self.num_shutdowns += 1
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +24,7 @@ def make_config(folder, **options):
 
 def make_core(folder, **options):
     config = make_config(folder, **options)
-    return EngineCore(config, HeldExecutor(config))
+    return EngineCore(config, MortalExecutor(config, holds=True))
 
 
 def request(request_id, prompt, **params):
@@ -122,7 +70,7 @@ def test_start_up_is_in_order_and_described(folder):
 
 def test_too_little_memory_ends_the_workers_and_says_what_fits(folder):
     config = make_config(folder, kv_cache_bytes=5 * 256)
-    executor = HeldExecutor(config)
+    executor = MortalExecutor(config, holds=True)
     with pytest.raises(CapacityError) as caught:
         EngineCore(config, executor)
     assert caught.value.details["max_model_len"] == 16
@@ -270,7 +218,7 @@ def test_reset_prefix_cache(folder):
 
 def test_shutdown_is_idempotent_and_final(folder):
     config = make_config(folder)
-    executor = HeldExecutor(config)
+    executor = MortalExecutor(config, holds=True)
     with EngineCore(config, executor) as core:
         core.add_request(request("a", [5]))
         core.step(block=False)

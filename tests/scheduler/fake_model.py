@@ -7,10 +7,15 @@ there, so reading a slot that was reused, never written, or found for another pr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 MASK = 2**61 - 1
 NO_SLOT_YET = "never written"
+
+
+class WorkersKilled(Exception):
+    """A request took its worker down with it."""
 
 
 def fingerprint(before: int, token: int) -> int:
@@ -57,6 +62,7 @@ class Row:
     block_ids: list[int]
     stop_token_ids: list[int]
     min_tokens: int
+    seed: int
     prefixes: list[int] = field(default_factory=list)  # fingerprints of `tokens`, as far as computed
     poisoned: bool = False  # fails the next time it runs
 
@@ -75,6 +81,7 @@ class FakeWorker:
     rows: dict[int, Row] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     num_computed_tokens: int = 0  # the work done, in tokens
+    killers: dict[int, int] = field(default_factory=dict)  # by seed: at so many computed tokens the row kills
 
     def execute(self, step) -> tuple[list[int], list[int], list[int]]:
         """Applies the step; returns the rows that sampled, their tokens, and the rows that failed."""
@@ -86,11 +93,17 @@ class FakeWorker:
             self._append_block(self.rows[row], block_id)
         work = list(zip(step.rows.tolist(), step.num_scheduled_tokens.tolist(), strict=True))
         assert len({row for row, _ in work}) == len(work), "a row is twice in one step"
+        self._kill(work)
         for row, num_tokens in work:  # every key is written before any is read, as in a layer
             self._write(self.rows[row], num_tokens)
         for row, num_tokens in work:
             self._read(self.rows[row], num_tokens)
         return self._sample(work)
+
+    def _kill(self, work: list[tuple[int, int]]) -> None:
+        for row, num_tokens in ((self.rows[index], num_tokens) for index, num_tokens in work):
+            if row.num_computed_tokens + num_tokens >= self.killers.get(row.seed, math.inf):
+                raise WorkersKilled(row.seed)
 
     def _start(self, new) -> None:
         assert new.row not in self.rows, f"row {new.row} is given to two requests"
@@ -102,6 +115,7 @@ class FakeWorker:
             block_ids=[],
             stop_token_ids=new.stop_token_ids,
             min_tokens=new.sampling_params.min_tokens,
+            seed=new.seed,
         )
         assert new.num_computed_tokens < len(row.tokens), "nothing is left to compute"
         for block_id in new.block_ids.tolist():

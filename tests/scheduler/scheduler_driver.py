@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
-from fake_model import FakeWorker
+from fake_model import FakeWorker, WorkersKilled
 
 from ringcore.config import SchedulerConfig
+from ringcore.errors import EngineDeadError
 from ringcore.kv_cache.block_hash import BlockHasher
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec
@@ -24,6 +26,13 @@ from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.scheduler import Scheduler
 
 EOS = 0
+
+
+class Death(NamedTuple):
+    """An end of the workers: the seeds of the rows in each step that was lost, and of the one that killed them."""
+
+    lost: list[set[int]]
+    killer: int | None
 
 
 class Driver:
@@ -52,8 +61,9 @@ class Driver:
             long_prefill_token_threshold=chunk,
             steps_in_flight=depth,
         )
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
-        self.kv_cache = KVCacheManager(spec, num_blocks, caching, hasher=hasher)
+        self.spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
+        self.num_blocks, self.hasher = num_blocks, hasher
+        self.kv_cache = KVCacheManager(self.spec, num_blocks, caching, hasher=hasher)
         self.scheduler = Scheduler(
             self.config,
             kv_cache=self.kv_cache,
@@ -65,6 +75,8 @@ class Driver:
         )
         self.worker = FakeWorker(num_blocks, block_size, max_num_seqs, vocab_size)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._seeds_in_flight: deque[set[int]] = deque()
+        self.deaths: list[Death] = []
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self._encoder, self._decoder = encoder(), decoder(SchedulerOutput)
 
@@ -82,21 +94,55 @@ class Driver:
         return outputs
 
     def schedule(self) -> SchedulerOutput | None:
-        """Schedules, sends over the wire and executes a step; its result waits for `update`."""
+        """Schedules, sends over the wire and executes a step; its result waits for `update`.
+
+        If the step kills the workers, there are new ones afterwards, and nothing in flight.
+        """
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
         if scheduled is not None:
             self._check_step(scheduled)
-            rows, token_ids, failed = self.worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
+            try:
+                rows, token_ids, failed = self.worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
+            except WorkersKilled as kill:
+                self._seeds_in_flight.append(self._seeds(scheduled))
+                self.die(killer=kill.args[0])
+                return scheduled
+            self._seeds_in_flight.append(self._seeds(scheduled))
             errors = [RowError(row, "logits are not finite") for row in failed]
             output = ModelRunnerOutput(scheduled.step, int_array(rows), int_array(token_ids), row_errors=errors)
             self.in_flight.append((scheduled, output))
         return scheduled
 
     def update(self) -> list[EngineCoreOutput]:
+        self._seeds_in_flight.popleft()
         outputs = self._take(self.scheduler.update(*self.in_flight.popleft()))
         self.scheduler.check()
         return outputs
+
+    def schedule_unsent(self) -> None:
+        """Schedules a step that no worker gets, since they are dead."""
+        self.scheduler.schedule()
+        self.scheduler.check()
+
+    def die(self, killer: int | None = None, num_blocks: int | None = None) -> list[EngineCoreOutput]:
+        """The workers die with every step in flight; new ones come, with a cache of `num_blocks`."""
+        self.deaths.append(Death(list(self._seeds_in_flight), killer))
+        num_executed = len(self._seeds_in_flight)
+        self.in_flight.clear()
+        self._seeds_in_flight.clear()
+        self.num_blocks = num_blocks or self.num_blocks
+        caching = self.kv_cache.enable_prefix_caching
+        self.kv_cache = KVCacheManager(self.spec, self.num_blocks, caching, hasher=self.hasher)
+        old = self.worker
+        self.worker = FakeWorker(self.num_blocks, old.block_size, old.num_rows, old.vocab_size, killers=old.killers)
+        cause = EngineDeadError("worker 0 was killed", process="worker 0", rank=0)
+        outputs = self._take(self.scheduler.recover(self.kv_cache, cause, num_executed))
+        self.scheduler.check()
+        return outputs
+
+    def _seeds(self, scheduled: SchedulerOutput) -> set[int]:
+        return {self.worker.rows[row].seed for row in scheduled.rows.tolist()}
 
     def step(self) -> dict[int, int]:
         """Fills the steps in flight, takes in the oldest; what the last one scheduled, tokens by row."""

@@ -36,7 +36,7 @@ def test_preemption_keeps_the_tokens_and_voids_what_is_in_flight():
     one.tokens.append(70)
     one.num_computed_tokens, one.num_confirmed_tokens, one.num_pending = 10, 9, 2
     epoch = one.epoch
-    one.preempt()
+    one.preempt(2.5)
     one.check()
     assert (one.status, one.row, one.num_preemptions) == (RequestStatus.PREEMPTED, None, 1)
     assert one.epoch != epoch
@@ -50,7 +50,7 @@ def test_a_preempted_request_never_waits_for_more_slots_than_it_can_use():
     one = request(max_total_tokens=10)
     one.start(row=0, num_cached_tokens=0, now_s=0.0)
     one.num_computed_tokens, one.num_pending = 9, 2
-    one.preempt()
+    one.preempt(2.5)
     assert one.num_tokens_to_hold == 9
 
 

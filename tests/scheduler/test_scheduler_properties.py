@@ -1,9 +1,10 @@
-"""Any sequence of operations, on any sizes: nothing leaks, nothing hangs, every token is the model's."""
+"""Any sequence of operations and deaths, on any sizes: nothing leaks, nothing hangs, every token is the model's."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 from fake_model import expected_completion
@@ -34,6 +35,7 @@ REQUEST = {
     "stop_token_ids": [[], [], [], [4], [EOS, 7]],
     "ignore_eos": [True, True, False],
     "salt": [None, None, None, "a", ""],
+    "kills_at": [None] * 9 + [0, 2],  # generated tokens at which it kills the workers
 }
 
 
@@ -44,26 +46,36 @@ class Trial:
         self.engine = Driver(vocab_size=VOCAB_SIZE, **sizes)
         self.expected: dict[str, tuple[list[int], str]] = {}  # by id, in the order of arrival
         self.num_poisoned = 0
+        self.num_other_deaths = 0  # of which no request is guilty
+        self._completions: dict[str, dict] = {}  # what each request asks of the model
 
-    def add(self, num_shared, last, salt, **params) -> None:
+    def add(self, num_shared, last, salt, kills_at, **params) -> None:
         prompt = [*([1, 2, 1, 2, 3] * 6)[:num_shared], last]
         request_id = f"r{len(self.expected)}"
         limit, capacity = self.engine.max_model_len, self.engine.kv_cache.max_num_tokens
         servable = len(prompt) < limit and len(prompt) <= capacity
         try:
-            self.engine.add(request_id, prompt, salt=salt, **params)
+            self.engine.add(request_id, prompt, salt=salt, seed=len(self.expected), **params)
         except InvalidRequestError:
             assert not servable
             return
         assert servable
-        bounds = [limit, capacity + 1, len(prompt) + (params["max_tokens"] or limit)]
-        self.expected[request_id] = expected_completion(
-            prompt,
-            vocab_size=VOCAB_SIZE,
-            stop_token_ids=([] if params["ignore_eos"] else [EOS]) + params["stop_token_ids"],
-            min_tokens=params["min_tokens"],
-            max_total_tokens=min(bounds),
-        )
+        if kills_at is not None:
+            self.engine.worker.killers[len(self.expected)] = len(prompt) + kills_at
+        self._completions[request_id] = {
+            "prompt": prompt,
+            "vocab_size": VOCAB_SIZE,
+            "stop_token_ids": ([] if params["ignore_eos"] else [EOS]) + params["stop_token_ids"],
+            "min_tokens": params["min_tokens"],
+            "max_total_tokens": min(limit, len(prompt) + (params["max_tokens"] or limit)),
+        }
+        self._expect(request_id)
+
+    def _expect(self, request_id: str) -> None:
+        """A request ends where the smallest cache that it has met does, if not before."""
+        what = self._completions[request_id]
+        what["max_total_tokens"] = min(what["max_total_tokens"], self.engine.kv_cache.max_num_tokens + 1)
+        self.expected[request_id] = expected_completion(**what)
 
     def abort(self, index: int) -> None:
         request_id = f"r{index % (len(self.expected) or 1)}"
@@ -76,20 +88,53 @@ class Trial:
             self.engine.worker.rows[rows[index % len(rows)]].poisoned = True
             self.num_poisoned += 1
 
+    def die(self, num_blocks: int | None = None) -> None:
+        """The workers die of something else. Another cache may come after them: what does not fit it is refused."""
+        self.num_other_deaths += 1
+        unfinished = self._unfinished()
+        outputs = self.engine.die(num_blocks=num_blocks)
+        refused = {output.request_id for output in outputs if output.error.type == "CapacityError"}
+        capacity = self.engine.kv_cache.max_num_tokens
+        for request_id in unfinished - {output.request_id for output in outputs} | refused:
+            num_known = len(self._completions[request_id]["prompt"]) + len(self.engine.tokens(request_id))
+            assert (request_id in refused) == (num_known > capacity)
+        for request_id in self._unfinished():
+            self._expect(request_id)
+
+    def _unfinished(self) -> set[str]:
+        return {request_id for request_id in self.expected if self.engine.finish_reason(request_id) is None}
+
+    def check_refusals(self) -> None:
+        """Who is refused for killing was in a step that was lost twice, the second time alone."""
+        refused = set()
+        for request_id, outputs in self.engine.outputs.items():
+            if not outputs or outputs[-1].error is None or outputs[-1].error.type != "WorkerDiedError":
+                continue
+            refused.add(seed := int(request_id[1:]))
+            among = [death for death in self.engine.deaths if any(seed in step for step in death.lost)]
+            assert len(among) >= 2
+            assert all(step == {seed} for step in among[-1].lost)
+            if not self.num_other_deaths:
+                assert among[-1].killer == seed
+        kills = Counter(death.killer for death in self.engine.deaths if death.killer is not None)
+        assert all(count <= 2 for count in kills.values()), "a killer was let in again"
+        assert {seed for seed, count in kills.items() if count == 2} <= refused
+
     def reset_prefix_cache(self) -> None:
         stats = self.engine.scheduler.stats()
         assert self.engine.scheduler.reset_prefix_cache() == (stats.num_running == 0)
         self.engine.scheduler.check()
 
     def check_outputs(self) -> None:
-        reasons = []
+        num_row_errors = 0
         for request_id, (expected, expected_reason) in self.expected.items():
             tokens, reason = self.engine.tokens(request_id), self.engine.finish_reason(request_id)
             assert tokens == expected[: len(tokens)]
             if reason in ("stop", "length"):
                 assert (tokens, reason) == (expected, expected_reason)
-            reasons.append(reason)
-        assert reasons.count("error") <= self.num_poisoned
+            num_row_errors += reason == "error" and self.engine.outputs[request_id][-1].error.type == "WorkerError"
+        assert num_row_errors <= self.num_poisoned
+        self.check_refusals()
         # First come, first served: no request is first scheduled before one that arrived earlier.
         outputs = [self.engine.outputs[request_id] for request_id in self.expected]
         first = [o[-1].first_scheduled_s for o in outputs if o and o[-1].first_scheduled_s is not None]
@@ -150,6 +195,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def poison(self, index) -> None:
         self.trial.poison(index)
 
+    @rule(num_blocks=st.sampled_from([None, None, *SIZES["num_blocks"]]))
+    def die(self, num_blocks) -> None:
+        self.trial.die(num_blocks)
+
+    @rule()
+    def die_before_a_step_is_sent(self) -> None:
+        if len(self.trial.engine.in_flight) < self.trial.engine.depth:
+            self.trial.engine.schedule_unsent()
+            self.trial.die()
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.trial.reset_prefix_cache()
@@ -170,7 +225,7 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-def crowded_trial(seed: int) -> Trial:
+def crowded_trial(seed: int, deaths: bool = False) -> Trial:
     """A crowd of requests with operations between their steps; denser than what shrinks well."""
     rng = random.Random(seed)
     trial = Trial(**{name: rng.choice(values) for name, values in SIZES.items()})
@@ -183,6 +238,8 @@ def crowded_trial(seed: int) -> Trial:
             trial.poison(rng.randrange(10))
         if rng.random() < 0.05:
             trial.reset_prefix_cache()
+        if deaths and rng.random() < 0.1:
+            trial.die(rng.choice([None, None, *SIZES["num_blocks"]]))
         for _ in range(rng.randint(0, 6)):
             if trial.engine.in_flight and (len(trial.engine.in_flight) == trial.engine.depth or rng.random() < 0.4):
                 trial.engine.update()
@@ -193,13 +250,14 @@ def crowded_trial(seed: int) -> Trial:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 120, 20))
-def test_crowds(first_seed):
+@pytest.mark.parametrize("deaths", [False, True])
+def test_crowds(first_seed, deaths):
     for seed in range(first_seed, first_seed + 20):
-        crowded_trial(seed)
+        crowded_trial(seed, deaths)
 
 
 def test_crowds_meet_what_they_are_for():
-    """Preemption, prefix hits and results dropped at both depths happen in the crowds; else they would prove little."""
+    """Preemption, prefix hits and killers happen in the crowds; else they would prove little."""
     trials = [crowded_trial(seed) for seed in range(30)]
     for depth in (1, 2):
         stats = [t.engine.scheduler.stats() for t in trials if t.engine.depth == depth]
@@ -207,3 +265,6 @@ def test_crowds_meet_what_they_are_for():
         assert sum(one.num_prefix_hit_tokens for one in stats) > 20
     reasons = {trial.engine.finish_reason(request_id) for trial in trials for request_id in trial.expected}
     assert reasons == {"stop", "length", "abort", "error"}
+    kills = [Counter(death.killer for death in trial.engine.deaths) for trial in trials]
+    assert sum(len(one) for one in kills) > 20
+    assert sum(len(one) > 1 for one in kills) > 3, "several killers in one crowd"

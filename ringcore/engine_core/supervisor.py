@@ -1,0 +1,203 @@
+"""Keeps an engine in workers: starts them, notes when they are lost, and replaces them while restarts are left.
+
+    state     lost    dead
+    serving   None    None    the executor takes calls
+    lost      cause   None    the workers are of no use any more; `replace` starts new ones
+    dead      any     error   for good: every call raises the error
+
+Workers are lost when one died or hung (`EngineDeadError`), and when a step failed: what it left behind in a worker is
+unknown, and an error of the device stays in the process that met it. So a loss always replaces all of them.
+
+A loss is noted where it is met, be it in a step or in somebody's future, and repaired by the next call that needs
+workers. A future of before can only say that its call is lost: whether the worker executed it is unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ringcore.config import EngineConfig
+from ringcore.engine_core.start_up import start_up
+from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, error_to_wire
+from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.ring_buffer import Buffer
+from ringcore.kv_cache.manager import KVCacheManager
+from ringcore.protocol import EngineReady, EngineRecovering, WireError
+
+__all__ = ["WorkerSupervisor", "WorkersLost", "step_failed"]
+
+_log = logging.getLogger(__name__)
+
+
+class WorkersLost(Exception):
+    """The workers are lost and a restart is left; never leaves the engine."""
+
+
+class WorkerSupervisor:
+    """One executor, and the workers it has by turns: at most `max_worker_restarts` times new ones.
+
+    `on_recovery` is told of each restart before it is made, and must not raise.
+    """
+
+    def __init__(
+        self, config: EngineConfig, executor: Executor, on_recovery: Callable[[EngineRecovering], None] | None
+    ) -> None:
+        self._config, self._executor, self._on_recovery = config, executor, on_recovery
+        self._max_restarts = config.parallel.max_worker_restarts
+        self._generation = 0  # of workers; a future of an older one has nothing to say of those that are here
+        self.num_restarts = 0  # those that failed among them
+        self.restart_cause: str | None = None  # of the last one
+        self.lost: EngineDeadError | None = None
+        self.dead: EngineDeadError | None = None
+
+    def start(self) -> tuple[EngineReady, KVCacheManager]:
+        return start_up(self._config, self._executor, self._executor.start())
+
+    def check_alive(self) -> None:
+        """Raises what the engine died of."""
+        if self.dead is not None:
+            raise self.dead
+
+    def check_serving(self) -> None:
+        """Raises what the engine died of, or `WorkersLost`."""
+        self.check_alive()
+        if self.lost is not None:
+            raise WorkersLost
+
+    def end(self, error: EngineDeadError) -> EngineDeadError:
+        """The engine is dead, of `error` unless it was before; what it died of."""
+        if self.dead is None:
+            self.dead = error
+        return self.dead
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Loss.
+
+    @contextmanager
+    def guarded(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        """For what the executor does: an error of this kind is the loss of the workers, raised as `WorkersLost`.
+
+        Raises `EngineDeadError` where no restart is left.
+        """
+        try:
+            yield
+        except kind as error:
+            self.note_loss(error)
+            raise WorkersLost from error
+
+    def note_loss(self, error: Exception) -> None:
+        """The workers cannot go on. Raises `EngineDeadError` where no restart is left: then the engine is dead."""
+        if self.lost is None:
+            self._lose(error if isinstance(error, EngineDeadError) else step_failed(error), error)
+
+    def _lose(self, cause: EngineDeadError, error: Exception) -> None:
+        self.check_alive()  # a signal handler may have shut the engine down meanwhile
+        if self.num_restarts < self._max_restarts:
+            self.lost = cause
+            return
+        self.dead = self._none_left(cause)
+        if self.dead is error:
+            raise self.dead
+        raise self.dead from error
+
+    def _none_left(self, cause: EngineDeadError) -> EngineDeadError:
+        if self._max_restarts == 0:
+            return cause
+        return EngineDeadError(
+            f"{cause.message}; the workers were restarted {self.num_restarts} times, as often as max_worker_restarts "
+            "allows",
+            **cause.details,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Restart.
+
+    def replace(self) -> tuple[EngineReady, KVCacheManager]:
+        """New workers and an empty cache for them. An attempt that fails counts as a restart, and the next is made.
+
+        Raises `EngineDeadError` naming the loss and the failure when none is left.
+        """
+        assert self.lost is not None, "there are workers"
+        cause = self.lost
+        while True:
+            self._announce(self.lost)
+            try:
+                started = start_up(self._config, self._executor, self._executor.restart())
+            except Exception as error:
+                self._lose(_not_replaced(cause, error), error)
+            else:
+                break
+        self.lost = None
+        self._generation += 1
+        _log.info("restart %d: the engine has new workers", self.num_restarts)
+        return started
+
+    def _announce(self, cause: EngineDeadError) -> None:
+        self.num_restarts += 1
+        self.restart_cause = cause.message
+        _log.error("the workers are lost, restart %d of %d: %s", self.num_restarts, self._max_restarts, cause.message)
+        if self._on_recovery is not None:
+            self._on_recovery(EngineRecovering(WireError(**error_to_wire(cause)), self.num_restarts))
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Calls.
+
+    def watch(self, future: RpcFuture) -> RpcFuture:
+        """The same future, raising `WorkerDiedError` where the workers die under it and are replaced."""
+        return _WatchedFuture(future, self, self._generation)
+
+    def is_replaced(self, error: EngineDeadError, generation: int) -> bool:
+        """Whether workers come after those of this generation, which are lost. Raises as `note_loss`."""
+        if self.dead is None and generation == self._generation:
+            self.note_loss(error)
+        return self.dead is None
+
+
+class _WatchedFuture:
+    """The future of a call to one generation of workers."""
+
+    def __init__(self, future: RpcFuture, supervisor: WorkerSupervisor, generation: int) -> None:
+        self._future, self._supervisor, self._generation = future, supervisor, generation
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._deaths_told():
+            return self._future.result(timeout)
+
+    def encoded_result(self) -> list[list[Buffer]]:
+        with self._deaths_told():
+            return self._future.encoded_result()
+
+    @contextmanager
+    def _deaths_told(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError as error:
+            if not self._supervisor.is_replaced(error, self._generation):
+                raise
+            raise WorkerDiedError(error.message, **error.details) from error
+
+
+def step_failed(error: Exception) -> EngineDeadError:
+    return EngineDeadError(f"a step failed: {_text(error)}", **({"process": "engine"} | _details(error)))
+
+
+def _not_replaced(cause: EngineDeadError, error: Exception) -> EngineDeadError:
+    """New workers could not be started. Details: those of the failure, and of the loss where it has none."""
+    return EngineDeadError(
+        f"new workers could not be started: {_text(error)}; those before them were lost: {cause.message}",
+        **(cause.details | _details(error)),
+    )
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, RingcoreError) else f"{type(error).__name__}: {error}"
+
+
+def _details(error: Exception) -> dict[str, Any]:
+    return error.details if isinstance(error, RingcoreError) else {}

@@ -1,0 +1,33 @@
+"""The errors with which one request ends while its neighbours go on."""
+
+from __future__ import annotations
+
+from ringcore.errors import EngineDeadError, WorkerDiedError, WorkerError
+from ringcore.scheduler.request import Request
+
+__all__ = ["killed_the_workers", "row_failed"]
+
+
+def row_failed(request: Request, message: str) -> WorkerError:
+    """The worker cannot go on with the request's row. `message` is the worker's."""
+    return WorkerError(
+        f"request {request.request_id!r} failed in the worker: {message}",
+        rank=0,
+        error_type="RowError",
+        error_message=message,
+        traceback="",
+        method="execute_model",
+    )
+
+
+def killed_the_workers(request: Request, cause: EngineDeadError) -> WorkerDiedError:
+    """The workers died in a step with the request, and again in one that held nothing else, of `cause`.
+
+    Details: those of the cause, `request_id`, `num_deaths`.
+    """
+    details = cause.details | {"request_id": request.request_id, "num_deaths": 2}
+    return WorkerDiedError(
+        f"request {request.request_id!r} is refused, since the workers died twice while they computed it, the second "
+        f"time with nothing else to compute: {cause.message}",
+        **details,
+    )

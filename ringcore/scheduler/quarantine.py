@@ -1,0 +1,122 @@
+"""Finds the request that kills the workers: those who may have done it run alone, one after the other.
+
+When the workers die, every request with a share in a step in flight is a suspect. Once there are new workers:
+
+    state of a request       suspect  runs
+    neighbour                no       no    it ran, or waited before a suspect, when the workers died
+    awaits its trial         yes      no
+    on trial                 yes      yes   alone: a step holds nothing else, and goes no further than its target
+    cleared                  no       no    it has computed as much as the steps that died would have, and lived
+
+A suspect on trial that kills the workers has killed them twice, the second time with nobody else to blame: it is
+refused. All others wait in the order in which they ran, and run together again in that order when no suspect is left.
+
+No other request's step is in flight during a trial. So a trial begins only when nothing is in flight (one that was
+aborted on trial leaves a step behind), and stops at its target, where the step that clears it is its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ringcore.scheduler.request import Request, RequestStatus
+from ringcore.scheduler.request_queue import RequestQueue
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """The requests that wait for trials to end, the suspects among them, and the one on trial. Where it is not open,
+    requests go to the queue `waiting` as they did.
+
+    Invariant: `_targets` holds the suspects, all of them in `_held`; `on_trial` is one of them or None. Each request
+    keeps its place in `_held` while it is on trial.
+    """
+
+    def __init__(self, waiting: RequestQueue) -> None:
+        self._waiting = waiting
+        self._held: dict[str, Request] = {}  # in the order of admission
+        self._targets: dict[str, int] = {}  # tokens that must be confirmed to be cleared, by request id
+        self.on_trial: Request | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a suspect is left. While there is one, nobody else runs."""
+        return bool(self._targets)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def open(self, targets: Mapping[str, int]) -> None:
+        """Begins with these suspects, if any, by their targets. All of them wait, and nobody is held.
+
+        Holds every request from the front of the queue to the last suspect, so that their order is kept.
+        """
+        assert not self._held, "a quarantine ends before the next one"
+        self._targets = dict(targets)
+        missing = set(targets)
+        while missing:
+            request = self._waiting.pop()
+            self._held[request.request_id] = request
+            missing.discard(request.request_id)
+
+    def take_back(self, request: Request) -> None:
+        """Takes in one that ran: it stays here if it is held, else it waits in front of the queue."""
+        if request.request_id not in self._held:
+            self._waiting.add_front(request)
+
+    def begin_trial(self) -> Request:
+        """Puts the oldest suspect on trial."""
+        assert self.on_trial is None
+        self.on_trial = next(request for request in self._held.values() if request.request_id in self._targets)
+        return self.on_trial
+
+    def interrupt_trial(self) -> None:
+        """The one on trial must begin again: the workers died, and it was not in a step."""
+        self.on_trial = None
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Of the one on trial: tokens to compute until nothing more is needed to clear it."""
+        assert self.on_trial is not None
+        return max(self._targets[self.on_trial.request_id] - self.on_trial.num_computed_tokens, 0)
+
+    def clear(self) -> Request | None:
+        """Clears the one on trial if it has reached its target; it stays held."""
+        suspect = self.on_trial
+        if suspect is None or suspect.num_confirmed_tokens < self._targets[suspect.request_id]:
+            return None
+        self.on_trial = None
+        del self._targets[suspect.request_id]
+        return suspect
+
+    def discard(self, request: Request) -> None:
+        """Forgets one that has finished, whatever it was."""
+        if self.on_trial is request:
+            self.on_trial = None
+        self._held.pop(request.request_id, None)
+        self._targets.pop(request.request_id, None)
+
+    def release(self) -> None:
+        """Puts all back in front of the queue, in the order of admission; no suspect is left."""
+        assert not self.is_open
+        while self._held:
+            self._waiting.add_front(self._held.popitem()[1])
+
+    def check(self, running: Mapping[str, Request], in_flight: Collection[str]) -> None:
+        """Asserts the invariants. `in_flight`: the ids of unfinished requests in steps in flight."""
+        assert self._targets.keys() <= self._held.keys(), "a suspect is not held"
+        for request_id, request in self._held.items():
+            assert (request.status is RequestStatus.RUNNING) == (request is self.on_trial), f"{request_id} runs untried"
+        if not self.is_open:
+            assert self.on_trial is None, "a trial of nobody"
+            return
+        assert list(running.values()) == [one for one in [self.on_trial] if one is not None], "not alone on trial"
+        assert set(in_flight) <= running.keys(), "a step holds more than the trial"
+        if self.on_trial is not None:
+            target = self._targets[self.on_trial.request_id]
+            assert self.on_trial.num_confirmed_tokens < target, "it reached its target and was not cleared"
+            assert self.on_trial.num_computed_tokens <= target, "it went on past its target"
