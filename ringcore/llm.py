@@ -16,7 +16,7 @@ from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor
 from ringcore.errors import InvalidRequestError, RingcoreError
 from ringcore.outputs import RequestOutput
-from ringcore.protocol import EngineReady
+from ringcore.protocol import EngineHealth, EngineReady
 from ringcore.sampling_params import SamplingParams
 from ringcore.tokenizer import Tokenizer, load_tokenizer
 
@@ -52,7 +52,7 @@ class LLM:
             self._tokenizer = load_tokenizer(self.config.model.tokenizer or self.config.model.files)
             self._inputs = InputProcessor(self.config, self._tokenizer)
             self._outputs = OutputProcessor(self._tokenizer)
-            self._ready = self._client.wait_ready()
+            self._client.wait_ready()
         except BaseException:
             self._client.close()
             raise
@@ -156,19 +156,32 @@ class LLM:
     @property
     def ready(self) -> EngineReady:
         """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
-        return self._ready
+        return self._client.ready
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order.
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone.
 
-        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds; the engine goes on.
+        method: a name; or, with the option `allow_callables`, a function that each worker calls as
+        f(worker, *args, **kwargs).
+
+        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError` for
+        what cannot be sent; the engine goes on.
         """
-        return self._client.collective_rpc(method, args, kwargs, timeout)
+        return self._client.collective_rpc(method, args, kwargs, timeout, unique_reply_rank)
+
+    def health(self, timeout: float = 1.0) -> EngineHealth:
+        """How the engine and its workers do, within about `timeout` seconds; also of one that is silent or dead."""
+        return self._client.health(timeout)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing changed, while a request is running."""

@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -20,7 +22,8 @@ from ringcore.worker import rpc
 
 VOCAB_SIZE = 300
 EOS = 256
-RAISES, KILLS, ROW_FAILS, SLOW = 290, 291, 292, 293  # a prompt with this token does this to its step
+# A prompt with this token does this to its step.
+RAISES, KILLS, ROW_FAILS, SLOW, KILLS_ONCE = 290, 291, 292, 293, 294
 SLOW_STEP_S = 0.05
 
 
@@ -103,6 +106,11 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if SLOW in tokens:
             time.sleep(SLOW_STEP_S)
+        if KILLS_ONCE in tokens and len(tokens) >= tokens.index(KILLS_ONCE) + 4:
+            mark = Path(self.config.model.model) / "has_killed"
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         ids = [token_id, *((token_id + i) % VOCAB_SIZE for i in range(num_top))]
@@ -112,11 +120,11 @@ class FakeWorker:
     def reset_rows(self) -> None:
         self._tokens.clear()
 
-    @rpc
+    @rpc(read_only=True)
     def stats(self) -> dict:
         return {"rank": self.rank, "num_steps": self._num_steps, "num_blocks": self._num_blocks}
 
-    @rpc
+    @rpc(read_only=True)
     def health(self) -> dict:
         return {"rank": self.rank}
 
@@ -141,6 +149,19 @@ class FakeWorker:
     @rpc
     def zeros(self, num_bytes: int) -> bytes:
         return bytes(num_bytes)
+
+    @rpc
+    def doubled(self, array: np.ndarray) -> np.ndarray:
+        return array * 2
+
+    @rpc
+    def fail_on(self, ranks: list[int]) -> None:
+        if self.rank in ranks:
+            raise KeyError(f"rank {self.rank}")
+
+    @rpc
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class BrokenWorker(FakeWorker):

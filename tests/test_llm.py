@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_engine import ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
+from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
 
 from ringcore import LLM, RequestOutput, SamplingParams
 from ringcore.errors import (
@@ -185,8 +185,31 @@ def test_a_progress_bar_on_stderr(llm, capsys):
 
 def test_collective_rpc_and_tokenizer(llm):
     assert llm.collective_rpc("echo", ("x",), {"times": 2}) == ["0:xx"]
+    assert llm.collective_rpc("echo", ("x",), timeout=10, unique_reply_rank=0) == "0:x"
+    with pytest.raises(InvalidRequestError, match="allow_callables"):
+        llm.collective_rpc(lambda worker: worker.rank)
     assert llm.get_tokenizer().decode([104, 105]) == "hi"
     assert llm.ready.max_model_len == 128
+
+
+def test_health(folder, llm):
+    health = llm.health(timeout=10)
+    assert (health.state, len(health.ranks)) == ("ready", 1)
+    closed = LLM(folder, **OPTIONS)
+    closed.close()
+    assert closed.health().state == "dead"
+    assert closed.ready.max_model_len == 128
+
+
+def test_a_worker_that_dies_costs_no_token(tmp_path):
+    prompts = [[KILLS_ONCE, 1, 2], "another prompt", "x"]
+    with LLM(make_model_folder(tmp_path), **OPTIONS, max_worker_restarts=1) as llm:
+        before = llm.ready.pids["worker 0"]
+        outputs = generate(llm, prompts, SamplingParams(max_tokens=25))
+        assert outputs[0].outputs[0].token_ids == expected([KILLS_ONCE, 1, 2], 25)
+        assert [o.outputs[0].text for o in outputs[1:]] == [text_of(p, 25) for p in prompts[1:]]
+        assert llm.ready.pids["worker 0"] != before
+        assert llm.health(timeout=10).num_restarts == 1
 
 
 def test_generating_in_two_threads_takes_turns(llm):

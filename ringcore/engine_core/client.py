@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from types import TracebackType
-from typing import Any, TypeVar, assert_never
+from typing import Any
 
-import zmq
+import msgspec
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.channel import ClientChannel
+from ringcore.engine_core.channel import Received, StreamClosed
+from ringcore.engine_core.connection import EngineConnection
+from ringcore.engine_core.framing import Buffer
+from ringcore.engine_core.loop import callables_refused
+from ringcore.engine_core.mailbox import Mailbox
 from ringcore.engine_core.output_processor import error_of
-from ringcore.engine_core.process import ENTRY, EngineStart
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
-from ringcore.executor.child_process import ChildProcess
+from ringcore.executor.base import EncodedCall, check_reply_rank
+from ringcore.executor.callables import callable_name
+from ringcore.executor.value_codec import decode_value
 from ringcore.protocol import (
     AbortRequests,
     AddRequests,
     ClientMessage,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineMessage,
+    EngineHealth,
     EngineReady,
-    EngineStats,
+    HealthState,
     RpcCall,
     RpcResult,
-    Shutdown,
-    encoder,
 )
 
-__all__ = ["EngineCoreClient"]
+__all__ = ["EngineCoreClient", "values_of"]
 
 _START_TIMEOUT_S = 1800.0
-_GRACEFUL_S = 10.0  # the engine gives its workers 5 s, then ends them by force
+_RECEIVER_LEAVES_S = 10.0
 _REPLY_GRACE_S = 2.0  # the engine keeps a call's deadline; this is for an engine that does not even do that
-_LAST_WORDS_S = 0.3
 _TOKENS_A_MESSAGE = 1 << 16
 _REQUESTS_A_MESSAGE = 256
-_NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0)
-
-T = TypeVar("T")
 
 
 class EngineCoreClient:
@@ -56,41 +51,36 @@ class EngineCoreClient:
     whichever caller waits first receives for all of them.
 
     Once the engine has died, every call that waits and every later one raises the same error: what stopped a
-    start-up as itself (`ModelLoadError`, `CapacityError`, ...), all else as `EngineDeadError`.
-
-    Invariant: messages are taken from the socket only by the thread that set `_receiving`, and given to the
-    fields below it only under `_changed`.
+    start-up as itself (`ModelLoadError`, `CapacityError`, ...), all else as `EngineDeadError`. An engine that replaces
+    workers that died (`max_worker_restarts`) goes on: only the calls that the workers were at raise `WorkerDiedError`.
     """
 
     def __init__(self, config: EngineConfig, *, start_timeout_s: float = _START_TIMEOUT_S) -> None:
+        self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
-        self._connection = _Connection(config)
+        self._connection = EngineConnection(config)
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
-        self._changed = threading.Condition()
-        self._receiving = False
-        self._ready: EngineReady | None = None
-        self._outputs: deque[EngineCoreOutputs] = deque()
-        self._results: dict[int, RpcResult] = {}
-        self._waiting_calls: set[int] = set()
-        self._dead: RingcoreError | None = None
-        self._stats = _NO_STATS
+        self._mailbox = Mailbox(self._connection)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests and their outputs.
 
     def wait_ready(self) -> EngineReady:
         """Waits for the end of start-up and returns what the engine learned; raises what stopped it."""
-        ready = self._wait_for(lambda: self._ready, self._start_deadline)
+        ready = self._mailbox.wait_for(lambda: self._mailbox.ready, self._start_deadline)
         if ready is None:
-            self._die(EngineDeadError(f"the engine was not ready within {self._start_timeout_s} s", process="engine"))
+            error = EngineDeadError(f"the engine was not ready within {self._start_timeout_s} s", process="engine")
+            self._mailbox.die(error)
             self.close()
-            raise self._error()
+            raise error
         return ready
 
     @property
     def ready(self) -> EngineReady:
+        """What the engine learned at its start, or at its last recovery."""
+        self._mailbox.take_in()
         return self.wait_ready()
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
@@ -104,132 +94,127 @@ class EngineCoreClient:
 
     def get_outputs(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The engine's next outputs, in order. Without any, and with the last known stats, after `timeout` seconds."""
-        outputs = self._wait_for(self._take_outputs, _deadline(timeout))
-        return outputs if outputs is not None else EngineCoreOutputs([], self._stats)
-
-    def _take_outputs(self) -> EngineCoreOutputs | None:
-        return self._outputs.popleft() if self._outputs else None
+        outputs = self._mailbox.take_outputs(_deadline(timeout))
+        return outputs if outputs is not None else EngineCoreOutputs([], self._mailbox.stats)
 
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order.
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone.
 
-        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds; the engine goes on.
+        method: a name; or, with the option `allow_callables`, a function that each worker calls as
+        f(worker, *args, **kwargs). Values arrive as builtins and arrays (see `executor.value_codec`).
+
+        Raises `WorkerError` if it raised there (its `failures` are those of all ranks), `RpcTimeoutError` after
+        `timeout` seconds, `InvalidRequestError` for what cannot be sent; the engine goes on.
         """
-        value = self._call("workers", method, args, kwargs, timeout)
-        return list(value)
+        check_reply_rank(unique_reply_rank, self._parallel.tensor_parallel_size)
+        if callable(method) and not self._parallel.allow_callables:
+            raise callables_refused(callable_name(method))
+        call = EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank)
+        values = self._call("workers", call)
+        return values if unique_reply_rank is None else values[0]
 
     def call_engine(self, method: str, timeout: float | None = None) -> Any:
-        """Calls the engine itself: "reset_prefix_cache" or "stats". It does not wait for a step."""
-        return self._call("engine", method, (), None, timeout)
+        """Calls the engine itself: "reset_prefix_cache", "stats" or "health". It does not wait for a step."""
+        (value,) = self._call("engine", EncodedCall(method, (), timeout=timeout))
+        return value
 
-    def _call(
-        self, target: str, method: str, args: Sequence[Any], kwargs: dict[str, Any] | None, timeout: float | None
-    ) -> Any:
-        call_id = next(self._call_ids)
-        deadline = None if timeout is None else time.monotonic() + timeout + _REPLY_GRACE_S
-        with self._changed:
-            self._waiting_calls.add(call_id)
+    def health(self, timeout: float = 1.0) -> EngineHealth:
+        """How the engine does, within about `timeout` seconds. Never raises for an engine that is dead or silent.
+
+        "starting": not ready yet, or replacing workers that died, of `restart_cause`. "stalled": the engine process
+        does not answer, and `error` says what it does instead; or it answers that a step or call lasts too long.
+        "dead": of `error`.
+        """
+        mailbox, error = self._mailbox, None
+        mailbox.take_in()
         try:
-            self._send(RpcCall(call_id, target, method, list(args), dict(kwargs or {}), timeout))
-            result = self._wait_for(lambda: self._results.pop(call_id, None), deadline)
-        finally:
-            with self._changed:
-                self._waiting_calls.discard(call_id)  # a late result is dropped
-                self._results.pop(call_id, None)
-        if result is None:
+            if mailbox.ready is not None and not mailbox.is_recovering:
+                answer = self._exchange(
+                    "engine", EncodedCall("health", ()), _deadline(timeout), lambda: mailbox.is_recovering
+                )
+                if answer is not None:
+                    return msgspec.convert(values_of(*answer, "health")[0], EngineHealth)
+        except RingcoreError as failure:
+            error = failure.message
+        if mailbox.dead is not None:
+            return self._known_health("dead", mailbox.dead.message)
+        if mailbox.ready is None or mailbox.is_recovering:
+            return self._known_health("starting")
+        silence = f"the engine process has not answered for {timeout} s: {self._connection.describe_process()}"
+        return self._known_health("stalled", error or silence)
+
+    def _known_health(self, state: HealthState, error: str | None = None) -> EngineHealth:
+        """What is known without the engine: what it said last."""
+        recovery, stats = self._mailbox.recovery, self._mailbox.stats
+        return EngineHealth(
+            state,
+            step=stats.step,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_restarts=0 if recovery is None else recovery.num_restarts,
+            restart_cause=None if recovery is None else recovery.cause.message,
+            error=error,
+        )
+
+    def _call(self, target: str, call: EncodedCall) -> list[Any]:
+        """Calls and waits for the values, one a replying rank."""
+        deadline = None if call.timeout is None else time.monotonic() + call.timeout + _REPLY_GRACE_S
+        answer = self._exchange(target, call, deadline)
+        if answer is None:
             raise RpcTimeoutError(
-                f"{method}: no answer of the engine within {timeout} s",
-                method=method,
-                timeout_s=timeout,
+                f"{call.method}: no answer of the engine within {call.timeout} s",
+                method=call.method,
+                timeout_s=call.timeout,
                 missing_ranks=[],
             )
-        if result.error is not None:
-            raise error_of(result.error)
-        return result.value
+        return values_of(*answer, call.method)
+
+    def _exchange(
+        self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
+    ) -> Received[RpcResult] | None:
+        """The answer to a call; None at the deadline, or once `until` holds."""
+        call_id, mailbox = next(self._call_ids), self._mailbox
+        message = RpcCall(call_id, target, call.method, call.is_callable, call.timeout, call.unique_reply_rank)
+        mailbox.expect(call_id)
+        try:
+            if self._send(message, call.parts, deadline):
+                mailbox.wait_for(lambda: mailbox.has_answer(call_id) or until() or None, deadline)
+        finally:
+            answer = mailbox.forget(call_id)
+        return answer
 
     # -----------------------------------------------------------------------------------------------------------
-    # Sending and receiving.
+    # Sending.
 
-    def _send(self, message: ClientMessage) -> None:
-        if self._dead is not None:
-            raise self._error()
-        self._connection.channel.send(message)
-
-    def _wait_for(self, take: Callable[[], T | None], deadline: float | None) -> T | None:
-        """What `take` gives once it is not None; None at the deadline. What has arrived goes before a death."""
-        while True:
-            with self._changed:
-                if (value := take()) is not None:
-                    return value
-                if self._dead is not None:
-                    raise self._error()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                if self._receiving:  # another thread receives for this one too
-                    self._changed.wait(left)
-                    continue
-                self._receiving = True
-            try:
-                self._connection.wait(left)
-                self._receive()
-            finally:
-                with self._changed:
-                    self._receiving = False
-                    self._changed.notify_all()
-
-    def _receive(self) -> None:
-        """Takes in all that has arrived, and the engine's death."""
-        error: RingcoreError | None = None
+    def _send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> bool:
+        """Sends a message; False if the engine did not take it before the deadline. Raises what the engine died of."""
+        self._mailbox.check_alive()
         try:
-            for message in self._connection.messages():
-                self._dispatch(message)
-        except EngineDeadError as unreadable:
-            error = unreadable
-        if self._dead is None and (error is not None or (error := self._connection.death()) is not None):
-            self._die(error)
-
-    def _dispatch(self, message: EngineMessage) -> None:
-        with self._changed:
-            match message:
-                case EngineCoreOutputs():
-                    self._outputs.append(message)
-                    self._stats = message.stats
-                case RpcResult():
-                    if message.call_id in self._waiting_calls:
-                        self._results[message.call_id] = message
-                case EngineReady():
-                    self._ready = message
-                    self._connection.is_started = True
-                case EngineDead():
-                    self._dead = self._dead or error_of(message.error)
-                case _:
-                    assert_never(message)
-
-    def _die(self, error: RingcoreError) -> None:
-        with self._changed:
-            self._dead = self._dead or error
-            self._changed.notify_all()
-
-    def _error(self) -> RingcoreError:
-        """The death to raise: a fresh copy, since a traceback belongs to one raise."""
-        assert self._dead is not None
-        return type(self._dead)(self._dead.message, **self._dead.details)
+            self._connection.send(message, buffers, deadline)
+        except TimeoutError:
+            return False
+        except StreamClosed:
+            self._mailbox.wait_for(lambda: None, None)  # raises, as soon as it is known what happened
+        return True
 
     # -----------------------------------------------------------------------------------------------------------
     # The end.
 
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent and bounded; pending and later calls raise `EngineDeadError`."""
-        self._die(EngineDeadError("the engine was closed", process="engine"))
+        self._mailbox.die(EngineDeadError("the engine was closed", process="engine"))
         self._connection.wake()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._receiving, timeout=_GRACEFUL_S)
+        self._mailbox.wait_until_left(_RECEIVER_LEAVES_S)
         self._finalizer()
 
     def __enter__(self) -> EngineCoreClient:
@@ -241,56 +226,15 @@ class EngineCoreClient:
         self.close()
 
 
-class _Connection:
-    """The process and the channel to it. Knows nothing of the client, so that a dropped client can be finalized."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.is_started = False
-        self.channel = ClientChannel()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
-            start = EngineStart(config, self.channel.endpoint, self.channel.nonce)
-            self._process = ChildProcess.start("engine", ENTRY, encoder().encode(start))
-        except BaseException:
-            os.close(self._wake_fd)
-            self.channel.close()
-            raise
-        assert self._process.pidfd is not None  # until it is terminated
-        self._poller = zmq.Poller()
-        for source in (self.channel.receiver, self._process.pidfd, self._wake_fd):
-            self._poller.register(source, zmq.POLLIN)
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Until a message, the death of the process, `wake`, or the timeout."""
-        self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
-
-    def wake(self) -> None:
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
-
-    def messages(self) -> Iterator[EngineMessage]:
-        """Every message that has arrived; those of a process that has ended are waited for a moment."""
-        while True:
-            while (message := self.channel.receive()) is not None:
-                yield message
-            if self._process.is_alive() or not self.channel.receiver.poll(round(_LAST_WORDS_S * 1000)):
-                return
-
-    def death(self) -> EngineDeadError | None:
-        if self._process.is_alive():
-            return None
-        return self._process.dead_error()
-
-    def close(self) -> None:
-        if self._wake_fd < 0:
-            return
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if self.is_started and self._process.is_alive():
-            self.channel.send(Shutdown())
-        # One that is still starting reads no messages: it is told by SIGTERM, at once.
-        self._process.terminate(_GRACEFUL_S if self.is_started else 0.0)
-        self.channel.close()
-        os.close(wake_fd)
+def values_of(result: RpcResult, buffers: Sequence[Buffer], method: str) -> list[Any]:
+    """The values of a call's answer, one a replying rank. Raises the call's error."""
+    if result.error is not None:
+        raise error_of(result.error)
+    parts = iter(buffers)
+    try:
+        return [decode_value(list(islice(parts, num_parts))) for num_parts in result.num_parts]
+    except msgspec.DecodeError as error:
+        raise RingcoreError(f"{method}: the value that came back cannot be read: {error}") from error
 
 
 def _batches(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreRequest]]:

@@ -10,19 +10,20 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from fake_engine import RAISES, SLOW, BrokenMultiproc, FakeMultiproc, expected, make_model_folder
+from fake_engine import KILLS_ONCE, RAISES, SLOW, BrokenMultiproc, FakeMultiproc, expected, make_model_folder
 
 from ringcore import EngineConfig, SamplingParams
-from ringcore.engine_core.channel import MAX_MESSAGE_BYTES
 from ringcore.engine_core.client import EngineCoreClient
+from ringcore.engine_core.framing import MAX_BUFFER_BYTES
 from ringcore.errors import (
     CapacityError,
     EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
-    RingcoreError,
     RpcTimeoutError,
+    WorkerDiedError,
     WorkerError,
 )
 from ringcore.protocol import EngineCoreRequest
@@ -156,16 +157,54 @@ def test_a_call_that_takes_too_long_spoils_nothing(shared):
     assert shared.collective_rpc("echo", ["next"], timeout=WAIT_S) == ["0:next"]
 
 
-def test_a_value_too_long_to_be_sent_is_an_error_of_its_call(shared):
-    with pytest.raises(RingcoreError, match="the call's value cannot be sent"):
-        shared.collective_rpc("zeros", [MAX_MESSAGE_BYTES], timeout=60)
+def test_values_too_large_for_the_ring_and_arguments_too_large_for_any(shared):
+    assert shared.collective_rpc("zeros", [70 << 20], timeout=60) == [bytes(70 << 20)]
+    with pytest.raises(InvalidRequestError, match=r"above the limit.*send less at once"):
+        shared.collective_rpc("doubled", [np.zeros(MAX_BUFFER_BYTES, np.uint8)])
     assert shared.collective_rpc("zeros", [3]) == [bytes(3)]
 
 
+def test_arrays_there_and_back(shared):
+    array = np.arange(200_000, dtype=np.int64)
+    (doubled,) = shared.collective_rpc("doubled", [array])
+    np.testing.assert_array_equal(doubled, array * 2)
+    doubled[0] = 7  # it is the caller's own
+
+
+def test_one_reply_of_one_rank(shared):
+    assert shared.collective_rpc("echo", ["x"], unique_reply_rank=0) == "0:x"
+    with pytest.raises(InvalidRequestError, match="unique_reply_rank=1"):
+        shared.collective_rpc("echo", ["x"], unique_reply_rank=1)
+
+
+def test_a_function_is_refused_before_it_is_sent(shared):
+    with pytest.raises(InvalidRequestError, match="allow_callables=True") as caught:
+        shared.collective_rpc(lambda worker: worker.rank)
+    assert caught.value.details["field"] == "method"
+    with pytest.raises(InvalidRequestError, match="method"):
+        shared.collective_rpc(17)
+
+
+def test_functions_where_they_are_allowed(folder):
+    factor = 7
+    with EngineCoreClient(make_config(folder, allow_callables=True, tensor_parallel_size=2)) as client:
+        assert client.collective_rpc(lambda worker, plus: worker.rank * factor + plus, [1]) == [1, 8]
+        assert client.collective_rpc(lambda worker: worker.rank, unique_reply_rank=1) == 1
+        with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
+            client.collective_rpc(lambda worker: 1 // worker.rank)
+        assert list(caught.value.failures) == [0]
+
+
 def test_an_unknown_method_of_the_engine_names_the_known(shared):
-    with pytest.raises(InvalidRequestError, match="reset_prefix_cache, stats"):
+    with pytest.raises(InvalidRequestError, match="health, reset_prefix_cache, stats"):
         shared.call_engine("explode")
     assert shared.call_engine("reset_prefix_cache") is True
+
+
+def test_the_health_of_an_engine_that_serves(shared):
+    health = shared.health(timeout=WAIT_S)
+    assert (health.state, health.error, health.num_restarts) == ("ready", None, 0)
+    assert [(rank.rank, rank.pid) for rank in health.ranks] == [(0, shared.ready.pids["worker 0"])]
 
 
 def test_calls_from_other_threads_while_one_waits_for_outputs(shared):
@@ -201,6 +240,13 @@ def test_an_idle_engine_sleeps(shared):
 def test_two_ranks(folder):
     with EngineCoreClient(make_config(folder, tensor_parallel_size=2)) as client:
         assert client.collective_rpc("echo", ["x"]) == ["0:x", "1:x"]
+        assert client.collective_rpc("echo", ["x"], unique_reply_rank=1) == "1:x"
+        with pytest.raises(WorkerError, match="rank 0") as caught:
+            client.collective_rpc("fail_on", [[0, 1]])
+        assert {rank: error.details["error_type"] for rank, error in caught.value.failures.items()} == {
+            0: "KeyError",
+            1: "KeyError",
+        }
         client.add_requests([request("a", [9])])
         assert tokens(collect(client, ["a"]), "a") == expected([9], 4)
         assert set(client.ready.pids) == {"engine", "worker 0", "worker 1"}
@@ -275,6 +321,8 @@ def test_a_death_is_told_to_every_call_and_leaves_no_process(folder, kill, proce
     ):
         with pytest.raises(EngineDeadError):
             call()
+    health = client.health()
+    assert (health.state, health.error) == ("dead", errors[0].message)
     client.close()
     wait_until(lambda: not any(alive(pid) for pid in pids.values()), "a process outlived its engine")
 
@@ -318,7 +366,7 @@ def test_close_wakes_whoever_waits(folder):
 
     waiting = threading.Thread(target=wait_for_outputs)
     waiting.start()
-    wait_until(lambda: client._receiving, "nobody waits")
+    wait_until(lambda: client._mailbox.is_receiving, "nobody waits")
     client.close()
     waiting.join(WAIT_S)
     assert [error.message for error in raised] == ["the engine was closed"]
@@ -343,6 +391,187 @@ def test_a_start_that_takes_too_long_ends_at_its_deadline(folder):
     client = EngineCoreClient(make_config(folder), start_timeout_s=0.0)
     with pytest.raises(EngineDeadError, match=r"not ready within 0\.0 s"):
         client.wait_ready()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Engines that are silent, and engines that heal.
+
+
+def test_health_tells_starting_ready_and_dead(folder):
+    client = EngineCoreClient(make_config(folder))
+    assert client.health().state == "starting"
+    client.wait_ready()
+    assert client.health(timeout=WAIT_S).state == "ready"
+    client.close()
+    health = client.health()
+    assert (health.state, health.error) == ("dead", "the engine was closed")
+
+
+def test_a_start_that_failed_is_dead_of_its_cause(folder):
+    with EngineCoreClient(make_config(folder, executor=BrokenMultiproc)) as client:
+        wait_until(lambda: client.health().state == "dead", "it lives")
+        assert client.health().error == "tensor 'x' is missing"
+
+
+@pytest.fixture
+def silent(folder):
+    """An engine whose process is stopped, and so says nothing."""
+    with EngineCoreClient(make_config(folder)) as client:
+        pid = client.ready.pids["engine"]
+        os.kill(pid, signal.SIGSTOP)
+        yield client
+        os.kill(pid, signal.SIGCONT)
+        assert client.health(timeout=WAIT_S).state == "ready"
+
+
+def test_a_silent_engine_is_stalled_and_what_it_does_is_said(silent):
+    started = time.monotonic()
+    health = silent.health(timeout=0.2)
+    assert time.monotonic() - started < WAIT_S
+    assert health.state == "stalled"
+    assert str(silent.ready.pids["engine"]) in health.error
+    assert "stopped" in health.error
+
+
+def test_no_call_waits_longer_for_a_silent_engine_than_it_was_told_to(silent, monkeypatch):
+    monkeypatch.setattr("ringcore.engine_core.client._REPLY_GRACE_S", 0.1)
+    for _ in range(2):  # the first is cut off in its middle, the second waits behind it
+        with pytest.raises(RpcTimeoutError):
+            silent.collective_rpc("zeros", [np.zeros(20 << 20, np.uint8).data], timeout=0.1)
+    assert silent.health(timeout=0.1).state == "stalled"
+
+
+def test_closing_ends_a_thread_that_cannot_send(folder):
+    client = EngineCoreClient(make_config(folder))
+    pid = client.ready.pids["engine"]
+    os.kill(pid, signal.SIGSTOP)
+    raised: list = []
+
+    def send():
+        try:
+            client.collective_rpc("zeros", [np.zeros(20 << 20, np.uint8).data])
+        except EngineDeadError as error:
+            raised.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    sending.join(0.2)
+    os.kill(pid, signal.SIGCONT)
+    client.close()
+    sending.join(WAIT_S)
+    assert [error.message for error in raised] == ["the engine was closed"]
+
+
+def test_a_death_ends_a_thread_that_cannot_send(folder):
+    with EngineCoreClient(make_config(folder)) as client:
+        pid = client.ready.pids["engine"]
+        os.kill(pid, signal.SIGSTOP)
+        raised: list = []
+
+        def send():
+            try:
+                client.collective_rpc("zeros", [np.zeros(20 << 20, np.uint8).data])
+            except EngineDeadError as error:
+                raised.append(error)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        sending.join(0.2)
+        os.kill(pid, signal.SIGKILL)
+        sending.join(WAIT_S)
+        assert [error.details["signal"] for error in raised] == ["SIGKILL"]
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """For `KILLS_ONCE`, which leaves a mark in it."""
+    return make_model_folder(tmp_path)
+
+
+def test_an_engine_that_heals_puts_out_the_same_tokens(own_folder):
+    prompts = {"killer": [KILLS_ONCE, 5], "other": [7, 8, 9], "third": [11]}
+    with EngineCoreClient(make_config(own_folder, max_worker_restarts=1)) as client:
+        before = client.ready
+        client.add_requests([request(name, prompt, max_tokens=20) for name, prompt in prompts.items()])
+        outputs = collect(client, prompts)
+        for name, prompt in prompts.items():
+            assert tokens(outputs, name) == expected(prompt, 20)
+        after = client.ready
+        assert after.pids["engine"] == before.pids["engine"]
+        assert after.pids["worker 0"] != before.pids["worker 0"]
+        assert not alive(before.pids["worker 0"])
+        health = client.health(timeout=WAIT_S)
+        assert (health.state, health.num_restarts) == ("ready", 1)
+        assert "SIGKILL" in health.restart_cause
+        assert client.collective_rpc("echo", ["x"]) == ["0:x"]
+
+
+def test_a_call_under_which_the_worker_dies_says_so_and_the_next_is_served(own_folder):
+    with EngineCoreClient(make_config(own_folder, max_worker_restarts=2)) as client:
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match="SIGKILL"):
+                client.collective_rpc("die")
+            assert client.collective_rpc("echo", ["x"], timeout=60) == ["0:x"]
+        with pytest.raises(EngineDeadError, match="max_worker_restarts"):
+            client.collective_rpc("die")
+        with pytest.raises(EngineDeadError, match="max_worker_restarts"):
+            client.collective_rpc("echo", ["x"])
+        assert client.health().state == "dead"
+
+
+def test_an_idle_engine_notices_a_death_and_heals(own_folder):
+    with EngineCoreClient(make_config(own_folder, max_worker_restarts=1)) as client:
+        worker = client.ready.pids["worker 0"]
+        os.kill(worker, signal.SIGKILL)
+        states = set()
+        wait_until(
+            lambda: states.add(client.health(timeout=WAIT_S).state) or client.ready.pids["worker 0"] != worker, ""
+        )
+        assert states <= {"ready", "starting"}
+        assert client.health(timeout=WAIT_S).num_restarts == 1
+
+
+def test_closing_while_it_heals(own_folder):
+    client = EngineCoreClient(make_config(own_folder, max_worker_restarts=5))
+    pids = client.ready.pids
+    os.kill(pids["worker 0"], signal.SIGKILL)
+    wait_until(lambda: client.health().state == "starting", "it does not heal")
+    assert "SIGKILL" in client.health().restart_cause
+    client.close()
+    assert not any(alive(pid) for pid in pids.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is left behind.
+
+
+def named_sockets(pids):
+    """The names of the Unix sockets that these processes have open."""
+    targets = [os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
+    assert inodes
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[7] for row in rows if row[6] in inodes and len(row) > 7]
+
+
+def test_no_file_is_ever_made(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for its processes
+    made = tmp_path.stat().st_mtime_ns
+    with EngineCoreClient(make_config(folder)) as client:
+        client.add_requests([request("a", [4, 2])])
+        collect(client, ["a"])
+        assert named_sockets(client.ready.pids.values()) == []
+    assert tmp_path.stat().st_mtime_ns == made  # not even for a moment
+
+
+def test_a_fork_of_the_client_leaves_the_engine_alone(shared):
+    pid = os.fork()
+    if pid == 0:
+        shared._connection.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert shared.collective_rpc("echo", ["x"], timeout=WAIT_S) == ["0:x"]
 
 
 def test_a_dropped_client_leaves_nothing(folder, tmp_path, monkeypatch):

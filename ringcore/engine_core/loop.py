@@ -1,0 +1,310 @@
+"""The engine's loop: one EngineCore, one client, and sleep unless there is something to do."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
+
+import msgspec
+
+from ringcore.engine_core.channel import EngineChannel, StreamClosed
+from ringcore.engine_core.core import EngineCore
+from ringcore.engine_core.framing import Buffer
+from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError, error_to_wire
+from ringcore.executor.base import EncodedCall, RpcFuture
+from ringcore.executor.value_codec import encode_value
+from ringcore.protocol import (
+    AbortRequests,
+    AddRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineMessage,
+    EngineRecovering,
+    RpcCall,
+    RpcResult,
+    Shutdown,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from ringcore.engine_core.admin import AdminEndpoint
+
+__all__ = ["EngineLoop", "callables_refused", "wire_error", "wire_without_details"]
+
+_MESSAGES_A_TURN = 16  # a flood of requests must not keep the workers waiting for their first step
+_CALL_TICK_S = 0.02
+_TELL_S = 0.5  # what comes before a recovery should reach the client before it
+_MAX_ERROR_CHARS = 4 << 10
+
+_Answer = Callable[[RpcResult, Sequence[Buffer]], None]  # to whoever made the call
+
+
+class _PendingCall(NamedTuple):
+    call_id: int
+    answer: _Answer
+    future: RpcFuture
+    deadline: float | None  # monotonic seconds
+    num_steps_before: int  # steps that were launched before it, which the workers execute first
+
+
+class EngineLoop:
+    """Serves one client until it says `Shutdown` or is gone, and meanwhile the calls that come in at `admin`.
+
+    Messages are taken in between steps and while one runs, since a step is never waited for: the loop sleeps on
+    the client's socket, on the admin endpoint's and on the executor's descriptors together.
+
+    Before it sleeps, the last future it asks is the oldest one, be it a step's or a call's. Asking any future takes
+    in the replies of all of them; one that was asked earlier in the turn may be settled by that, with nothing left to
+    wake the loop. Steps and most calls are executed in order, so that the oldest is settled first, and its reply is
+    the one to wake up for. Only a call may overtake others (a read-only one does, or one that failed): so while any
+    is pending the loop sleeps no longer than a tick.
+
+    Recovery: the core says through `announce_recovery` that it is about to replace its workers. When it has, `ready`
+    is another, which the client gets before anything that the new workers computed.
+    """
+
+    def __init__(self, core: EngineCore, channel: EngineChannel, admin: AdminEndpoint | None = None) -> None:
+        self._core, self._channel, self._admin = core, channel, admin
+        self._stopping = False
+        self._unsent: list[EngineCoreOutput] = []
+        self._calls: deque[_PendingCall] = deque()
+        self._engine_methods: dict[str, Callable[[], Any]] = {
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "stats": lambda: msgspec.structs.asdict(core.stats()),
+            "health": core.health,
+        }
+        self._ready = core.ready  # the one that the client has
+        self._poll = self._make_poll()
+
+    def _make_poll(self) -> select.poll:
+        poll = select.poll()
+        for fd in (*self._own_fds(), *self._core.wait_fds()):
+            poll.register(fd, select.POLLIN)
+        return poll
+
+    def _own_fds(self) -> list[int]:
+        return [self._channel.fileno(), *([] if self._admin is None else [self._admin.fileno()])]
+
+    def run(self) -> None:
+        """Raises `EngineDeadError` once the engine cannot go on."""
+        while True:
+            self._take_messages()
+            if self._stopping:
+                return
+            self._take_admin_calls()
+            answered = self._answer_settled_calls()
+            outputs = self._core.advance()
+            self._send_outputs()  # those of the turn before: by now the workers have their next step
+            answered |= self._answer_oldest_calls()
+            self._channel.flush()
+            if outputs is not None:
+                self._unsent = outputs
+            elif not answered:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Until a message, a result, a worker's death, room for what waits to be sent, or a call's deadline."""
+        self._notice_recovery()
+        if self._admin is not None and self._admin.has_messages:
+            return  # its descriptor has told of them already
+        wanted = select.POLLIN | (select.POLLOUT if self._channel.has_backlog else 0)
+        self._poll.modify(self._channel.fileno(), wanted)
+        ready = {fd for fd, _ in self._poll.poll(self._patience_ms())}
+        ready.difference_update(self._own_fds())
+        if ready and not self._core.num_in_flight and not self._calls:
+            self._core.check_workers()  # nobody waits for what arrived: a late reply, or a worker's end
+
+    def _patience_ms(self) -> float | None:
+        if not self._calls:
+            return None
+        deadlines = [call.deadline for call in self._calls if call.deadline is not None]
+        left_s = min(deadlines, default=float("inf")) - time.monotonic()
+        return max(0.0, min(left_s, _CALL_TICK_S)) * 1e3
+
+    # -----------------------------------------------------------------------------------------------------------
+    # In.
+
+    def _take_messages(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                received = self._channel.receive()
+            except StreamClosed:
+                self._stopping = True
+                return
+            if received is None:
+                return
+            match received.message:
+                case AddRequests(requests):
+                    self._add(requests)
+                case AbortRequests(request_ids):
+                    self._unsent += self._core.abort(request_ids)
+                case RpcCall() as call:
+                    self._call(call, received.buffers, self._send)
+                case Shutdown():
+                    self._stopping = True
+                    return
+                case _:
+                    assert_never(received.message)
+
+    def _take_admin_calls(self) -> None:
+        if self._admin is None:
+            return
+        for _ in range(_MESSAGES_A_TURN):
+            received = self._admin.receive()
+            if received is None:
+                return
+            self._call(received.call, received.parts, partial(self._admin.send, received.identity))
+
+    def _add(self, requests: list[EngineCoreRequest]) -> None:
+        """A wrong request is an output with an error; its neighbours go on."""
+        for request in requests:
+            try:
+                self._core.add_request(request)
+            except EngineDeadError:
+                raise
+            except RingcoreError as error:
+                wire = wire_error(error)
+                self._unsent.append(EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire))
+
+    def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
+        try:
+            match call.target:
+                case "engine":
+                    self._reply(answer, call.call_id, [encode_value(self._engine_method(call, buffers)())])
+                case "workers":
+                    self._submit(call, buffers, answer)
+                case target:
+                    raise _invalid_call("target", target, ["engine", "workers"])
+        except Exception as error:
+            self._reply_error(answer, call.call_id, error)
+
+    def _submit(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
+        """Hands a call on to the workers, its arguments unread."""
+        if call.is_callable and not self._core.config.parallel.allow_callables:
+            raise callables_refused(call.method)
+        if not buffers:
+            raise InvalidRequestError(
+                f"{call.method}: its arguments are missing; send what encode_request makes of them",
+                field="args",
+                value=None,
+            )
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        encoded = EncodedCall(call.method, buffers, call.is_callable, call.timeout_s, call.unique_reply_rank)
+        future = self._core.forward_rpc(encoded)
+        self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
+
+    def _engine_method(self, call: RpcCall, buffers: Sequence[Buffer]) -> Callable[[], Any]:
+        if call.method not in self._engine_methods:
+            raise _invalid_call("method", call.method, sorted(self._engine_methods))
+        if buffers:
+            raise InvalidRequestError(f"{call.method} takes no arguments", field="args", value=len(buffers))
+        return self._engine_methods[call.method]
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Start and recovery.
+
+    def announce_ready(self) -> None:
+        """Tells the client what the engine learned at start, and where it can be administrated."""
+        address = None if self._admin is None else self._admin.address
+        self._channel.send(msgspec.structs.replace(self._ready, admin_endpoint=address))
+
+    def announce_recovery(self, recovering: EngineRecovering) -> None:
+        """Tells the client, after all that the lost workers had computed."""
+        self._send_outputs()
+        self._send(recovering)
+        self._channel.flush(_TELL_S)
+
+    def _notice_recovery(self) -> None:
+        """Once the core has new workers: tells the client, and waits on their descriptors from now on."""
+        while self._core.ready is not self._ready:
+            self._ready = self._core.ready
+            self.announce_ready()
+            self._poll = self._make_poll()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Out.
+
+    def _send(self, message: EngineMessage, buffers: Sequence[Buffer] = ()) -> None:
+        self._notice_recovery()
+        self._channel.send(message, buffers)
+
+    def _send_outputs(self) -> None:
+        if self._unsent:
+            outputs, self._unsent = self._unsent, []
+            self._send(EngineCoreOutputs(outputs=outputs, stats=self._core.stats()))
+
+    def _answer_settled_calls(self) -> bool:
+        """Answers every call that is settled, in whatever order that came about."""
+        settled = [call for call in self._calls if call.future.done()]
+        for call in settled:
+            self._calls.remove(call)
+            self._answer(call)
+        return bool(settled)
+
+    def _answer_oldest_calls(self) -> bool:
+        """Answers calls in order, up to one that is not settled or that has a step in flight before it."""
+        answered = False
+        while (
+            self._calls
+            and self._calls[0].num_steps_before <= self._core.num_steps_taken
+            and self._calls[0].future.done()
+        ):
+            self._answer(self._calls.popleft())
+            answered = True
+        return answered
+
+    def _answer(self, call: _PendingCall) -> None:
+        try:
+            values = call.future.encoded_result()
+        except Exception as error:
+            self._reply_error(call.answer, call.call_id, error)
+        else:
+            self._reply(call.answer, call.call_id, values)
+
+    def _reply(self, answer: _Answer, call_id: int, values: list[list[Buffer]]) -> None:
+        """A value that cannot be sent is that call's error and nothing else's."""
+        num_parts = [len(parts) for parts in values]
+        try:
+            answer(RpcResult(call_id, num_parts), [part for parts in values for part in parts])
+        except ValueError as error:
+            self._reply_error(answer, call_id, RingcoreError(f"the call's value cannot be sent: {error}"))
+
+    def _reply_error(self, answer: _Answer, call_id: int, error: Exception) -> None:
+        """The error of one call, unless it is the engine's death: that is raised, and ends the loop."""
+        if isinstance(error, EngineDeadError) and not isinstance(error, WorkerDiedError):
+            raise error
+        if not isinstance(error, RingcoreError):
+            error = RingcoreError(f"{type(error).__name__}: {error}")
+        try:
+            answer(RpcResult(call_id, error=wire_error(error)), ())
+        except (TypeError, ValueError, OverflowError, RecursionError) as failure:
+            answer(RpcResult(call_id, error=wire_without_details(error, failure)), ())
+
+
+def wire_error(error: RingcoreError) -> WireError:
+    return msgspec.convert(error_to_wire(error), WireError)
+
+
+def wire_without_details(error: RingcoreError, failure: Exception) -> WireError:
+    """The error where its details cannot be sent, for the reason that `failure` gives."""
+    text = error.message[:_MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
+    return WireError(type(error).__name__, f"{text} (its details cannot be sent: {failure})")
+
+
+def callables_refused(name: str) -> InvalidRequestError:
+    """The error for a function given to an engine that takes none."""
+    return InvalidRequestError(
+        f"method={name}: this engine takes no Python functions; construct it with allow_callables=True, or give the "
+        "name of an @rpc method",
+        field="method",
+        value=name,
+    )
+
+
+def _invalid_call(field: str, value: str, valid: list[str]) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}={value!r}: give one of {', '.join(valid)}", field=field, value=value)
