@@ -7,4 +7,5 @@ BENCHMARKS = {
     "throughput": "benchmarks.throughput:Throughput",
     "startup": "benchmarks.startup:Startup",
     "footprint": "benchmarks.footprint:Footprint",
+    "message_queue": "benchmarks.message_queue:MessageQueue",
 }

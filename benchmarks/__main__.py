@@ -67,14 +67,20 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         help="a setting for a peer's environment, e.g. to let it use every core; may be repeated",
     )
     parser.add_argument("--peer-mode", choices=PEER_MODES, default="eager", help="how vllm runs (default: eager)")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that warms up (default: 5)")
+    parser.add_argument(
+        "--rounds",
+        "--blocks",
+        type=int,
+        default=benchmark.default_rounds,
+        help=f"counted rounds, after what warms up (default: {benchmark.default_rounds})",
+    )
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"a model folder (default: {DEFAULT_MODEL})")
     benchmark.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: give at least 1")
     model = options.model.expanduser().absolute()
-    if not model.is_dir():
+    if benchmark.needs_model and not model.is_dir():
         parser.error(f"--model {options.model}: no such folder; `make setup` makes the default one")
     specs = engine_specs(options.peer, options.peer_mode, options.peer_env)
     result = run_benchmark(name, Plan(specs, model, options.rounds, options), _shown_command(name, arguments))

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each engine runs with its own defaults for threads, whatever the shell that starts the benchmark has set.
 _STRIPPED_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "VLLM_")
 _LOG_TAIL_BYTES = 4000
+_STOP_TIMEOUT_S = 2.0  # a process in the middle of a disk access stops after it
 
 
 class BenchmarkError(RingcoreError):
@@ -120,8 +121,14 @@ class Driver:
         return found
 
     def pause(self) -> None:
-        """Stops all its processes, so that an idle engine that spins costs the others nothing."""
+        """Stops all its processes, so that an idle engine that spins costs the others nothing.
+
+        Returns when they have stopped: one that is still about to when this process dies is not woken by the SIGHUP.
+        """
         self._signal(signal.SIGSTOP)
+        until_s = time.monotonic() + _STOP_TIMEOUT_S
+        while any(map(_runs, self.processes())) and time.monotonic() < until_s:
+            time.sleep(0.001)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -175,5 +182,12 @@ def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs or is stopped; one that has ended and waits to be reaped is not alive."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

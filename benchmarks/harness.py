@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from benchmarks import BENCHMARKS
 from benchmarks.driver import BenchmarkError, Driver
@@ -73,6 +73,9 @@ class Plan:
 
 class Benchmark(ABC):
     """One benchmark. The first line of its docstring is what the list says of it."""
+
+    needs_model: ClassVar[bool] = True
+    default_rounds: ClassVar[int] = 5
 
     @classmethod  # noqa: B027 - most have no options of their own
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

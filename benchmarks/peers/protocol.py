@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any, ClassVar, TextIO
 
-__all__ = ["Engine", "package_versions", "serve", "serve_engine"]
+__all__ = ["Engine", "package_versions", "serve", "serve_engine", "take_stdio"]
 
 
 class Engine(ABC):
@@ -74,7 +74,7 @@ def serve_engine(engine: Engine) -> None:
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     """Answers commands from standard input by name; an exception is the reply to its command and no more."""
-    commands, replies = _take_stdio()
+    commands, replies = take_stdio()
     for line in commands:
         request = json.loads(line)
         if request["command"] == "quit":
@@ -89,7 +89,7 @@ def _answer(handlers: Mapping[str, Callable[..., Any]], request: dict[str, Any])
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
-def _take_stdio() -> tuple[TextIO, TextIO]:
+def take_stdio() -> tuple[TextIO, TextIO]:
     """The parent's two pipes, out of the reach of libraries that print: those get an empty input and the log."""
     commands, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDONLY)
