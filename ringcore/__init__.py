@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringcore import errors
+    from ringcore.admin import AdminClient
     from ringcore.config import EngineConfig
     from ringcore.engine_core.core import EngineCore
+    from ringcore.host_tensor import HostTensor
     from ringcore.llm import LLM
     from ringcore.outputs import CompletionOutput, RequestOutput
     from ringcore.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
+    "AdminClient",
     "CompletionOutput",
     "EngineConfig",
     "EngineCore",
+    "HostTensor",
     "RequestOutput",
     "SamplingParams",
     "errors",
@@ -30,9 +34,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "ringcore.llm",
+    "AdminClient": "ringcore.admin",
     "CompletionOutput": "ringcore.outputs",
     "EngineConfig": "ringcore.config",
     "EngineCore": "ringcore.engine_core.core",
+    "HostTensor": "ringcore.host_tensor",
     "RequestOutput": "ringcore.outputs",
     "SamplingParams": "ringcore.sampling_params",
 }

@@ -17,11 +17,11 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
 
-    @app.callback()
-    def root() -> None:
-        """Keeps `generate` a command of its own while it is the only one."""
-
     from ringcore.cli.generate import make_generate
+    from ringcore.cli.keys import keys
+    from ringcore.cli.rpc import rpc
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
+    app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
+    app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
     return app

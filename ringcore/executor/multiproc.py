@@ -129,8 +129,8 @@ class MultiprocExecutor(Executor):
         with self._lock:
             self._check_alive()
             opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_aside)
-            envelope = pack_call(opened.call_id, kind, call.method, call.unique_reply_rank)
-            self._send(self._aside if is_aside else self._in_order, opened, (envelope, *call.parts))
+            parts = pack_call(opened.call_id, kind, call.parts, call.method, call.unique_reply_rank)
+            self._send(self._aside if is_aside else self._in_order, opened, parts)
             return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -139,7 +139,7 @@ class MultiprocExecutor(Executor):
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
             if not call.errors:
-                self._send(self._in_order, call, (pack_call(call.call_id, STEP), body))
+                self._send(self._in_order, call, pack_call(call.call_id, STEP, [body]))
             else:
                 self._watch.look_soon()
             return call

@@ -63,7 +63,21 @@ def encode_value(value: Any) -> list[Buffer]:
     buffers of arrays are views: send or copy them before the value changes. Raises what says why it cannot be sent:
     TypeError, OverflowError, ...
     """
-    return _Outgoing().encode(value)
+    try:
+        return [_plain_encoder.encode(value)]
+    except _HasArrays:
+        return _Outgoing().encode(value)
+
+
+class _HasArrays(Exception):
+    """There is more in the value than the body can hold."""
+
+
+def _encode_unless_array(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if isinstance(value, np.ndarray | HostTensor) or (torch is not None and isinstance(value, torch.Tensor)):
+        raise _HasArrays
+    return _encode_plain(value)
 
 
 class _Outgoing:
@@ -119,6 +133,8 @@ def decode_value(parts: Sequence[Buffer]) -> Any:
     """The value of `encode_value`, which owns what it holds. Raises `msgspec.DecodeError`."""
     if not parts:
         raise msgspec.DecodeError("a value has no body")
+    if len(parts) == 1:
+        return _decoded(_plain_decoder, parts[0])
     incoming = _Incoming(parts[1:])
     value = _decoded(msgspec.msgpack.Decoder(ext_hook=incoming.extension), parts[0])
     incoming.check_all_taken()
@@ -162,6 +178,9 @@ class _Incoming:
             raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body names {self._num_taken}")
 
 
+# An encoder or decoder costs more to make than a small value to encode or decode.
+_plain_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unless_array)
+_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_Incoming(()).extension)
 _array_encoder = msgspec.msgpack.Encoder()
 _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memoryview])
 

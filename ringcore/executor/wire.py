@@ -1,4 +1,4 @@
-"""The two messages between an executor and its workers. Each is an envelope and the buffers of a value.
+"""The two messages between an executor and its workers. Each is a value's buffers, an envelope before the first.
 
 CALL      request, its method a name                 to every worker; each replies, or the one that was asked to
 CALLABLE  request, its method a packed function      likewise
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError
 
 __all__ = [
@@ -34,7 +35,7 @@ CALL, STEP, CALLABLE = 1, 2, 3
 CREATED = 0  # the id of a call that nobody sends: its reply has the worker's read-only methods, or why there is none
 STEP_METHOD = "execute_model"
 
-_CALL = struct.Struct("<QBxxxI")  # call id, kind, 1 + the one rank that replies (0: all do); then the method's name
+_CALL = struct.Struct("<QBxHI")  # call id, kind, bytes of the method's name (it follows), 1 + the one rank that replies
 _REPLY = struct.Struct("<QIBB2x")  # call id, rank, kind of the call, 1 for an error
 _MAX_NAME_BYTES = 200
 
@@ -48,28 +49,33 @@ class CallHead(NamedTuple):
     method: str
 
 
-def pack_call(call_id: int, kind: int, method: str = "", unique_reply_rank: int | None = None) -> bytes:
-    head = _CALL.pack(call_id, kind, 0 if unique_reply_rank is None else 1 + unique_reply_rank)
-    return head + method.encode(errors="replace")[:_MAX_NAME_BYTES] if method else head
+def pack_call(
+    call_id: int, kind: int, request: Sequence[Buffer], method: str = "", unique_reply_rank: int | None = None
+) -> list[Buffer]:
+    """The message of a call: one part, unless the request has buffers beside its body."""
+    name = method.encode(errors="replace")[:_MAX_NAME_BYTES]
+    head = _CALL.pack(call_id, kind, len(name), 0 if unique_reply_rank is None else 1 + unique_reply_rank)
+    return [b"".join((head, name, request[0])), *request[1:]]
 
 
-def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, Sequence[memoryview]]:
+def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, list[memoryview]]:
     """The envelope, and the request's buffers."""
-    if len(parts) < 2 or not _CALL.size <= len(parts[0]) <= _CALL.size + _MAX_NAME_BYTES:
+    if not parts or len(parts[0]) < _CALL.size:
         raise RingCorruptError(f"a message of {len(parts)} parts is no call")
-    call_id, kind, replying = _CALL.unpack_from(parts[0])
-    if kind not in (CALL, STEP, CALLABLE):
-        raise RingCorruptError(f"a call of kind {kind} is none")
-    name = STEP_METHOD if kind == STEP else bytes(parts[0][_CALL.size :]).decode(errors="replace")
-    return CallHead(call_id, kind, replying - 1 if replying else None, name), parts[1:]
+    call_id, kind, name_bytes, replying = _CALL.unpack_from(parts[0])
+    begin = _CALL.size + name_bytes
+    if kind not in (CALL, STEP, CALLABLE) or name_bytes > _MAX_NAME_BYTES or begin > len(parts[0]):
+        raise RingCorruptError(f"a call of kind {kind} with a name of {name_bytes} bytes is none")
+    name = STEP_METHOD if kind == STEP else bytes(parts[0][_CALL.size : begin]).decode(errors="replace")
+    return CallHead(call_id, kind, replying - 1 if replying else None, name), [parts[0][begin:], *parts[1:]]
 
 
-def pack_reply(call_id: int, rank: int, kind: int, is_error: bool) -> bytes:
-    return _REPLY.pack(call_id, rank, kind, is_error)
+def pack_reply(call_id: int, rank: int, kind: int, is_error: bool, reply: Sequence[Buffer]) -> list[Buffer]:
+    return [b"".join((_REPLY.pack(call_id, rank, kind, is_error), reply[0])), *reply[1:]]
 
 
-def unpack_reply(parts: Sequence[memoryview], rank: int) -> tuple[int, int, bool, Sequence[memoryview]]:
+def unpack_reply(parts: Sequence[memoryview], rank: int) -> tuple[int, int, bool, list[memoryview]]:
     """Call id, kind, whether it is an error, its buffers; checked to come from `rank`."""
-    if len(parts) < 2 or len(parts[0]) != _REPLY.size or (reply := _REPLY.unpack(parts[0]))[1] != rank:
+    if not parts or len(parts[0]) < _REPLY.size or (reply := _REPLY.unpack_from(parts[0]))[1] != rank:
         raise RingCorruptError(f"a message of {len(parts)} parts is no reply of worker {rank}")
-    return reply[0], reply[2], bool(reply[3]), parts[1:]
+    return reply[0], reply[2], bool(reply[3]), [parts[0][_REPLY.size :], *parts[1:]]

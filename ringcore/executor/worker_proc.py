@@ -124,9 +124,9 @@ class _Link:
             self._send(head, failed(error, self.rank, head.method))
 
     def _send(self, head: CallHead, outcome: Outcome) -> None:
-        envelope = pack_reply(head.call_id, self.rank, head.kind, outcome.is_error)
+        parts = pack_reply(head.call_id, self.rank, head.kind, outcome.is_error, outcome.parts)
         with self._lock:
-            self._replies.send((envelope, *outcome.parts))
+            self._replies.send(parts)
 
 
 class _Loop:

@@ -31,23 +31,32 @@ def views(*parts: bytes) -> list[memoryview]:
 )
 def test_a_call_there_and_back(head, method):
     call_id, kind, rank = head
-    packed = pack_call(call_id, kind, method, rank)
-    found, request = unpack_call(views(packed, b"body", b"buffer"))
+    packed = pack_call(call_id, kind, [b"body", b"buffer"], method, rank)
+    assert len(packed) == 2
+    found, request = unpack_call(views(*packed))
     assert found == CallHead(call_id, kind, rank, method)
     assert [bytes(part) for part in request] == [b"body", b"buffer"]
 
 
 def test_a_step_names_no_method():
-    assert unpack_call(views(pack_call(5, STEP), b""))[0] == CallHead(5, STEP, None, "execute_model")
+    assert unpack_call(views(*pack_call(5, STEP, [b""])))[0] == CallHead(5, STEP, None, "execute_model")
 
 
 def test_a_long_name_is_cut():
-    head, _ = unpack_call(views(pack_call(5, CALLABLE, "x" * 5000), b""))
+    head, _ = unpack_call(views(*pack_call(5, CALLABLE, [b""], "x" * 5000)))
     assert head.method == "x" * 200
 
 
 @pytest.mark.parametrize(
-    "parts", [[], [pack_call(1, CALL, "m")], [b"short", b"x"], [b"x" * 1000, b"x"], [pack_call(1, 9, "m"), b"x"]]
+    "parts",
+    [
+        [],
+        [b""],
+        [b"short", b"x"],
+        [b"x" * 1000],
+        pack_call(1, 9, [b"x"], "m"),
+        [pack_call(1, CALL, [b""], "abc")[0][:-1]],
+    ],
 )
 def test_what_is_no_call(parts):
     with pytest.raises(RingCorruptError):
@@ -55,13 +64,11 @@ def test_what_is_no_call(parts):
 
 
 def test_a_reply_there_and_back():
-    call_id, kind, is_error, parts = unpack_reply(views(pack_reply(3, 1, CALL, True), b"error"), 1)
+    call_id, kind, is_error, parts = unpack_reply(views(*pack_reply(3, 1, CALL, True, [b"error"])), 1)
     assert (call_id, kind, is_error, [bytes(part) for part in parts]) == (3, CALL, True, [b"error"])
 
 
-@pytest.mark.parametrize(
-    "parts", [[], [pack_reply(3, 1, CALL, False)], [b"x", b"y"], [pack_reply(3, 2, CALL, False), b""]]
-)
+@pytest.mark.parametrize("parts", [[], [b""], [b"x", b"y"], pack_reply(3, 2, CALL, False, [b""])])
 def test_what_is_no_reply_of_this_rank(parts):
     with pytest.raises(RingCorruptError):
         unpack_reply(views(*parts), 1)

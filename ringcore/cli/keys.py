@@ -1,0 +1,34 @@
+"""`ringcore keys`: the keys of an admin endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["keys"]
+
+
+def keys(directory: Annotated[Path, typer.Argument(help="a new directory for the keys")]) -> None:
+    """Makes the keys of an engine's admin endpoint and of one client.
+
+    Examples:
+
+    \b
+      ringcore keys ./admin-keys
+      ringcore generate --model ./model --admin-endpoint tcp://127.0.0.1:5600 --admin-keys ./admin-keys ...
+      ringcore rpc tcp://127.0.0.1:5600 stats --keys ./admin-keys
+
+    For another client make keys in another directory, and copy its clients/client.key into clients/ here, under
+    another name that ends in .key; its client.key_secret belongs beside a copy of the server.key made here.
+    """
+    from ringcore.admin_keys import create_keys
+
+    path = create_keys(directory)
+    print(f"{path}: keys of an engine and of one client.")
+    print(f"The engine is given the whole directory: admin_keys={str(path)!r}.")
+    print("A client on another host needs two files, in a directory of its own that it gives as --keys:")
+    print(f"  {path / 'server.key'}         a copy")
+    print(f"  {path / 'client.key_secret'}  to be moved, over a channel that nobody else can read (scp)")
+    print("server.key_secret stays here. An engine reads its keys when it starts.")

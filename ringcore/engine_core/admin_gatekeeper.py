@@ -1,0 +1,83 @@
+"""Who may connect to the admin endpoint: the answers to libzmq's questions (ZAP, RFC 27), and counts for the log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+__all__ = ["ZAP_DOMAIN", "Gatekeeper", "Tally"]
+
+ZAP_DOMAIN = b"ringcore"
+_ZAP_ADDRESS, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
+_LOG_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Tally:
+    """A count that is logged once a second at most."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._last = ""
+        self._num_logged = 0
+        self._logged_s = -math.inf
+        self.num = 0
+
+    def add(self, last: str) -> None:
+        self.num += 1
+        self._last = last
+        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+            self.log()
+
+    def log(self) -> None:
+        """Logs what was counted since the last time, if anything was."""
+        if self.num > self._num_logged:
+            _log.warning(self._text, self.num - self._num_logged, self._last)
+            self._num_logged, self._logged_s = self.num, time.monotonic()
+
+
+class Gatekeeper:
+    """Tells libzmq which clients to let in. In a thread of its own, so that nobody waits outside a busy engine."""
+
+    def __init__(self, context: zmq.Context[Any], clients: Mapping[bytes, str]) -> None:
+        self._clients = clients
+        self._refused = Tally("refused %d connections to the admin endpoint, the last one from %s: its key is unknown")
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.bind(_ZAP_ADDRESS)
+        self._thread = threading.Thread(target=self._run, name="admin gatekeeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_refused(self) -> int:
+        return self._refused.num
+
+    def join(self) -> None:
+        self._thread.join()
+        self._refused.log()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            return
+        finally:
+            self._socket.close(linger=0)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        address, client = b"?", None
+        match request:
+            case [version, _, domain, address, _, b"CURVE", key] if (version, domain) == (_ZAP_VERSION, ZAP_DOMAIN):
+                client = self._clients.get(z85.encode(key))
+        if client is None:
+            self._refused.add(address.decode("utf-8", "replace"))
+            return [_ZAP_VERSION, request[1], b"400", b"unknown key", b"", b""]
+        return [_ZAP_VERSION, request[1], b"200", b"OK", client.encode("utf-8", "replace"), b""]

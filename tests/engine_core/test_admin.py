@@ -1,0 +1,174 @@
+"""The admin endpoint: who gets in, how calls come and answers go, where it listens."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, echo, make_keys, receive, served, wait_until
+
+from ringcore.engine_core import admin
+from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, AdminEndpoint
+from ringcore.engine_core.loop import wire_error
+from ringcore.errors import ConfigError, EngineDeadError
+from ringcore.executor.value_codec import encode_request
+from ringcore.protocol import RpcCall, RpcResult, encoder
+
+# ---------------------------------------------------------------------------------------------------------------
+# Calls and answers.
+
+
+def test_a_call_arrives_with_its_buffers_and_the_answer_goes_back(endpoint, peer, keys):
+    with RawPeer(endpoint.address, keys) as other:
+        call = echo(7, unique_reply_rank=1)
+        peer.call(call, "x", 3)
+        got = receive(endpoint)
+        assert got.call == call
+        assert [bytes(part) for part in got.parts] == encode_request("echo", ["x", 3], None)
+        assert all(len(part) == part.nbytes for part in got.parts)
+        other.call(echo(7), "of another client, with the same id")
+        assert receive(endpoint).identity != got.identity
+        endpoint.send(got.identity, RpcResult(7, [1, 2]), [b"a", bytearray(b"b"), memoryview(b"c")])
+        assert peer.receive() == (RpcResult(7, [1, 2]), [b"a", b"b", b"c"])
+        assert other.receive(SILENCE_S) is None
+
+
+def test_the_descriptor_wakes_for_each_of_many_calls(endpoint, peer):
+    for call_id in range(200):
+        peer.call(echo(call_id))
+        got = receive(endpoint)
+        assert got.call.call_id == call_id
+        endpoint.send(got.identity, RpcResult(call_id))
+        assert peer.receive()[0].call_id == call_id
+
+
+def test_as_many_replies_as_calls_may_be_under_way_are_not_lost(endpoint, peer):
+    for call_id in range(MAX_CALLS_UNDER_WAY):
+        peer.call(echo(call_id))
+    calls = [receive(endpoint) for _ in range(MAX_CALLS_UNDER_WAY)]
+    for got in calls:
+        endpoint.send(got.identity, RpcResult(got.call.call_id, [1]), [bytes(100_000)])
+    assert [peer.receive()[0].call_id for _ in calls] == list(range(MAX_CALLS_UNDER_WAY))
+    assert endpoint.num_lost_replies == 0
+
+
+def test_calls_of_the_engine_have_no_arguments(endpoint, peer):
+    peer.call(RpcCall(1, "engine", "stats", timeout_s=1.0))
+    got = receive(endpoint)
+    assert (got.call.target, got.parts) == ("engine", [])
+    peer.send(encoder().encode(RpcCall(2, "engine", "stats", timeout_s=1.0)), b"something")
+    assert receive(endpoint, SILENCE_S) is None
+    assert endpoint.num_dropped == 1
+
+
+def test_everybody_who_waits_gets_the_error_at_the_end(endpoint, peer):
+    for call_id in (1, 2):
+        peer.call(echo(call_id))
+        receive(endpoint)
+    endpoint.fail(wire_error(EngineDeadError("worker 0 ended", process="worker 0", rank=0)))
+    endpoint.close(5.0)
+    for call_id in (1, 2):
+        result, _ = peer.receive()
+        assert (result.call_id, result.error.type, result.error.details["rank"]) == (call_id, "EngineDeadError", 0)
+    endpoint.close()  # again
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Who gets in.
+
+
+def strangers(keys):
+    return {
+        "an unknown key": lambda address: RawPeer(address, keys, secret=zmq.curve_keypair()[1]),
+        "no key": lambda address: RawPeer(address, None),
+        "a wrong server key": lambda address: RawPeer(address, keys, server=zmq.curve_keypair()[0]),
+    }
+
+
+@pytest.mark.parametrize("who", ["an unknown key", "no key", "a wrong server key"])
+def test_a_stranger_gets_no_answer_and_does_no_harm(endpoint, peer, keys, who):
+    with strangers(keys)[who](endpoint.address) as stranger:
+        stranger.knock(echo())
+        assert receive(endpoint, SILENCE_S) is None
+        assert stranger.receive(SILENCE_S) is None
+        assert endpoint.num_dropped == 0
+        assert served(endpoint, peer)
+    assert endpoint.num_refused == (1 if who == "an unknown key" else 0)  # the others fail before they show a key
+
+
+def test_a_refused_key_is_logged(endpoint, keys, caplog):
+    with caplog.at_level(logging.WARNING), RawPeer(endpoint.address, keys, secret=zmq.curve_keypair()[1]) as stranger:
+        stranger.knock(echo())
+        wait_until(lambda: "refused 1 connections to the admin endpoint, the last one from 127.0.0.1" in caplog.text)
+    assert endpoint.num_refused == 1
+
+
+def test_without_a_gatekeeper_nobody_gets_in(monkeypatch, keys):
+    class Absent:
+        def __init__(self, context, clients) -> None:
+            pass
+
+        def join(self) -> None:
+            pass
+
+    monkeypatch.setattr(admin, "Gatekeeper", Absent)
+    endpoint = AdminEndpoint(ANY_PORT, keys)
+    try:
+        with RawPeer(endpoint.address, keys) as peer:
+            peer.knock(echo())
+            assert receive(endpoint, SILENCE_S) is None
+        assert endpoint.num_dropped == 0  # it did not even get to send
+    finally:
+        endpoint.close()
+
+
+def test_a_plain_tcp_peer_does_no_harm(endpoint, peer):
+    host, port = endpoint.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+        assert served(endpoint, peer)
+    assert served(endpoint, peer, 1001)
+
+
+def test_every_key_in_the_directory_is_let_in_and_its_calls_are_its_own(tmp_path):
+    keys = make_keys(tmp_path)
+    other = zmq.curve_keypair()
+    (Path(keys) / "clients" / "ünï.key").write_text(f'curve\n    public-key = "{other[0].decode()}"\n')
+    endpoint = AdminEndpoint(ANY_PORT, keys)
+    try:
+        with RawPeer(endpoint.address, keys) as first, RawPeer(endpoint.address, keys, secret=other[1]) as second:
+            assert served(endpoint, first)
+            assert served(endpoint, second)
+    finally:
+        endpoint.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Where it listens.
+
+
+def test_a_port_in_use(endpoint, keys):
+    with pytest.raises(ConfigError, match="the port is in use; give another one, or 0 to have one picked") as caught:
+        AdminEndpoint(endpoint.address, keys)
+    assert caught.value.details["option"] == "admin_endpoint"
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no-such-host.invalid:0"])
+def test_an_address_of_another_host(keys, address):
+    with pytest.raises(ConfigError, match=r"cannot listen there .*; give an address of this host"):
+        AdminEndpoint(address, keys)
+
+
+@pytest.mark.parametrize("port", ["0", "*"])
+def test_a_port_is_picked(keys, port):
+    endpoint = AdminEndpoint(f"tcp://127.0.0.1:{port}", keys)
+    endpoint.close()
+    assert int(endpoint.address.removeprefix("tcp://127.0.0.1:")) > 0
+
+
+def test_nothing_listens_where_the_keys_are_unusable(tmp_path):
+    with pytest.raises(ConfigError, match="no such directory"):
+        AdminEndpoint(ANY_PORT, str(tmp_path / "missing"))
