@@ -214,8 +214,16 @@ class EngineLoop:
         self._channel.send(msgspec.structs.replace(self._ready, admin_endpoint=address))
 
     def announce_recovery(self, recovering: EngineRecovering) -> None:
-        """Tells the client, after all that the lost workers had computed."""
+        """Tells the client, after all that the lost workers had computed, and whoever waits for a call to them.
+
+        New workers may take long to start: nobody is to wait for that, only to hear that the call is lost.
+        """
         self._send_outputs()
+        self._answer_settled_calls()
+        while self._calls:
+            call = self._calls.popleft()
+            lost = WorkerDiedError(recovering.cause.message, **recovering.cause.details)
+            self._reply_error(call.answer, call.call_id, lost)
         self._send(recovering)
         self._channel.flush(_TELL_S)
 

@@ -508,6 +508,23 @@ def test_a_call_under_which_the_workers_died_is_answered_and_the_loop_goes_on():
         assert value_of(served.receive()) == "fine"
 
 
+def test_calls_under_way_are_answered_before_new_workers_are_started():
+    with serve() as served:
+        core = served.core
+        core.outcomes += [WorkerDiedError("worker 0 was killed"), [encode_value("late")], [encode_value("in time")]]
+        for call_id in (1, 2, 3):
+            served.call(call_id, "echo")
+        wait_until(lambda: len(core.calls) == 3)
+        core.calls[0][1].is_done = core.calls[2][1].is_done = True  # the second one is not settled even now
+        core.do(core.recover)
+        messages = [served.receive() for _ in range(5)]
+        assert [type(m.message) for m in messages] == [RpcResult, RpcResult, RpcResult, EngineRecovering, EngineReady]
+        errors = {m.message.call_id: m.message.error for m in messages[:3]}
+        assert errors[3] is None
+        assert (errors[1].type, errors[2].type) == ("WorkerDiedError", "WorkerDiedError")
+        assert errors[2].message == RECOVERING.cause.message
+
+
 def test_a_call_under_which_the_engine_died_ends_the_loop():
     dead = EngineDeadError("worker 0 was killed", process="worker 0")
     with serve() as served:
