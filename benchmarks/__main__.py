@@ -75,6 +75,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         help=f"counted rounds, after what warms up (default: {benchmark.default_rounds})",
     )
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"a model folder (default: {DEFAULT_MODEL})")
+    parser.add_argument("--commit", metavar="HASH", help="the commit of the code, where it is a copy without git")
     benchmark.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
@@ -83,7 +84,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if benchmark.needs_model and not model.is_dir():
         parser.error(f"--model {options.model}: no such folder; `make setup` makes the default one")
     specs = engine_specs(options.peer, options.peer_mode, options.peer_env)
-    result = run_benchmark(name, Plan(specs, model, options.rounds, options), _shown_command(name, arguments))
+    plan = Plan(specs, model, options.rounds, options)
+    result = run_benchmark(name, plan, _shown_command(name, arguments), options.commit)
     print(report.render(result), end="")
     if options.json is not None:
         write_result(options.json, result)

@@ -94,9 +94,10 @@ def load_benchmark(name: str) -> type[Benchmark]:
     return benchmark
 
 
-def run_benchmark(name: str, plan: Plan, command: str) -> Result:
+def run_benchmark(name: str, plan: Plan, command: str, commit: str | None = None) -> Result:
+    """`commit` is that of the code, where it is not to be asked of git."""
     # Before the run: the load average is not our own yet, and the commit is that of the code that runs.
-    machine, commit = machine_facts(), git_commit()
+    machine, commit = machine_facts(), commit or git_commit()
     findings = load_benchmark(name)().run(plan)
     return Result(
         benchmark=name,
