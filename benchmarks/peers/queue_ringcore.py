@@ -13,8 +13,8 @@ from benchmarks.peers.queue_loops import run
 from benchmarks.peers.queue_transport import Reader, Writer
 from ringcore.config import ParallelConfig
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
-from ringcore.executor.value_codec import decode_value, encode_value
-from ringcore.executor.waiting import DeadlinePassed, Waiter, spin_budget_s
+from ringcore.executor.value_codec import Buffer, decode_value, encode_value
+from ringcore.executor.waiting import DeadlinePassed, spin_budget_s
 
 _HEADER = struct.Struct("<BxxxxxxxQ")  # op, number of the call
 
@@ -30,6 +30,16 @@ def _taken(copies: Mapping[str, Any]) -> dict[str, int]:
     return {name: copy.detach() for name, copy in copies.items()}
 
 
+def _packed(header: bytes, value: Any) -> list[Buffer]:
+    """As the executor's messages: a header before the body."""
+    body, *buffers = encode_value(value)
+    return [header + body, *buffers]
+
+
+def _unpacked(parts: Sequence[memoryview]) -> Any:
+    return decode_value([parts[0][_HEADER.size :], *parts[1:]])
+
+
 class RingReader(Reader):
     def __init__(self, index: int, told: Any) -> None:
         calls, replies, spin_s = told
@@ -40,13 +50,12 @@ class RingReader(Reader):
 
     def take(self, look: Callable[[Any], Any]) -> tuple[int, Any]:
         with self._calls.receive() as parts:
-            header, *value = parts
-            self._header = bytes(header)
+            self._header = bytes(parts[0][: _HEADER.size])
             # A large payload is looked at where it lies; decode_value would copy it out, for who wants to keep it.
-            return self._header[0], look(value[1] if len(value) > 1 else decode_value(value))
+            return self._header[0], look(parts[1] if len(parts) > 1 else _unpacked(parts))
 
     def reply(self, value: Any) -> None:
-        self._replies.send((self._header, *encode_value(value)))
+        self._replies.send(_packed(self._header, value))
 
 
 class RingWriter(Writer):
@@ -70,28 +79,22 @@ class RingWriter(Writer):
     def connect(self, greetings: Sequence[Any], deaths: Sequence[int]) -> None:
         calls, *backs = self._queues
         self._calls = MessageWriter(calls, deaths, self._spin_s)
-        self._replies = [MessageReader(back, 0) for back in backs]
-        self._waiter = Waiter([back.ring.wake_fds[0] for back in backs], deaths, self._spin_s)
+        self._replies = [MessageReader(back, 0, deaths, self._spin_s) for back in backs]
 
     def send(self, op: int, argument: Any) -> None:
         self._call_id += 1
-        self._calls.send((_HEADER.pack(op, self._call_id), *encode_value(argument)))
+        self._calls.send(_packed(_HEADER.pack(op, self._call_id), argument))
 
     def gather(self, timeout_s: float | None = None) -> list[Any]:
-        values: dict[int, Any] = {}
-
-        def complete() -> bool:
-            for index, reader in enumerate(self._replies):
-                if index not in values and (message := reader.try_receive()) is not None:
-                    with message as parts:
-                        values[index] = decode_value(parts[1:])
-            return len(values) == len(self._replies)
-
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        values = []
         try:
-            self._waiter.wait(complete, None if timeout_s is None else time.monotonic() + timeout_s)
+            for replies in self._replies:
+                with replies.receive(deadline) as parts:
+                    values.append(_unpacked(parts))
         except DeadlinePassed:
             raise TimeoutError from None
-        return [values[index] for index in range(len(values))]
+        return values
 
     def close(self) -> None:
         super().close()

@@ -223,11 +223,15 @@ class MessageReader:
         """The next message, on lease. Raises `DeadlinePassed`, `PeerDied`, `RingClosed`, `RingCorruptError`."""
         message = self.try_receive()
         while message is None:
-            until = time.monotonic() + self._spin_s
-            if not self._ring.spin(until if deadline is None else min(until, deadline)):
+            if not self.spin(deadline):
                 self._waiter.wait(self.has_message, deadline)
             message = self.try_receive()
         return message
+
+    def spin(self, deadline: float | None = None) -> bool:
+        """Whether a message is there now, or comes within the time of spinning and before the deadline."""
+        until = time.monotonic() + self._spin_s
+        return self._ring.spin(until if deadline is None else min(until, deadline))
 
     def try_receive(self) -> Message | None:
         """The next message, on lease, or None where none has arrived."""

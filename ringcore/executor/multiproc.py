@@ -109,7 +109,7 @@ class MultiprocExecutor(Executor):
         deaths = [*pidfds, group.closing_fd]
         events = [*group.wake_fds, group.due_fd]
         self._wait_fds = [*events, *pidfds]
-        self._reply_waiter = Waiter(events, deaths, spin_s)
+        self._reply_waiter = Waiter(events, deaths)
         self._in_order = _Outlet(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
         self._aside = _Outlet(group.aside, Waiter([group.aside_space_fd, *events], deaths, spin_s))
         self._watch = StallWatch(self._table, group, self.config.parallel)
@@ -228,6 +228,8 @@ class MultiprocExecutor(Executor):
                 due = call.due
                 bound = min((at for at in (deadline, due) if at is not None), default=None)
 
+                self._spin(call, bound)
+
                 def settled(due: float | None = due) -> bool:
                     self._collect()
                     return call.is_settled or call.due != due
@@ -235,6 +237,12 @@ class MultiprocExecutor(Executor):
                 self._wait(self._reply_waiter, settled, bound)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
+
+    def _spin(self, call: Call, bound: float | None) -> None:
+        """Looks out for a moment for the first reply that is missing; most come soon, and this is the quickest look."""
+        assert self._group is not None
+        replies, missing = self._group.replies, call.missing
+        self._guarded(lambda: any(replies[rank].spin(bound) for rank in missing))
 
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
@@ -271,7 +279,7 @@ class MultiprocExecutor(Executor):
     # -----------------------------------------------------------------------------------------------------------
     # Death.
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _guarded(self, action: Callable[[], object]) -> None:
         """Runs what reads shared memory and descriptors; what ends a worker, or us, settles every call."""
         try:
             action()

@@ -86,7 +86,7 @@ class WorkerGroup:
             )
             child = ChildProcess.start(f"worker {rank}", ENTRY, encoder().encode(start), fds, environment)
             self.children.append(child)
-            reader = MessageReader(queue, 0)
+            reader = MessageReader(queue, 0, spin_s=spin_s)
             self._cleanup.callback(reader.close)
             self.replies.append(reader)
             queue.close_sending()

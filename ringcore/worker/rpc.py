@@ -7,6 +7,7 @@ module loads no torch, since whoever has no device may still want to know what c
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import sys
 import types
@@ -70,7 +71,7 @@ def _declared(worker: object, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def find_rpc(worker: object, method: str) -> Callable[..., Any]:
+def find_rpc(worker: object, method: str) -> types.MethodType:
     """The declared method, bound. Raises `InvalidRequestError` that names the known ones."""
     function = _declared(worker, method)
     if function is None:
@@ -95,7 +96,8 @@ def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapp
     then whatever the method raises.
     """
     bound_method = find_rpc(worker, method)
-    signature = inspect.signature(bound_method)
+    function = bound_method.__func__
+    signature = _signature(function)
     try:
         bound = signature.bind(*to_torch(list(args)), **to_torch(dict(kwargs or {})))
     except TypeError as error:
@@ -103,34 +105,45 @@ def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapp
             f"wrong arguments for {method}{signature}: {error}", field="args", value=method
         ) from error
     for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
-        kind = _annotation(bound_method, parameter)
+        kind = _annotation(function, name)
         if kind in (inspect.Parameter.empty, object):
             continue
         where = f"{method}({name})"
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            bound.arguments[name] = tuple(_convert(item, kind, where) for item in value)
-        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound.arguments[name] = {key: _convert(item, kind, where) for key, item in value.items()}
-        else:
-            bound.arguments[name] = _convert(value, kind, where)
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[name] = tuple(_convert(item, kind, where) for item in value)
+            case inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {key: _convert(item, kind, where) for key, item in value.items()}
+            case _:
+                bound.arguments[name] = _convert(value, kind, where)
     return bound_method(*bound.args, **bound.kwargs)
 
 
-def _annotation(method: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+# To look a function over costs more than to call it, so that is done once for each.
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The method's signature as its caller sees it: without the worker itself."""
+    return inspect.signature(types.MethodType(function, object()))
+
+
+@functools.cache
+def _annotation(function: Callable[..., Any], name: str) -> Any:
     """The parameter's annotation as a type. One at a time: a return type imported for checkers alone does no harm."""
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-    function = inspect.unwrap(method)
+    annotation = _signature(function).parameters[name].annotation
+    if not isinstance(annotation, str):
+        return annotation
+    holder = types.SimpleNamespace(__annotations__={name: annotation})
+    inner = inspect.unwrap(function)
     try:
-        return typing.get_type_hints(holder, globalns=function.__globals__)[parameter.name]
+        return typing.get_type_hints(holder, globalns=inner.__globals__)[name]
     except NameError as error:
         raise InvalidRequestError(
-            f"{function.__qualname__} cannot be called: the annotation {parameter.annotation!r} of {parameter.name!r} "
+            f"{inner.__qualname__} cannot be called: the annotation {annotation!r} of {name!r} "
             f"is unknown where it runs ({error}); import it outside TYPE_CHECKING",
             field="method",
-            value=function.__name__,
+            value=inner.__name__,
         ) from error
 
 
