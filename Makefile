@@ -1,5 +1,6 @@
 # make run    set up everything, then run the main job: an offline batch with SmolLM2-135M
 # make test   the same set-up, then the tests
+# make chaos  the long form of the tests in tests/chaos: an hour or more of kills, hangs, forged frames and soaking
 # make setup  the set-up alone: .venv, pinned packages, the model folder
 # make lint   linters, type checker, import contracts
 
@@ -8,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup run test lint format clean
+.PHONY: setup run test chaos lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +24,9 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+chaos: setup
+	$(BIN)/python -m pytest tests/chaos --chaos-long --timeout 3600 -s
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,63 @@
+"""Faults on purpose: processes killed, stopped and interrupted, frames forged, system calls failed.
+
+Each test has a short form, for every change, and a long one: `make chaos`, or `pytest tests/chaos --chaos-long`, or
+RINGCORE_CHAOS_LONG=1 where pytest is started from another folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+from fake_engine import make_model_folder
+
+
+def pytest_addoption(parser):
+    parser.addoption("--chaos-long", action="store_true", help="the long form of the chaos tests (hours, not minutes)")
+
+
+def chaos_is_long(config) -> bool:
+    return bool(config.getoption("--chaos-long", default=False)) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
+
+
+def pytest_collection_modifyitems(config, items):
+    """The long form is bounded by its own waits, not by the time that a unit test may take."""
+    if chaos_is_long(config):
+        for item in items:
+            if "/chaos/" in item.nodeid or item.nodeid.startswith("chaos/"):
+                item.add_marker(pytest.mark.timeout(3600), append=False)  # before a test's own
+
+
+@pytest.fixture(scope="session")
+def is_long(pytestconfig) -> bool:
+    return chaos_is_long(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """The seed of a run: RINGCORE_CHAOS_SEED repeats one."""
+    seed = int(os.environ.get("RINGCORE_CHAOS_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"\nRINGCORE_CHAOS_SEED={seed}")
+    return seed
+
+
+@pytest.fixture(scope="session")
+def num_malformed(is_long) -> int:
+    """Malformed frames, or pages, for each decoder."""
+    return 100_000 if is_long else 10_000
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> str:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def fresh_tmp(tmp_path, monkeypatch):
+    """An empty folder that this process, and every process it starts, takes for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder

@@ -1,0 +1,173 @@
+"""The i-th system call fails, for i = 1, 2, ... until none is left to fail: a typed error or success, and no leak."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from chaos_engine import LARGE_BYTES, ChaosMultiproc, make_config
+from failing_calls import Failer
+from process_table import Census, wait_until
+from ring_traffic import CAPACITY, Traffic, check_message
+
+from ringcore.errors import RingcoreError
+from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
+from ringcore.executor.ring_buffer import RingClosed
+from ringcore.executor.waiting import DeadlinePassed
+
+WAIT_S = 20.0
+SLOW_S = 15.0
+GONE_S = 3.0
+
+
+def use_queue() -> None:
+    """A queue from its making to its end, with messages in the ring and beside it."""
+    handle = create_queue(CAPACITY, 2)
+    ends: list = []
+    try:
+        writer = MessageWriter(handle)
+        ends.append(writer)
+        readers = []
+        for index in (0, 1):
+            readers.append(MessageReader(handle, index))
+            ends.append(readers[-1])
+        for size in (10, CAPACITY, 100):
+            writer.send([bytes(size)], time.monotonic() + 0.2)
+            for reader in readers:
+                with reader.receive(time.monotonic() + 0.2) as parts:
+                    assert list(map(len, parts)) == [size]
+    finally:
+        for end in ends:
+            end.close()
+        handle.close()
+
+
+def test_every_system_call_of_a_queue_may_fail():
+    """Below the executor the kernel's own error may pass, as what it is."""
+    use_queue()
+    seen = set()
+    for choice in (0, 1, 2):
+        for nth in range(1, 1000):
+            before, failer = Census(), Failer(nth, choice)
+            with failer.active():
+                try:
+                    use_queue()
+                except (RingcoreError, OSError, DeadlinePassed, RingClosed):
+                    if failer.failed is None:
+                        raise
+            gc.collect()
+            assert Census().grown_since(before) == [], failer.failed
+            if failer.failed is None:
+                break
+            seen.add(failer.failed)
+        else:
+            pytest.fail("it never came to an end")
+    assert len(seen) >= 12, seen
+
+
+def use_executor(config) -> None:
+    executor = ChaosMultiproc(config)
+    try:
+        executor.start()
+        assert executor.collective_rpc("echo", [b"x"], timeout=WAIT_S) == [[0, b"x"], [1, b"x"]]
+        large = bytes(LARGE_BYTES)
+        assert executor.collective_rpc("echo", [large], timeout=WAIT_S) == [[0, large], [1, large]]
+    finally:
+        executor.shutdown()
+
+
+UNTYPED = "an OSError of making the workers' queues, pipes and logs passes untyped, and two of them leak a descriptor"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.xfail(strict=True, reason=UNTYPED)
+def test_every_system_call_of_an_executor_may_fail(model_folder, fresh_tmp, is_long, seed):
+    config, rng = make_config(model_folder), random.Random(seed)
+    use_executor(config)
+    nth, choice, seen, problems = 1, 0, {}, []
+    while True:
+        before, failer = Census(), Failer(nth, choice)
+        started = time.monotonic()
+        with failer.active():
+            try:
+                use_executor(config)
+            except RingcoreError as error:
+                seen[failer.failed] = f"{type(error).__name__}: {str(error)[:120]}"
+            except OSError as error:
+                problems.append(f"{failer.failed}: not typed: {error!r}")
+            else:
+                seen[failer.failed] = "success"
+        gc.collect()
+        assert time.monotonic() - started < SLOW_S, failer.failed
+        if not wait_until(lambda: not Census().grown_since(before), GONE_S):  # noqa: B023
+            problems.append(f"{failer.failed}: leaked {Census().grown_since(before)}")
+        assert list(fresh_tmp.iterdir()) == [], failer.failed
+        if failer.failed is None:
+            break
+        nth, choice = nth + (1 if is_long else rng.randint(1, 8)), rng.randrange(6)
+    assert len(seen) + len(problems) > 8, seen
+    assert problems == [], "\n".join(problems)
+
+
+def test_signals_interrupt_every_wait_and_nothing_is_lost():
+    """EINTR as it really comes: a signal every half millisecond, in all of sending, receiving and waiting."""
+    handle = create_queue(CAPACITY, 1)
+    writer, reader = MessageWriter(handle), MessageReader(handle, 0)
+    num_messages, num_signals = 3000, [0]
+
+    def write() -> None:
+        traffic = Traffic(4)
+        for _ in range(num_messages):
+            writer.send(traffic.next(), time.monotonic() + WAIT_S)
+
+    def count(*_) -> None:
+        num_signals[0] += 1
+
+    old = signal.signal(signal.SIGALRM, count)
+    thread = threading.Thread(target=write)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        thread.start()
+        for sequence in range(num_messages):
+            with reader.receive(time.monotonic() + WAIT_S) as parts:
+                check_message(parts, sequence)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        thread.join(WAIT_S)
+    writer.close()
+    reader.close()
+    handle.close()
+    assert num_signals[0] > 20
+
+
+@pytest.mark.xfail(strict=True, reason=UNTYPED)
+def test_a_process_at_its_limit_of_descriptors_gets_typed_errors(model_folder):
+    """EMFILE everywhere at once, and from wherever the limit happens to strike."""
+    import resource
+
+    config = make_config(model_folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = Census()
+    held = len(os.listdir("/proc/self/fd"))
+    outcomes, problems = [], []
+    for spare in (1, 3, 8, 15, 25, 40):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + spare, hard))
+        try:
+            use_executor(config)
+        except RingcoreError as error:
+            outcomes.append(str(error))
+        except OSError as error:
+            problems.append(f"{spare} descriptors to spare: {errno.errorcode.get(error.errno)} is not typed: {error!r}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            gc.collect()
+        assert wait_until(lambda: not Census().grown_since(before), GONE_S), Census().grown_since(before)
+    assert problems == []
+    assert outcomes
