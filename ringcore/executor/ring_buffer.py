@@ -60,7 +60,7 @@ class RecordTooLarge(Exception):
 #
 # So a reader never sees a byte of an unpublished record, a writer never overwrites a byte that a reader still needs,
 # and the death of either leaves no half record. On x86-64 stores become visible in their order and loads are made in
-# theirs, so the four fences are nothing there. ARM may reorder both: there each is a full fence (see memory_order).
+# theirs, so the fences are nothing there. ARM may reorder both: there each is a full fence (see memory_order).
 #
 # Records begin at multiples of 64 and never wrap: a header of one line (more for many parts), then each part at a
 # multiple of 64. Where a record does not fit before the end of the data, the rest of the lap is a marker (kind 0) and
@@ -219,6 +219,8 @@ class RingWriter:
             return
         self.closed = True
         self._limit = -1  # the next write finds no room, and why
+        if self._fence:
+            self._fence()  # whoever sees the word sees the last head
         self._words[_CLOSED] = 1
         for fd in self._wake_fds:
             signal_event(fd)
