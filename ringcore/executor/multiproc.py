@@ -98,7 +98,6 @@ class MultiprocExecutor(Executor):
         phases["start_workers"] = time.monotonic() - started
         with timed(phases, "init_device"):
             self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
-        group.remove_meeting_place()
         with timed(phases, "load_model"):
             self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
         return phases

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +15,9 @@ from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
-from ringcore.executor.ring_memory import PAGE
+from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
-from ringcore.executor.worker_proc import ASIDE, CALLS, REPLIES, STATUS, WorkerStart
+from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
 from ringcore.protocol import RankHealth, encoder
 
 __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
@@ -61,8 +59,6 @@ class WorkerGroup:
         self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
     ) -> None:
         # What is pushed last is undone first: the queues are closed, the processes end, then the rest goes.
-        self._meeting_place = _make_meeting_place() if num_workers > 1 else None
-        self._cleanup.callback(self.remove_meeting_place)
         self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
         parallel = config.parallel
         calls, aside = self._queue(parallel.call_ring_bytes, num_workers), self._queue(ASIDE_RING_BYTES, num_workers)
@@ -71,18 +67,22 @@ class WorkerGroup:
         self.wake_fds = [queue.ring.wake_fds[0] for queue in replies]
         status_fd = create_board(num_workers)
         self._cleanup.callback(os.close, status_fd)
+        shared = {STATUS: status_fd}
+        if num_workers > 1:
+            shared[RENDEZVOUS] = unnamed_file("rendezvous")
+            self._cleanup.callback(os.close, shared[RENDEZVOUS])
         self._board = StatusBoard(status_fd, num_workers)
         self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
         self.calls, self.aside = MessageWriter(calls), MessageWriter(aside)
         self._cleanup.callback(self.aside.close)
         self._cleanup.callback(self.calls.close)
         for rank, queue in enumerate(replies):
-            start = WorkerStart(config, rank, self._rendezvous, factory, spin_s)
+            start = WorkerStart(config, rank, factory, spin_s)
             fds = (
                 _prefixed(CALLS, calls.fds_of_reader(rank))
                 | _prefixed(ASIDE, aside.fds_of_reader(rank))
                 | _prefixed(REPLIES, queue.fds_of_writer())
-                | {STATUS: status_fd}
+                | shared
             )
             child = ChildProcess.start(f"worker {rank}", ENTRY, encoder().encode(start), fds, environment)
             self.children.append(child)
@@ -102,17 +102,6 @@ class WorkerGroup:
         queue = create_queue(-(-num_bytes // PAGE) * PAGE, num_readers)
         self._cleanup.callback(queue.close)
         return queue
-
-    @property
-    def _rendezvous(self) -> str | None:
-        return None if self._meeting_place is None else str(self._meeting_place / "rendezvous")
-
-    def remove_meeting_place(self) -> None:
-        """Removes the directory where the ranks met; called as soon as all have. Idempotent."""
-        if self._meeting_place is not None:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(self._meeting_place)
-            self._meeting_place = None
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has this called when the group closes, while everything of it is still there."""
@@ -160,10 +149,6 @@ class WorkerGroup:
     def is_ours(self) -> bool:
         """Whether this process started the workers: one that was forked from it must leave them alone."""
         return os.getpid() == self._owner_pid
-
-
-def _make_meeting_place() -> Path:
-    return Path(tempfile.mkdtemp(prefix="ringcore-"))  # mode 0700
 
 
 def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:

@@ -33,6 +33,7 @@ __all__ = [
     "ASIDE",
     "CALLS",
     "DEFAULT_FACTORY",
+    "RENDEZVOUS",
     "REPLIES",
     "STATUS",
     "WorkerStart",
@@ -44,7 +45,7 @@ __all__ = [
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
 
 # Names, and beginnings of names, among the descriptors that a worker's process inherits.
-CALLS, ASIDE, REPLIES, STATUS = "calls.", "aside.", "replies.", "status"
+CALLS, ASIDE, REPLIES, STATUS, RENDEZVOUS = "calls.", "aside.", "replies.", "status", "rendezvous"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +53,6 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     config: EngineConfig
     rank: int
-    rendezvous: str | None  # a path for the ranks to meet at; None for a single rank
     factory: str  # "module:function", called as function(config, rank, rendezvous)
     spin_s: float
 
@@ -66,7 +66,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     creation = CallHead(CREATED, CALL, None, "create_worker")
     status.begin(creation.call_id, creation.kind, creation.method)
     try:
-        worker = create_worker(start.factory, start.config, start.rank, start.rendezvous)
+        worker = create_worker(start.factory, start.config, start.rank, _rendezvous(fds))
         names = read_only_names(worker)
     except Exception as error:
         link.reply(creation, failed(error, start.rank, creation.method))
@@ -81,6 +81,11 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
             raise SystemExit(1) from None
     except PeerDied:
         raise SystemExit(1) from None
+
+
+def _rendezvous(fds: Mapping[str, int]) -> str | None:
+    """A path by which the ranks open one file, to meet in; None for a single rank. It is no name: nothing is left."""
+    return f"/proc/self/fd/{fds[RENDEZVOUS]}" if RENDEZVOUS in fds else None
 
 
 def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str | None) -> Any:

@@ -23,7 +23,7 @@ class GlooCommunicator(TensorParallel):
     def __init__(self, rank: int, size: int, rendezvous: str, timeout: timedelta = _TIMEOUT) -> None:
         """Meets the other ranks through the file `rendezvous`; returns when all are connected, or raises RuntimeError.
 
-        The file is not used afterwards. Its folder must be private: who can write there can join.
+        The file is not used afterwards. It must be private: who can write it can join.
         """
         self.rank = rank
         self.size = size

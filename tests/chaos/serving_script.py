@@ -11,6 +11,7 @@ PROMPT = "abc"
 NUM_TOKENS = 20
 
 folder, num_prompts = sys.argv[1], int(sys.argv[2])
+print("starting", flush=True)
 llm = LLM(folder, load_format="dummy", executor=ChaosMultiproc, max_model_len=128, tensor_parallel_size=2)
 print("serving", flush=True)
 while num_prompts > 0:

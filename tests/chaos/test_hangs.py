@@ -51,7 +51,7 @@ def test_a_process_that_is_stopped_for_a_second_goes_on(model_folder, role):
 def test_a_front_end_that_is_stopped_for_a_second_goes_on(model_folder, tmp_path):
     command = [sys.executable, str(HERE / "serving_script.py"), model_folder, "2000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(tmp_path)) as script:
-        assert script.stdout.readline().startswith(b"serving")
+        assert [script.stdout.readline(), script.stdout.readline()] == [b"starting\n", b"serving\n"]
         os.kill(script.pid, signal.SIGSTOP)
         time.sleep(1.0)
         os.kill(script.pid, signal.SIGCONT)

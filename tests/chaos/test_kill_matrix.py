@@ -119,10 +119,6 @@ def test_every_kill_is_told_and_no_process_is_left(matrix, is_long):
     assert all(outcomes for outcomes in matrix.outcomes.values())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="WorkerGroup's meeting place is a named directory: an engine killed while its workers meet leaves it behind",
-)
 def test_no_kill_leaves_a_file(matrix):
     left = {
         f"{phase}: {name}": [outcome.left for outcome in outcomes if outcome.left]

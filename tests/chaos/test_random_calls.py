@@ -117,6 +117,11 @@ def test_every_answer_is_of_its_call(model_folder, is_long, seed):
     print(f"\n{counts}, {executor.num_late_replies} late replies")
 
 
+def state_and_restarts(client: EngineCoreClient) -> tuple[str, int]:
+    health = client.health()
+    return health.state, health.num_restarts
+
+
 @pytest.mark.timeout(600)
 def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
     """Kills at random moments: tokens as if nothing had been, calls with a value or an error of their own."""
@@ -157,7 +162,8 @@ def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
                     tokens.take(WAIT_S)
                 os.kill(client.ready.pids[f"worker {rng.randrange(2)}"], signal.SIGKILL)
                 tokens.finish()
-                assert wait_until(lambda: client.health().num_restarts == number + 1, WAIT_S), client.health()  # noqa: B023
+                wanted = ("ready", number + 1)
+                assert wait_until(lambda: state_and_restarts(client) == wanted, WAIT_S), client.health()  # noqa: B023
         finally:
             stopped.set()
             caller.join(WAIT_S)

@@ -129,7 +129,7 @@ def test_soak(model_folder, fresh_tmp, is_long, seed):
         while not soak.is_over:
             time.sleep(0.2)
             assert time.monotonic() - min(soak.last_seen) < SILENCE_S, f"a thread is silent: {soak.last_seen}"
-            if time.monotonic() > next_kill:
+            if time.monotonic() > next_kill and client.health().state == "ready":
                 growth.look()
                 os.kill(client.ready.pids[f"worker {killer.randrange(2)}"], signal.SIGKILL)
                 soak.count("kills")

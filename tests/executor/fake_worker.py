@@ -102,8 +102,10 @@ class FakeWorker:
 
     @rpc
     def init_device(self) -> None:
-        self.meeting_place = None if self.rendezvous is None else os.path.dirname(self.rendezvous)
-        self.meeting_mode = None if self.meeting_place is None else os.stat(self.meeting_place).st_mode & 0o777
+        self.meeting_file = None
+        if self.rendezvous is not None:
+            status = os.stat(self.rendezvous)
+            self.meeting_file = [status.st_dev, status.st_ino, status.st_mode & 0o777, status.st_nlink]
         if self.config.model.model == "rank 1 fails in init_device":
             if self.rank == 1:
                 raise CapacityError("too little memory", needed_bytes=2, available_bytes=1)
@@ -145,7 +147,7 @@ class FakeWorker:
 
     @rpc
     def who(self) -> dict:
-        return {"rank": self.rank, "pid": os.getpid(), "meeting": self.meeting_place, "mode": self.meeting_mode}
+        return {"rank": self.rank, "pid": os.getpid(), "meeting": self.meeting_file}
 
     @rpc
     def environment(self, name: str) -> str | None:
