@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ITEMSIZES", "HostTensor", "to_torch"]
+__all__ = ["ITEMSIZES", "NUMPY_DTYPES", "HostTensor", "to_torch"]
 
 MAX_DIMS = 64  # numpy's limit, and that of torch's kernels
 

@@ -12,6 +12,9 @@ from ringcore.host_tensor import ITEMSIZES, NUMPY_DTYPES
 
 __all__ = ["bytes_of_array", "bytes_of_tensor", "torch_name"]
 
+# Formats whose memory can be cast to bytes as it is: all of ours but the complex ones.
+_CASTABLE = frozenset(dtype for dtype in NUMPY_DTYPES.values() if dtype.kind != "c")
+
 
 def torch_name(thing: Any) -> str:
     """A dtype or device of torch as text, e.g. "bfloat16", "cuda:0"."""
@@ -23,6 +26,8 @@ def bytes_of_array(array: np.ndarray) -> memoryview:
 
     Raises TypeError for what is not numbers or bools.
     """
+    if type(array) is np.ndarray and array.dtype in _CASTABLE and array.flags.c_contiguous and array.size:
+        return array.data.cast("B")  # most are such, and this takes a tenth of the time
     kind = type(array).__name__
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(array, masked.MaskedArray):

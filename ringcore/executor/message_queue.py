@@ -16,7 +16,7 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.ring_buffer import LINE, MAX_PARTS, Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
 from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
-from ringcore.executor.waiting import SPACE_TICK_S, Waiter
+from ringcore.executor.waiting import SPACE_TICK_S, SpinBudget, Waiter
 
 __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
 
@@ -214,7 +214,8 @@ class MessageReader:
     def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingReader(handle.ring, index)
         self._aside = SideReceiver(handle.receive_fds[index])
-        self._spin_s = spin_s
+        self._budget = SpinBudget(spin_s)
+        self.slept = self._budget.slept  # to be told of sleeps that were spent waiting for this reader elsewhere
         self._waiter = Waiter([handle.ring.wake_fds[index]], deaths)
         self._inline = Message(self._ring.release)  # one is enough: the ring has one record on lease at a time
         self.has_message = self._ring.has_record  # whether `try_receive` would give something, be it `RingClosed`
@@ -224,13 +225,13 @@ class MessageReader:
         message = self.try_receive()
         while message is None:
             if not self.spin(deadline):
-                self._waiter.wait(self.has_message, deadline)
+                self.slept(self._waiter.wait(self.has_message, deadline))
             message = self.try_receive()
         return message
 
     def spin(self, deadline: float | None = None) -> bool:
         """Whether a message is there now, or comes within the time of spinning and before the deadline."""
-        until = time.monotonic() + self._spin_s
+        until = time.monotonic() + self._budget.seconds
         return self._ring.spin(until if deadline is None else min(until, deadline))
 
     def try_receive(self) -> Message | None:

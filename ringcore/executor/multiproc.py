@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from ringcore.executor.worker_proc import DEFAULT_FACTORY
 from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput, decoder, encoder
 
 __all__ = ["MultiprocExecutor"]
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 1800.0  # for each of: the processes, their devices, their weights
 
@@ -227,30 +229,37 @@ class MultiprocExecutor(Executor):
                 due = call.due
                 bound = min((at for at in (deadline, due) if at is not None), default=None)
 
-                self._spin(call, bound)
-
                 def settled(due: float | None = due) -> bool:
                     self._collect()
                     return call.is_settled or call.due != due
 
-                self._wait(self._reply_waiter, settled, bound)
+                self._spin(call, bound)
+                slept_s = self._wait(self._reply_waiter, settled, bound)
+                if slept_s and self._group is not None:
+                    for reader in self._group.replies:
+                        reader.slept(slept_s)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
 
     def _spin(self, call: Call, bound: float | None) -> None:
-        """Looks out for a moment for the first reply that is missing; most come soon, and this is the quickest look."""
-        assert self._group is not None
-        replies, missing = self._group.replies, call.missing
-        self._guarded(lambda: any(replies[rank].spin(bound) for rank in missing))
+        """Looks out for a moment for a reply that is missing; most come soon, and this is the quickest look."""
+        rank = next(iter(call.missing), None)
+        if rank is not None and self._group is not None:
+            reader = self._group.replies[rank]
+            self._guarded(lambda: reader.spin(bound))
 
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
-    ) -> None:
-        """Waits until `ready`, the deadline (which settles calls that were due) or a death (which settles all)."""
+    ) -> float | None:
+        """Waits until `ready`, the deadline (which settles calls that were due) or a death (which settles all).
+
+        Returns the seconds for which it slept, if it was until `ready`.
+        """
         try:
-            self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
+            return self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
         except DeadlinePassed:
             self._table.expire()
+            return None
 
     def _collect(self) -> None:
         """Takes in every reply that has arrived."""
@@ -278,10 +287,10 @@ class MultiprocExecutor(Executor):
     # -----------------------------------------------------------------------------------------------------------
     # Death.
 
-    def _guarded(self, action: Callable[[], object]) -> None:
+    def _guarded(self, action: Callable[[], T]) -> T | None:
         """Runs what reads shared memory and descriptors; what ends a worker, or us, settles every call."""
         try:
-            action()
+            return action()
         except PeerDied as death:
             self._die(*self._error_of_death(death.fd))
         except RingCorruptError as error:
@@ -292,6 +301,7 @@ class MultiprocExecutor(Executor):
             if not self._is_shut:  # a signal handler may shut down in the middle of this very wait
                 raise
             self._die(_was_shut_down())
+        return None
 
     def _error_of_death(self, fd: int) -> tuple[EngineDeadError, int | None]:
         """What the end behind this descriptor means, and the rank that died of itself. The others are of no use then,

@@ -27,7 +27,7 @@ from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError, err
 from ringcore.executor.array_bytes import bytes_of_array, bytes_of_tensor, torch_name
 from ringcore.executor.callables import callable_name, pack_callable
 from ringcore.executor.ring_buffer import Buffer
-from ringcore.host_tensor import HostTensor
+from ringcore.host_tensor import NUMPY_DTYPES, HostTensor
 from ringcore.protocol import WireError
 
 __all__ = [
@@ -49,6 +49,7 @@ MAX_TRACEBACK_CHARS = 16 << 10
 MAX_MESSAGE_CHARS = 4 << 10
 
 _ARRAY, _TENSOR = 1, 2  # extension codes
+_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # numpy takes a microsecond to make one
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ class _Outgoing:
 
     def _encode_extra(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return self._extension(_ARRAY, value.dtype.name, value.shape, bytes_of_array(value))
+            name = _NAMES.get(value.dtype) or value.dtype.name
+            return self._extension(_ARRAY, name, value.shape, bytes_of_array(value))
         if isinstance(value, HostTensor):
             return self._extension(_TENSOR, value.dtype, value.shape, value.data)
         torch = sys.modules.get("torch")  # who never loaded it has no tensor to send

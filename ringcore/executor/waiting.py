@@ -9,10 +9,20 @@ from collections.abc import Callable, Iterable
 
 from ringcore.executor.memory_order import IS_STRONGLY_ORDERED
 
-__all__ = ["SPACE_TICK_S", "DeadlinePassed", "PeerDied", "Waiter", "drain_event", "signal_event", "spin_budget_s"]
+__all__ = [
+    "SPACE_TICK_S",
+    "DeadlinePassed",
+    "PeerDied",
+    "SpinBudget",
+    "Waiter",
+    "drain_event",
+    "signal_event",
+    "spin_budget_s",
+]
 
 SPIN_S = 200e-6  # longer than the copy of a large message, shorter than anything a person or a step would notice
 CROWDED_SPIN_S = 50e-6
+PATIENCE = 5
 SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be missed (see ring_buffer)
 
 
@@ -56,6 +66,22 @@ def drain_event(fd: int) -> None:
         return
 
 
+class SpinBudget:
+    """How many `seconds` to spin before sleeping.
+
+    A sleep that ends soon would have been spared by a little more patience, and it makes the peer wait for a wake-up,
+    who may fall asleep because of that in turn: two processes can stay in that state for ever. So after a short sleep
+    the budget is `PATIENCE` times as long; a long one, in which nobody was in a hurry, brings it back.
+    """
+
+    def __init__(self, base_s: float) -> None:
+        self._base_s = self.seconds = base_s
+
+    def slept(self, seconds: float) -> None:
+        """It did not suffice: there was a sleep of so many seconds after it."""
+        self.seconds = PATIENCE * self._base_s if seconds < PATIENCE * self._base_s else self._base_s
+
+
 class Waiter:
     """Waits until a condition holds that other processes make true.
 
@@ -71,19 +97,20 @@ class Waiter:
         for fd in (*self._events, *deaths):
             self._poll.register(fd, select.POLLIN)
 
-    def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> None:
-        """Returns when `ready()` is true.
+    def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> float:
+        """Returns when `ready()` is true: the seconds for which it slept, 0.0 if it did not.
 
         `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose announcement may be missed.
         Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more: what a peer did before
         it died counts. Whatever `ready` raises passes through.
         """
         if ready() or self._spin(ready, deadline):
-            return
+            return 0.0
+        fell_asleep = time.monotonic()
         while True:
             dead = self._sleep(deadline, tick_s)
             if ready():
-                return
+                return time.monotonic() - fell_asleep
             if dead is not None:
                 raise PeerDied(dead)
             if deadline is not None and time.monotonic() >= deadline:

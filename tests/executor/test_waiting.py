@@ -7,7 +7,15 @@ import time
 import pytest
 
 from ringcore.executor import waiting
-from ringcore.executor.waiting import DeadlinePassed, PeerDied, Waiter, drain_event, signal_event, spin_budget_s
+from ringcore.executor.waiting import (
+    DeadlinePassed,
+    PeerDied,
+    SpinBudget,
+    Waiter,
+    drain_event,
+    signal_event,
+    spin_budget_s,
+)
 
 
 @pytest.fixture
@@ -105,3 +113,28 @@ def test_who_has_no_core_of_its_own_spins_less(monkeypatch):
     assert spin_budget_s(3) == 50e-6
     monkeypatch.setattr(waiting, "IS_STRONGLY_ORDERED", False)
     assert spin_budget_s(1) == 0
+
+
+def test_a_short_sleep_makes_patient_and_a_long_one_does_not():
+    budget = SpinBudget(200e-6)
+    budget.slept(300e-6)  # woken soon: a little more patience would have spared it
+    assert budget.seconds == pytest.approx(1e-3)
+    budget.slept(900e-6)
+    assert budget.seconds == pytest.approx(1e-3)
+    budget.slept(0.005)
+    assert budget.seconds == 200e-6
+
+
+def test_who_does_not_spin_never_begins_to():
+    budget = SpinBudget(0.0)
+    budget.slept(1e-5)
+    assert budget.seconds == 0.0
+
+
+def test_a_wait_tells_how_long_it_slept():
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    assert Waiter([event]).wait(lambda: True) == 0.0
+    looks = iter([False, False, True])
+    signal_event(event)
+    assert Waiter([event]).wait(lambda: next(looks), tick_s=0.001) > 0.0
+    os.close(event)
