@@ -21,6 +21,7 @@ from ringcore.engine_core.output_processor import error_of
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
+from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.value_codec import decode_value
 from ringcore.protocol import (
     AbortRequests,
@@ -59,7 +60,8 @@ class EngineCoreClient:
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
-        self._connection = EngineConnection(config)
+        with os_limits_told("the engine cannot be started"):
+            self._connection = EngineConnection(config)
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
         self._mailbox = Mailbox(self._connection)

@@ -23,6 +23,7 @@ from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.child_log import ChildLog
 from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
+from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_memory import unnamed_file
 
 __all__ = ["ChildProcess", "terminate_all"]
@@ -55,7 +56,11 @@ class ChildProcess:
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)  # before anybody reaps it: the pid is still its own
         self._popen = popen
-        self._log = ChildLog(name, log_fd)
+        try:
+            self._log = ChildLog(name, log_fd)
+        except BaseException:
+            os.close(self.pidfd)
+            raise
         self._stacks = stacks
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._fds = [self.pidfd, death_fd]
@@ -76,11 +81,12 @@ class ChildProcess:
         `fds` are inherited under the same numbers, by name; the child finds two more: "parent_death", that hangs up
         when this process ends, and "stacks" (see `python_stacks`). `env` is laid over this process's environment. The
         child ignores SIGINT, has no stdin, and what it prints comes out on this process's stderr. Raises
-        `RingcoreError` where it cannot be started.
+        `RingcoreError` where it cannot be started, `CapacityError` where the system has too little for it.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
-        with contextlib.ExitStack() as inherited, contextlib.ExitStack() as ours:
+        cannot = os_limits_told(f"cannot start the process {name!r}")
+        with cannot, contextlib.ExitStack() as inherited, contextlib.ExitStack() as ours:
             death_read, death_write = os.pipe2(os.O_CLOEXEC)
             inherited.callback(os.close, death_read)
             ours.callback(os.close, death_write)
@@ -254,10 +260,14 @@ def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) 
     """Memory with what the child reads first: a line of JSON, then the payload."""
     header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": sys.path}
     fd = unnamed_file("boot")
-    with os.fdopen(os.dup(fd), "wb") as boot:
-        boot.write(json.dumps(header).encode() + b"\n")
-        boot.write(payload)
-    os.lseek(fd, 0, os.SEEK_SET)
+    try:
+        with open(fd, "wb", closefd=False) as boot:
+            boot.write(json.dumps(header).encode() + b"\n")
+            boot.write(payload)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -17,12 +17,13 @@ from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
 from ringcore.executor.calls import Call, CallTable
 from ringcore.executor.message_queue import MessageWriter
+from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.stall_watch import StallWatch, stall_report
 from ringcore.executor.timing import timed
 from ringcore.executor.value_codec import decode_error, portable_error
-from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, signal_event, spin_budget_s
+from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, spin_budget_s
 from ringcore.executor.wire import CALL, CALLABLE, STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY
@@ -68,7 +69,8 @@ class MultiprocExecutor(Executor):
         with self._lock:
             assert self._group is None, "start() was called twice"
             try:
-                return self._start()
+                with os_limits_told("the workers cannot be started"):
+                    return self._start()
             except BaseException:
                 self.shutdown()
                 raise
@@ -79,7 +81,8 @@ class MultiprocExecutor(Executor):
                 raise _was_shut_down()
             self._end_group(EngineDeadError("the workers were replaced under this call", process="workers"))
             try:
-                return self._start()
+                with os_limits_told("the workers cannot be started"):
+                    return self._start()
             except BaseException as error:
                 self._end_group(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))
                 raise
@@ -174,8 +177,8 @@ class MultiprocExecutor(Executor):
     def shutdown(self) -> None:
         is_first, self._is_shut = not self._is_shut, True
         group = self._group
-        if is_first and group is not None and group.is_ours:
-            signal_event(group.closing_fd)  # whoever waits, in whichever thread, gives up the lock
+        if is_first and group is not None:
+            group.interrupt()  # who waits gives up the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:

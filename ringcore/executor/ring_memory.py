@@ -8,11 +8,13 @@ soon as it is open. Such a file cannot be sealed; all else is the same.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import struct
 import tempfile
+import time
 from dataclasses import dataclass
 
 from ringcore.errors import CapacityError, RingcoreError
@@ -33,6 +35,7 @@ PAGE = mmap.PAGESIZE
 MAGIC, VERSION = 0x52494E47434F5245, 1
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FALLBACK_DIRECTORY = "/dev/shm"
+BUSY_S = 0.1
 
 # Words (u64) of the control page that never change; ring_buffer has the others.
 W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
@@ -85,8 +88,17 @@ def unnamed_file(name: str) -> int:
 
 def seal(fd: int, seals: int) -> None:
     """Forbids what `seals` say, for every holder and for ever, where the memory can be sealed."""
-    if HAS_MEMFD:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    deadline = time.monotonic() + BUSY_S
+    while HAS_MEMFD:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        except OSError as error:
+            # The kernel holds a page of it for a moment, to move it, say.
+            if error.errno != errno.EBUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(BUSY_S / 100)
+        else:
+            return
 
 
 def is_sealed(fd: int, seals: int) -> bool:

@@ -15,6 +15,8 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 
+from ringcore.errors import CapacityError
+from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
 
@@ -57,16 +59,25 @@ class SideSender:
         stub = _STUB.pack(self._num_transfers, size)
         fd = shared_memory("message", size)
         try:
-            for buffer in buffers:
-                _write_all(fd, buffer)
-            seal(fd, _SEALS)
-            for s in self._sockets:
-                socket.send_fds(s, [stub], [fd], socket.MSG_NOSIGNAL)
+            with os_limits_told(f"a message of {size} bytes cannot be sent"):
+                for buffer in buffers:
+                    _write_all(fd, buffer)
+                seal(fd, _SEALS)
+            self._send_all(stub, fd)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             return None  # of a reader that has ended, the caller learns by its death
         finally:
             os.close(fd)
         return stub
+
+    def _send_all(self, stub: bytes, fd: int) -> None:
+        for s in self._sockets:
+            try:
+                socket.send_fds(s, [stub], [fd], socket.MSG_NOSIGNAL)
+            except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+                raise
+            except OSError as error:
+                raise CapacityError(f"the descriptor of a large message cannot be sent: {error.strerror}") from error
 
     def _have_room(self) -> bool:
         poll = select.poll()
@@ -83,6 +94,13 @@ def _write_all(fd: int, buffer: Buffer) -> None:
     left = memoryview(buffer)
     while left:
         left = left[os.write(fd, left) :]
+
+
+def _mapped(fd: int, number: int, size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    except OSError as error:  # its descriptor is taken in and will not come again
+        raise RingCorruptError(f"message {number}, {size} bytes, cannot be mapped: {error.strerror}") from error
 
 
 class SideReceiver:
@@ -105,7 +123,7 @@ class SideReceiver:
                     raise RingCorruptError(f"message {found} came where {number} was announced")
                 if not is_sealed(fd, _SEALS) or os.fstat(fd).st_size != size:
                     raise RingCorruptError(f"the memory of message {number} is not {size} sealed bytes")
-                return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                return _mapped(fd, number, size)
             finally:
                 os.close(fd)
 

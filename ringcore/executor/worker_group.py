@@ -17,6 +17,7 @@ from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
 from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
+from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
 from ringcore.protocol import RankHealth, encoder
 
@@ -46,6 +47,7 @@ class WorkerGroup:
         self._cleanup = ExitStack()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
+        self._is_closed = False
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
         self.killed_for: EngineDeadError | None = None
@@ -143,7 +145,14 @@ class WorkerGroup:
         if not self.is_ours:
             return
         with self._lock:
+            self._is_closed = True
             self._cleanup.close()
+
+    def interrupt(self) -> None:
+        """Makes `closing_fd` readable: whoever waits, in whichever thread, gives up."""
+        with self._lock:  # after the close the descriptor's number may be another file's
+            if self.is_ours and not self._is_closed:
+                signal_event(self.closing_fd)
 
     @property
     def is_ours(self) -> bool:

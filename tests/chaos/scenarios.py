@@ -26,10 +26,6 @@ BOUND_S = 30.0  # for what has no bound of its own
 ERROR_S = 2.0  # until every call has its error
 GONE_S = 3.0  # until no process is left
 
-# Known: where ranks meet is a named directory, which an engine leaves behind if it is killed before all have met.
-# test_no_kill_leaves_a_file fails strictly when that is mended; this goes then too.
-MEETING_PLACE = "ringcore-"
-
 _numbers = itertools.count()
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from process_table import session_members, wait_until
-from scenarios import HERE, MEETING_PLACE, child_environment
+from scenarios import HERE, child_environment
 
 SHORT, LONG = 10, 50  # moments in each phase
 AT_ONCE = 2
@@ -91,7 +91,6 @@ def end_and_check(script: Script, number: signal.Signals, to_group: bool, twice:
     log = script.log.read_text(errors="replace")
     assert code in (-number, 128 + number), f"{what}: exit code {code}\n{log[-4000:]}"
     assert wait_until(lambda: not session_members(script.process.pid), GONE_S), f"{what}: processes left\n{log[-4000:]}"
-    left = [name for name in os.listdir(script.tmp) if not name.startswith(MEETING_PLACE)]
-    assert left == [], f"{what}: left {left}"
+    assert os.listdir(script.tmp) == [], f"{what}: left {os.listdir(script.tmp)}"
     assert len(log.splitlines()) <= MAX_LOG_LINES, f"{what}: a flood of {len(log.splitlines())} lines\n{log[:6000]}"
     return took_s
