@@ -12,7 +12,7 @@ import zmq
 
 from ringcore.admin_keys import create_keys, read_client_keys
 from ringcore.engine_core.admin import AdminEndpoint
-from ringcore.engine_core.loop import wire_error
+from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol import RpcCall, RpcResult, decoder, encoder

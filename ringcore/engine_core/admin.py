@@ -23,7 +23,7 @@ import zmq
 from ringcore.admin_keys import ServerKeys, read_server_keys
 from ringcore.engine_core.admin_gatekeeper import ZAP_DOMAIN, Gatekeeper, Tally
 from ringcore.engine_core.framing import MAX_BUFFERS_A_RANK, Buffer, FrameLimits
-from ringcore.engine_core.loop import wire_error
+from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.protocol import RpcCall, RpcResult, WireError, decoder, encoder
 

@@ -15,9 +15,9 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.channel import Received, StreamClosed
 from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.framing import Buffer
-from ringcore.engine_core.loop import callables_refused
 from ringcore.engine_core.mailbox import Mailbox
 from ringcore.engine_core.output_processor import error_of
+from ringcore.engine_core.refusals import callables_refused
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name

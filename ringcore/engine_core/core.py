@@ -226,7 +226,7 @@ class EngineCore:
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when a step or a call may have completed, or a worker has died.
 
-        Asking any future takes in the replies of all, and makes them unreadable: see `process.EngineLoop`. They are
+        Asking any future takes in the replies of all, and makes them unreadable: see `loop.EngineLoop`. They are
         others after a restart.
         """
         return self._with_workers(self._executor.wait_fds)

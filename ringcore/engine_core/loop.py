@@ -14,7 +14,8 @@ import msgspec
 from ringcore.engine_core.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.framing import Buffer
-from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError, error_to_wire
+from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
+from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
 from ringcore.executor.value_codec import encode_value
 from ringcore.protocol import (
@@ -28,18 +29,16 @@ from ringcore.protocol import (
     RpcCall,
     RpcResult,
     Shutdown,
-    WireError,
 )
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin import AdminEndpoint
 
-__all__ = ["EngineLoop", "callables_refused", "wire_error", "wire_without_details"]
+__all__ = ["EngineLoop"]
 
 _MESSAGES_A_TURN = 16  # a flood of requests must not keep the workers waiting for their first step
 _CALL_TICK_S = 0.02
 _TELL_S = 0.5  # what comes before a recovery should reach the client before it
-_MAX_ERROR_CHARS = 4 << 10
 
 _Answer = Callable[[RpcResult, Sequence[Buffer]], None]  # to whoever made the call
 
@@ -179,7 +178,7 @@ class EngineLoop:
                 case "workers":
                     self._submit(call, buffers, answer)
                 case target:
-                    raise _invalid_call("target", target, ["engine", "workers"])
+                    raise invalid_call("target", target, ["engine", "workers"])
         except Exception as error:
             self._reply_error(answer, call.call_id, error)
 
@@ -200,7 +199,7 @@ class EngineLoop:
 
     def _engine_method(self, call: RpcCall, buffers: Sequence[Buffer]) -> Callable[[], Any]:
         if call.method not in self._engine_methods:
-            raise _invalid_call("method", call.method, sorted(self._engine_methods))
+            raise invalid_call("method", call.method, sorted(self._engine_methods))
         if buffers:
             raise InvalidRequestError(f"{call.method} takes no arguments", field="args", value=len(buffers))
         return self._engine_methods[call.method]
@@ -292,27 +291,3 @@ class EngineLoop:
             answer(RpcResult(call_id, error=wire_error(error)), ())
         except (TypeError, ValueError, OverflowError, RecursionError) as failure:
             answer(RpcResult(call_id, error=wire_without_details(error, failure)), ())
-
-
-def wire_error(error: RingcoreError) -> WireError:
-    return msgspec.convert(error_to_wire(error), WireError)
-
-
-def wire_without_details(error: RingcoreError, failure: Exception) -> WireError:
-    """The error where its details cannot be sent, for the reason that `failure` gives."""
-    text = error.message[:_MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
-    return WireError(type(error).__name__, f"{text} (its details cannot be sent: {failure})")
-
-
-def callables_refused(name: str) -> InvalidRequestError:
-    """The error for a function given to an engine that takes none."""
-    return InvalidRequestError(
-        f"method={name}: this engine takes no Python functions; construct it with allow_callables=True, or give the "
-        "name of an @rpc method",
-        field="method",
-        value=name,
-    )
-
-
-def _invalid_call(field: str, value: str, valid: list[str]) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}={value!r}: give one of {', '.join(valid)}", field=field, value=value)

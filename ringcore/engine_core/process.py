@@ -14,7 +14,8 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.engine_core.channel import EngineChannel, FrameLimits
 from ringcore.engine_core.core import EngineCore
-from ringcore.engine_core.loop import EngineLoop, wire_error, wire_without_details
+from ringcore.engine_core.loop import EngineLoop
+from ringcore.engine_core.refusals import wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.protocol import EngineDead, EngineRecovering, decoder
 

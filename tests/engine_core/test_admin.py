@@ -12,7 +12,7 @@ from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, echo, make_keys, r
 
 from ringcore.engine_core import admin
 from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, AdminEndpoint
-from ringcore.engine_core.loop import wire_error
+from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol import RpcCall, RpcResult, encoder
