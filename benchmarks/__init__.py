@@ -8,4 +8,7 @@ BENCHMARKS = {
     "startup": "benchmarks.startup:Startup",
     "footprint": "benchmarks.footprint:Footprint",
     "message_queue": "benchmarks.message_queue:MessageQueue",
+    "scheduler": "benchmarks.scheduler:Scheduler",
+    "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
+    "null_engine": "benchmarks.null_engine:NullEngine",
 }

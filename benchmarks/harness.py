@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from benchmarks import BENCHMARKS
-from benchmarks.driver import BenchmarkError, Driver
+from benchmarks.driver import ROOT, BenchmarkError, Driver
 from benchmarks.machine import git_commit, machine_facts, shown_path
-from benchmarks.result import Findings, Result
+from benchmarks.result import Findings, Limit, Measurement, Result
 
 __all__ = [
     "PEERS",
@@ -24,12 +24,15 @@ __all__ = [
     "EngineSpec",
     "Fleet",
     "Plan",
+    "child_specs",
     "engine_specs",
     "generate",
     "interleave",
     "load_benchmark",
     "load_engine",
+    "measurements_from_rows",
     "note",
+    "numbers",
     "run_benchmark",
 ]
 
@@ -134,6 +137,24 @@ def engine_specs(peers: Iterable[str], peer_mode: str, peer_env: Iterable[str] =
     for setting in peer_env:
         specs = _with_setting(specs, setting)
     return specs
+
+
+def child_specs(
+    specs: Iterable[EngineSpec], part: str, called: str, settings: Mapping[str, Any] | None = None
+) -> list[EngineSpec]:
+    """The child `benchmarks.peers.PART_ENGINE` of each engine that takes part, once whatever its modes.
+
+    Raises `BenchmarkError` for an engine without one; `called` is what it has none of.
+    """
+    found: dict[str, EngineSpec] = {}
+    for spec in specs:
+        name = spec.name.split()[0]
+        module = f"{part}_{name}"
+        if not (ROOT / "benchmarks" / "peers" / f"{module}.py").is_file():
+            raise BenchmarkError(f"--peer {name}: it has no {called}; leave it out", peer=name)
+        command = (spec.python, "-m", f"benchmarks.peers.{module}")
+        found[name] = replace(spec, name=name, command=command, settings=settings or {})
+    return list(found.values())
 
 
 def _with_setting(specs: Sequence[EngineSpec], setting: str) -> list[EngineSpec]:
@@ -249,6 +270,35 @@ def interleave(names: Sequence[str], rounds: int, turn: Callable[[str, int], T])
             if round_ > 0:
                 samples[name].append(value)
     return samples
+
+
+def measurements_from_rows(
+    taken: Mapping[str, Sequence[Sequence[Sequence[Any]]]], limits: Mapping[str, Limit] | None = None
+) -> list[Measurement]:
+    """A measurement for each kind of row, in the order in which they come. `taken`: of each engine, round by round,
+    rows of name, unit and value; a unit "/s" is one of which more is better."""
+    table: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for engine, rounds in taken.items():
+        for name, unit, value in (row for rows in rounds for row in rows):
+            table.setdefault((name, unit), {}).setdefault(engine, []).append(value)
+    return [
+        Measurement(
+            name=name,
+            unit=unit,
+            higher_is_better=unit.endswith("/s"),
+            samples=samples,
+            limit=(limits or {}).get(name),
+        )
+        for (name, unit), samples in table.items()
+    ]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """The numbers between commas, each at least 1. Raises `BenchmarkError` naming the option."""
+    values = [int(value) if value.isdecimal() else 0 for value in text.split(",")]
+    if min(values) < 1:
+        raise BenchmarkError(f"{option} {text}: give numbers of at least 1, as in 1,2,4")
+    return values
 
 
 def note(text: str) -> None:

@@ -10,15 +10,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from benchmarks.driver import BenchmarkError, Driver
-from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note
+from benchmarks.driver import Driver
+from benchmarks.harness import (
+    Benchmark,
+    EngineSpec,
+    Plan,
+    child_specs,
+    load_engine,
+    measurements_from_rows,
+    note,
+    numbers,
+)
 from benchmarks.peers.queue_loops import IDLE_S, NUM_PACED, SILENCE_S, SIZES, WORK_S, cpu_s, pinned_core, size_name
 from benchmarks.result import Check, Findings, Limit, Measurement
 
@@ -54,10 +63,7 @@ class MessageQueue(Benchmark):
         parser.add_argument("--quick", action="store_true", help="a fiftieth of the work, to try the benchmark itself")
 
     def run(self, plan: Plan) -> Findings:
-        counts = [int(count) if count.isdecimal() else 0 for count in plan.options.readers.split(",")]
-        if min(counts) < 1:
-            raise BenchmarkError(f"--readers {plan.options.readers}: give numbers of at least 1, as in 1,2,4")
-        parts = [_Part(plan, count) for count in counts]
+        parts = [_Part(plan, count) for count in numbers("--readers", plan.options.readers)]
         for part in parts:
             part.run()
         return Findings(
@@ -86,15 +92,9 @@ def _conditions(plan: Plan) -> list[str]:
 
 def queue_specs(specs: Iterable[EngineSpec], settings: Mapping[str, Any]) -> list[EngineSpec]:
     """The queues of the engines that take part, then ringcore's executor. Raises `BenchmarkError` for one without."""
-    found: dict[str, EngineSpec] = {}
-    for spec in specs:
-        name = spec.name.split()[0]  # vLLM's queue has no modes
-        if name not in ("ringcore", "vllm"):
-            raise BenchmarkError(f"--peer {name}: it has no message queue; leave it out", peer=name)
-        command = (spec.python, "-m", f"benchmarks.peers.queue_{name}")
-        found[name] = replace(spec, name=name, command=command, settings=settings)
-    command = (found[OURS].python, "-m", "benchmarks.peers.queue_executor")
-    return [*found.values(), EngineSpec(EXECUTOR, command, "", settings=settings)]
+    queues = child_specs(specs, "queue", "message queue", settings)  # vLLM's queue has no modes
+    command = (queues[0].python, "-m", "benchmarks.peers.queue_executor")
+    return [*queues, EngineSpec(EXECUTOR, command, "", settings=settings)]
 
 
 @dataclass
@@ -200,15 +200,12 @@ def quietest(rounds: Sequence[Round], count: int) -> list[Round]:
 
 def measurements(names: Sequence[str], rounds: Sequence[Round], limits: Mapping[str, Limit]) -> list[Measurement]:
     """A measurement for each kind of row, in the order of the transports `names`."""
-    table: dict[tuple[str, str], dict[str, list[float]]] = {}
+    taken: dict[str, list[list[Sequence[Any]]]] = {}
     for name in names:
         column, prefix = (OURS, "collective_rpc, ") if name == EXECUTOR else (name, "")
-        for row, unit, value in (row for round_ in rounds for row in round_.rows[name]):
-            table.setdefault((prefix + row, unit), {}).setdefault(column, []).append(value)
-    return [
-        Measurement(name=row, unit=unit, higher_is_better=unit.endswith("/s"), samples=samples, limit=limits.get(row))
-        for (row, unit), samples in table.items()
-    ]
+        rows = [[[prefix + row, unit, value] for row, unit, value in round_.rows[name]] for round_ in rounds]
+        taken.setdefault(column, []).extend(rows)
+    return measurements_from_rows(taken, limits)
 
 
 def limits_from(*measured: Mapping[str, float]) -> dict[str, Limit]:

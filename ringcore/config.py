@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
@@ -23,9 +23,17 @@ __all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "Parall
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc")
 ATTENTION_BACKENDS = ("auto", "torch_sdpa")
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "load_format": LOAD_FORMATS,
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "attention_backend": ATTENTION_BACKENDS,
+}
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -38,7 +46,9 @@ class ModelConfig:
     tokenizer: str | None = _option(None, "a folder or file with the tokenizer; None means the model's own")
     dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto is the checkpoint's where the device is fast at it")
     load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
-    max_model_len: int | None = _option(None, "prompt and completion together, in tokens; None means the model's own")
+    max_model_len: int | Literal["auto"] | None = _option(
+        None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
+    )
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
     # resolved
     files: ModelFiles
@@ -46,8 +56,8 @@ class ModelConfig:
 
     @property
     def context_len(self) -> int:
-        """`max_model_len`, or the model's own."""
-        return self.max_model_len or self.spec.max_position_embeddings
+        """`max_model_len`, or the model's own. Of "auto" the upper bound; what fits, the start-up finds."""
+        return self.max_model_len if isinstance(self.max_model_len, int) else self.spec.max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +76,16 @@ class SchedulerConfig:
     max_num_seqs: int = _option(256, "requests that run at once")
     max_num_batched_tokens: int = _option(2048, "tokens computed in one step, prompts and completions together")
     long_prefill_token_threshold: int | None = _option(None, "the most tokens of one prompt in one step")
+    scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")
+    preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
+    max_skip_ahead: int = _option(16, "how many later requests may start before one that waits for blocks")
     steps_in_flight: int = _option(2, "1, or 2 to schedule a step before the tokens of the one before it are known")
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """The most tokens of one request that are scheduled and not confirmed."""
+        threshold = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return self.steps_in_flight * min(self.max_num_batched_tokens, threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,31 +174,33 @@ def _check_values(options: Mapping[str, Any]) -> None:
     """Each option alone."""
     if not isinstance(options["model"], str | os.PathLike) or not str(options["model"]):
         raise _bad("model", options["model"], "give a model folder, a .gguf file, or a hub id")
-    for name, choices in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("device", DEVICES)):
+    for name, choices in _CHOICES.items():
         if options[name] not in choices:
             raise _bad(name, options[name], f"give one of {', '.join(choices)}")
-    if options["attention_backend"] not in ATTENTION_BACKENDS:
-        raise _bad("attention_backend", options["attention_backend"], f"give one of {', '.join(ATTENTION_BACKENDS)}")
     executor = options["executor"]
     if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
         raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'")
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         _check_count(name, options[name], 1)
-    for name in ("max_model_len", "kv_cache_bytes", "long_prefill_token_threshold"):
+    for name in ("kv_cache_bytes", "long_prefill_token_threshold"):
         if options[name] is not None:
             _check_count(name, options[name], 1)
+    if options["max_model_len"] not in (None, "auto"):
+        _check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
     if options["num_blocks_override"] is not None:
         _check_count("num_blocks_override", options["num_blocks_override"], 2)
     if options["steps_in_flight"] not in (1, 2):
         raise _bad("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
-    _check_count("max_worker_restarts", options["max_worker_restarts"], 0)
+    for name in ("max_worker_restarts", "max_skip_ahead"):
+        _check_count(name, options[name], 0)
     for name in ("call_ring_bytes", "reply_ring_bytes"):
         _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
     _check_seconds("stall_warning_s", options["stall_warning_s"])
     if options["step_timeout_s"] is not None:
         _check_seconds("step_timeout_s", options["step_timeout_s"])
-    if not isinstance(options["allow_callables"], bool):
-        raise _bad("allow_callables", options["allow_callables"], "give True or False")
+    for name in ("allow_callables", "enable_prefix_caching", "preempt_lower_priority"):
+        if not isinstance(options[name], bool):
+            raise _bad(name, options[name], "give True or False")
     share = options["gpu_memory_utilization"]
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise _bad("gpu_memory_utilization", share, "give a number above 0 and at most 1")
@@ -200,9 +221,9 @@ def _check_admin(endpoint: object, keys: Any) -> None:
     read_server_keys(keys)
 
 
-def _check_count(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_count(name: str, value: object, low: int, high: int | None = None, or_else: str | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise _bad(name, value, f"give an integer of at least {low}")
+        raise _bad(name, value, f"give an integer of at least {low}" + (f", or {or_else}" if or_else else ""))
     if high is not None and value > high:
         raise _bad(name, value, f"give an integer of at most {high}")
 
@@ -218,6 +239,13 @@ def _check_together(config: EngineConfig) -> None:
     limit = spec.max_position_embeddings
     if config.model.context_len > limit:
         raise _bad("max_model_len", config.model.max_model_len, f"the model has positions for {limit} tokens; lower it")
+    if config.scheduler.preempt_lower_priority and config.scheduler.scheduling_policy != "priority":
+        raise _bad(
+            "preempt_lower_priority",
+            True,
+            f"scheduling_policy={config.scheduler.scheduling_policy!r} knows no priorities; "
+            "give scheduling_policy='priority' too, or leave this out",
+        )
     if config.parallel.executor == "uniproc" and size != 1:
         raise _bad("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
     if spec.num_heads % size:

@@ -50,9 +50,9 @@ class LLM:
         try:
             # While the engine process starts and loads the weights.
             self._tokenizer = load_tokenizer(self.config.model.tokenizer or self.config.model.files)
-            self._inputs = InputProcessor(self.config, self._tokenizer)
             self._outputs = OutputProcessor(self._tokenizer)
-            self._client.wait_ready()
+            ready = self._client.wait_ready()
+            self._inputs = InputProcessor(self.config, self._tokenizer, ready.max_model_len)
         except BaseException:
             self._client.close()
             raise
@@ -183,9 +183,9 @@ class LLM:
         """How the engine and its workers do, within about `timeout` seconds; also of one that is silent or dead."""
         return self._client.health(timeout)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forgets all cached prefixes. False, and nothing changed, while a request is running."""
-        return bool(self._client.call_engine("reset_prefix_cache"))
+        return self._client.reset_prefix_cache(preempt_running)
 
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""

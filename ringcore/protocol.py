@@ -32,13 +32,17 @@ __all__ = [
     "HealthState",
     "IntArray",
     "ModelRunnerOutput",
+    "NewBlocks",
     "NewRequest",
+    "OutputColumns",
+    "PauseMode",
     "RankHealth",
     "RowError",
     "RpcCall",
     "RpcResult",
     "SchedulerOutput",
     "Shutdown",
+    "StartedRequest",
     "TokenLogprobs",
     "WireError",
     "decoder",
@@ -47,6 +51,7 @@ __all__ = [
 ]
 
 IntArray = np.ndarray  # [n] int32
+PauseMode = Literal["new", "all"]
 
 
 def int_array(values: Any = ()) -> np.ndarray:
@@ -110,9 +115,39 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_prefix_query_tokens: int  # since start
 
 
-class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+class EngineCoreOutputs(msgspec.Struct, frozen=True):
+    """What a step gave, request by request."""
+
     outputs: list[EngineCoreOutput]
     stats: EngineStats
+
+
+class StartedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request was given a row; from here on the row stands for it, until another one is given the row."""
+
+    row: int
+    request_id: str
+    num_cached_tokens: int
+    first_scheduled_s: float
+    num_preemptions: int
+
+
+class OutputColumns(msgspec.Struct, frozen=True, tag="outputs"):
+    """`EngineCoreOutputs` as columns: nothing in it is made for each request and step. Read in the order of the fields
+    (`engine_core.output_reader`).
+    """
+
+    started: list[StartedRequest]
+    rows: np.ndarray  # [num_rows] int32: those that gained tokens and go on
+    token_ids: np.ndarray  # [num_rows * num_steps] int32: row after row, the same number each
+    logprobs: list[TokenLogprobs | None] | None  # as `token_ids`, where any row asked
+    others: list[EngineCoreOutput]  # the last output of requests that ended, tokens of this step among them
+    stats: EngineStats
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read in it but the stats."""
+        return not (self.started or len(self.rows) or self.others)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -120,36 +155,49 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that gets a row: new, or resumed after a preemption (then its generated tokens are in `token_ids`)."""
+    """A request that gets a row: new, or resumed after a preemption (then its generated tokens are in `token_ids`).
+
+    num_computed_tokens <= num_cached_tokens: the slots of the first num_cached_tokens tokens hold their keys and values,
+    and may be shared. Of a prompt that is wholly cached the last token is computed again, for its logits; its slot is
+    read and not written.
+    """
 
     row: int
     token_ids: np.ndarray  # [num_tokens] int32: the prompt, then tokens generated before a preemption
     num_prompt_tokens: int
-    num_computed_tokens: int  # found in the prefix cache
-    block_ids: np.ndarray  # [num_blocks] int32
+    num_computed_tokens: int
+    num_cached_tokens: int
+    block_ids: list[np.ndarray]  # by KV cache group: [num_blocks] int32; 0 where the window has left the block behind
     sampling_params: SamplingParams
     seed: int  # the request's own, or one that the engine drew
     stop_token_ids: list[int]  # barred until min_tokens; the model's end of text among them unless ignored
 
 
+class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """block_ids[i] is appended to the block table of rows[i] in one KV cache group. A row may come several times."""
+
+    rows: np.ndarray  # [n] int32
+    block_ids: np.ndarray  # [n] int32
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step for every rank. Applied in the order of the fields.
+    """One step for every rank, or `num_steps` of them. Applied in the order of the fields.
 
     A row samples a token in this step exactly if all its known tokens are computed after it: the worker sees
     that from its own rows, as the scheduler does from its own.
+
+    With num_steps > 1 every row computes its one token that is left, samples, and does so again with the token that it
+    sampled, num_steps times in all; the blocks for that are there.
     """
 
-    step: int
+    step: int  # of the first, where there are several
+    num_steps: int
     finished_rows: np.ndarray  # [n] int32: rows given back since the last step (finished, aborted, preempted)
     new_requests: list[NewRequest]
-    new_block_rows: np.ndarray  # [n] int32: new_block_ids[i] is appended to the block table of this row
-    new_block_ids: np.ndarray  # [n] int32
-    rows: np.ndarray  # [num_scheduled] int32
-    num_scheduled_tokens: np.ndarray  # [num_scheduled] int32, each at least 1
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.num_scheduled_tokens.sum())
+    new_blocks: list[NewBlocks]  # by KV cache group; empty where no group has any
+    rows: np.ndarray | None  # [num_scheduled] int32; None: those of the step before, in its order
+    num_scheduled_tokens: np.ndarray | None  # [num_scheduled] int32, each at least 1; None: one token each
+    num_tokens: int  # that are computed, over all rows and steps
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -160,12 +208,14 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step sampled, in the order of `SchedulerOutput.rows`, rows that sampled nothing left out."""
+    """What a step sampled, in the order of `SchedulerOutput.rows`; rows that sampled nothing, or that have an error, are
+    left out.
+    """
 
     step: int
-    rows: np.ndarray  # [num_sampled] int32
-    token_ids: np.ndarray  # [num_sampled] int32
-    logprobs: list[TokenLogprobs | None] | None = None  # [num_sampled], where any row asked
+    rows: np.ndarray | None  # [num_sampled] int32; None: all of the step's rows
+    token_ids: np.ndarray  # [num_sampled * num_steps] int32: row after row, num_steps each
+    logprobs: list[TokenLogprobs | None] | None = None  # as `token_ids`, where any row asked
     row_errors: list[RowError] = []
 
 
@@ -208,8 +258,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 
     num_blocks: int  # usable: the null block is not counted
     block_size: int
-    token_capacity: int  # num_blocks * block_size
-    max_model_len: int
+    token_capacity: int  # tokens of requests of max_model_len that the cache holds at once
+    max_model_len: int  # as it was fitted, where it was "auto"
     max_concurrency: float  # requests of max_model_len that the cache holds at once
     phase_seconds: dict[str, float]  # seconds of each phase of start-up, in order
     memory_bytes: list[dict[str, int]]  # one table a rank: total, weights, activations, kv_cache, ...
@@ -269,7 +319,7 @@ class EngineDead(msgspec.Struct, frozen=True, tag="dead"):
     error: WireError
 
 
-EngineMessage = EngineReady | EngineCoreOutputs | RpcResult | EngineRecovering | EngineDead
+EngineMessage = EngineReady | OutputColumns | RpcResult | EngineRecovering | EngineDead
 
 
 # ---------------------------------------------------------------------------------------------------------------

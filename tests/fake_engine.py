@@ -46,6 +46,7 @@ class FakeWorker:
         self._tokens: dict[int, list[int]] = {}
         self._num_computed: dict[int, int] = {}
         self._num_steps = 0
+        self._rows: list[int] = []  # of the last step
 
     @rpc
     def init_device(self) -> None:
@@ -78,8 +79,7 @@ class FakeWorker:
             self._num_computed[new.row] = new.num_computed_tokens
         self._num_steps += 1
         rows, token_ids, logprobs, errors = [], [], [], []
-        scheduled = zip(scheduler_output.rows.tolist(), scheduler_output.num_scheduled_tokens.tolist(), strict=True)
-        for row, num_tokens in scheduled:
+        for row, num_tokens in self._scheduled(scheduler_output):
             tokens = self._tokens[row]
             self._misbehave(tokens)
             self._num_computed[row] += num_tokens
@@ -98,6 +98,15 @@ class FakeWorker:
         return ModelRunnerOutput(
             scheduler_output.step, int_array(rows), int_array(token_ids), logprobs if any(logprobs) else None, errors
         )
+
+    def _scheduled(self, step: SchedulerOutput) -> list[tuple[int, int]]:
+        """The step's rows, and the tokens of each."""
+        assert step.num_steps == 1
+        if step.rows is not None:
+            self._rows = step.rows.tolist()
+        counts = [1] * len(self._rows) if step.num_scheduled_tokens is None else step.num_scheduled_tokens.tolist()
+        assert step.num_tokens == sum(counts)
+        return list(zip(self._rows, counts, strict=True))
 
     def _misbehave(self, tokens: list[int]) -> None:
         if RAISES in tokens:

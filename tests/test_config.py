@@ -38,8 +38,9 @@ def test_every_option_belongs_to_one_part(folder):
         assert options[name].metadata["option"], f"{name} has no description"
 
 
-def test_defaults_survive_the_wire(folder):
-    config = make(folder, max_model_len=32, executor=UniProcExecutor)
+@pytest.mark.parametrize("max_model_len", [None, 32, "auto"])
+def test_defaults_survive_the_wire(folder, max_model_len):
+    config = make(folder, max_model_len=max_model_len, executor=UniProcExecutor)
     assert decoder(EngineConfig).decode(encoder().encode(config)) == config
     assert config.parallel.executor == "ringcore.executor.uniproc:UniProcExecutor"
 
@@ -58,6 +59,15 @@ def test_defaults_survive_the_wire(folder):
         ("max_num_batched_tokens", 1.5),
         ("tensor_parallel_size", 0),
         ("max_model_len", 0),
+        ("max_model_len", "model"),
+        ("max_model_len", True),
+        ("long_prefill_token_threshold", 0),
+        ("scheduling_policy", "lifo"),
+        ("preempt_lower_priority", "yes"),
+        ("enable_prefix_caching", "false"),
+        ("max_skip_ahead", -1),
+        ("max_skip_ahead", None),
+        ("max_num_batched_tokens", 0),
         ("kv_cache_bytes", 0),
         ("num_blocks_override", 1),
         ("steps_in_flight", 3),
@@ -72,6 +82,11 @@ def test_a_bad_value_is_named_with_its_remedy(folder, option, value):
     assert caught.value.details["option"] == option
 
 
+def test_what_max_model_len_may_be_is_said(folder):
+    with pytest.raises(ConfigError, match="max_model_len='all': give an integer of at least 1, or 'auto'"):
+        make(folder, max_model_len="all")
+
+
 def test_an_unknown_option_gets_the_nearest(folder):
     with pytest.raises(UnknownOptionError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
         make(folder, tensor_paralel_size=2)
@@ -82,6 +97,38 @@ def test_more_tokens_than_positions(folder):
     assert make(folder, max_model_len=limit).model.context_len == limit
     with pytest.raises(ConfigError, match=f"positions for {limit} tokens; lower it"):
         make(folder, max_model_len=limit + 1)
+
+
+@pytest.mark.parametrize("max_model_len", [None, "auto"])
+def test_the_models_own_length_is_the_upper_bound(folder, max_model_len):
+    config = make(folder, max_model_len=max_model_len)
+    assert config.model.max_model_len == max_model_len
+    assert config.model.context_len == config.model.spec.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("options", "max_tokens_in_flight"),
+    [
+        ({"steps_in_flight": 2, "max_num_batched_tokens": 100}, 200),
+        ({"steps_in_flight": 1, "max_num_batched_tokens": 100}, 100),
+        ({"steps_in_flight": 2, "max_num_batched_tokens": 100, "long_prefill_token_threshold": 30}, 60),
+        ({"steps_in_flight": 2, "max_num_batched_tokens": 100, "long_prefill_token_threshold": 101}, 200),
+        ({"steps_in_flight": 2, "max_num_batched_tokens": 1, "max_num_seqs": 8}, 2),
+    ],
+)
+def test_the_most_tokens_of_one_request_in_flight(folder, options, max_tokens_in_flight):
+    assert make(folder, **options).scheduler.max_tokens_in_flight == max_tokens_in_flight
+
+
+def test_preempting_by_priority_needs_priorities(folder):
+    scheduler = make(folder, scheduling_policy="priority", preempt_lower_priority=True).scheduler
+    assert scheduler.preempt_lower_priority
+    assert not make(folder, scheduling_policy="priority").scheduler.preempt_lower_priority
+    with pytest.raises(
+        ConfigError, match="'fcfs' knows no priorities; give scheduling_policy='priority' too"
+    ) as caught:
+        make(folder, preempt_lower_priority=True)
+    assert caught.value.details["option"] == "preempt_lower_priority"
 
 
 def test_heads_that_do_not_divide(folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -18,8 +19,12 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int) -> None:
-        """`num_heads` query heads on this rank, a multiple of `spec.num_kv_heads`."""
+    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
+        """`num_heads` query heads on this rank, a multiple of `spec.num_kv_heads`.
+
+        neighbours: the specs of other layers that keep their blocks in the same memory; their pages have as many bytes.
+        The layout must give block b the same bytes, no others, in the shape of each of them.
+        """
         self.spec = spec
         self.num_heads = num_heads
 
@@ -47,4 +52,8 @@ class AttentionBackend(ABC):
         plan: object,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_size]
-        """Writes keys and values to their slots, then attends causally over each sequence's whole context."""
+        """Writes keys and values to their slots, then attends causally: over each sequence's whole context, or what
+        the spec's sliding window leaves of it.
+
+        Slots of block 0 are written like any other, and read as keys and values of nothing.
+        """

@@ -7,30 +7,47 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.attention.context import ForwardContext
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["Attention"]
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of layer `index` on this rank's heads."""
+    """Attention of layer `index` on this rank's heads: a token sees itself and what is before it in its sequence.
+
+    With a `sliding_window` it sees sliding_window tokens at most, itself among them.
+    """
 
     index: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
+    sliding_window: int | None = None
 
     @property
     def name(self) -> str:
         return f"layers.{self.index}.attention"
 
     def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
-        return FullAttentionSpec(
-            block_size=block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype=dtype
+        """What the layer stores, in blocks of `block_size` tokens.
+
+        The plan may store it otherwise: in longer blocks, or all tokens where the window hides none of them.
+        """
+        if self.sliding_window is None:
+            return FullAttentionSpec(
+                block_size=block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype=dtype
+            )
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            sliding_window=self.sliding_window,
         )
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_size], k and v: [num_tokens, num_kv_heads, head_size] -> as q."""
-        return ctx.backend.forward(q, k, v, ctx.kv_caches[self.index], ctx.metadata, ctx.plan, self.scale)
+        group = ctx.groups[ctx.group_of_layer[self.index]]
+        return group.backend.forward(q, k, v, ctx.kv_caches[self.index], group.metadata, group.plan, self.scale)

@@ -12,10 +12,13 @@ __all__ = ["AttentionMetadata"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The ragged layout of one step: sequence i owns the tokens query_start_loc[i] to query_start_loc[i + 1].
+    """The ragged layout of one step in one KV cache group: sequence i owns the tokens query_start_loc[i] to
+    query_start_loc[i + 1].
 
     `seq_lens` counts the tokens of a sequence whose keys are in the cache once this step's are written, so
     the first query token of sequence i stands at position seq_lens[i] - query_lens[i].
+    A block that a sliding window has left behind has no meaning: its entry is 0, or an id that others may have by now.
+    A token whose keys and values are in the cache already, in a block that others may share, has its slot in block 0.
     `*_cpu` arrays are host mirrors of the same numbers.
     """
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
+from ringcore.checkpoint.sliding_windows import read_gguf_windows
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUF_ARCHITECTURES", "read_gguf_spec"]
@@ -19,11 +21,15 @@ GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 # A quantized weight is exact only in float32, to which it is expanded.
 _FILE_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 # The parameters of llama3 scaling that all of its family were published with.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
+# A file of gemma3 may leave out the base of the layers with a window, and does not say that one size of the family
+# scales its scores by hidden_size / num_heads: GGML knows it by its number of layers.
+_GEMMA3_LOCAL_THETA, _GEMMA3_27B_LAYERS = 10_000.0, 62
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -45,12 +51,14 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
     hidden_size = meta.integer(f"{name}.embedding_length")
     num_heads = meta.integer(f"{name}.attention.head_count")
     head_dim = _head_dim(meta, name, hidden_size, num_heads)
+    num_layers = meta.integer(f"{name}.block_count", high=MAX_LAYERS)
+    gemma3 = _gemma3(meta, num_layers, hidden_size // num_heads) if name == "gemma3" else {}
     return ModelSpec(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=meta.integer(f"{name}.feed_forward_length"),
-        num_layers=meta.integer(f"{name}.block_count", high=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=meta.integer(f"{name}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -64,7 +72,18 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
         dtype=_FILE_DTYPES.get(_commonest_type(header), "float32"),
         bos_token_id=_token_id(meta, "bos_token_id"),
         eos_token_ids=list(dict.fromkeys(i for key in _END_KEYS if (i := _token_id(meta, key)) is not None)),
+        **gemma3,
     )
+
+
+def _gemma3(meta: Metadata, num_layers: int, hidden_size_per_head: int) -> dict[str, Any]:
+    """The fields of `ModelSpec` that no other architecture has. `rope` is that of layers without a window."""
+    is_27b = num_layers == _GEMMA3_27B_LAYERS
+    return {
+        "sliding_windows": read_gguf_windows(meta, "gemma3", num_layers),
+        "sliding_rope": RopeSpec(_shortest(meta.number("gemma3.rope.freq_base_swa", _GEMMA3_LOCAL_THETA))),
+        "query_pre_attn_scalar": float(hidden_size_per_head) if is_27b else None,
+    }
 
 
 def _shortest(value: float) -> float:
@@ -75,8 +94,11 @@ def _shortest(value: float) -> float:
 def _refuse_unsupported(meta: Metadata, name: str) -> None:
     if meta.get(f"{name}.expert_count"):
         raise meta.error(f"{name}.expert_count", f"is {meta.get(f'{name}.expert_count')}; experts are not computed")
-    if meta.get(f"{name}.attention.sliding_window"):
-        raise meta.error(f"{name}.attention.sliding_window", "is present; sliding windows are not computed")
+    if name != "gemma3" and meta.get(f"{name}.attention.sliding_window"):
+        raise meta.error(f"{name}.attention.sliding_window", f"is present; the models of {name} have no sliding window")
+    for key in (f"{name}.attn_logit_softcapping", f"{name}.final_logit_softcapping"):
+        if meta.get(key):
+            raise meta.error(key, f"is {meta.get(key)}; capped logits are not computed")
 
 
 def _head_dim(meta: Metadata, name: str, hidden_size: int, num_heads: int) -> int:

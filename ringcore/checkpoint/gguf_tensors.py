@@ -25,12 +25,19 @@ _LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",  # Qwen3
+    "self_attn.q_norm": "attn_q_norm",  # Qwen3, Gemma 3
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+# Gemma 3 has norms after attention and MLP too, and the norm before the MLP has another name.
+_GEMMA3_LAYER = {
+    **_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP_BIASED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -40,11 +47,12 @@ _DERIVED = "rope_freqs.weight"
 _PIECE_BYTES = 1 << 18
 
 
-def gguf_tensor_names(num_layers: int) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, for every tensor that any of the known architectures has."""
+def gguf_tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """Hugging Face name -> GGUF name, for every tensor that a model may have whose general.architecture is this."""
+    in_layer = _GEMMA3_LAYER if architecture == "gemma3" else _LAYER
     names = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _TOP.items()}
     for layer in range(num_layers):
-        for hf, ggml in _LAYER.items():
+        for hf, ggml in in_layer.items():
             suffixes = ("weight", "bias") if hf in _BIASED or hf in _MLP_BIASED else ("weight",)
             for suffix in suffixes:
                 names[f"model.layers.{layer}.{hf}.{suffix}"] = f"blk.{layer}.{ggml}.{suffix}"
@@ -127,10 +135,13 @@ class GGUFTensors:
         # Llama's q and k are stored for a rotary embedding that turns neighbours (0, 1), (2, 3), ...; a Hugging
         # Face checkpoint has the halves, (0, d/2), (1, d/2 + 1), ... Qwen's are stored as they come.
         self._interleaved = name == "llama"
+        # Gemma's norms multiply by 1 + weight: the sum is stored, a Hugging Face checkpoint has the weight.
+        self._norms_plus_one = name == "gemma3"
         self._infos: dict[str, GGUFTensorInfo] = {}
         left = dict(header.tensors)
         left.pop(_DERIVED, None)
-        for hf_name, gguf_name in gguf_tensor_names(meta.integer(f"{name}.block_count", high=MAX_LAYERS)).items():
+        num_layers = meta.integer(f"{name}.block_count", high=MAX_LAYERS)
+        for hf_name, gguf_name in gguf_tensor_names(name, num_layers).items():
             if gguf_name in left:
                 self._infos[hf_name] = left.pop(gguf_name)
         if left:
@@ -155,7 +166,8 @@ class GGUFTensors:
         stop = info.shape[0] if stop is None else stop
         heads = self._heads(name)
         if heads is None:
-            return read_gguf_tensor(self.path, info, start, stop)
+            values = read_gguf_tensor(self.path, info, start, stop)
+            return values - 1 if self._norms_plus_one and name.endswith("norm.weight") else values
         # Rows change places within a head: whole heads are read.
         head_dim = info.shape[0] // heads
         first, last = start // head_dim, -(-stop // head_dim)

@@ -47,3 +47,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     bos_token_id: int | None
     eos_token_ids: list[int]  # any of them ends a completion
+    sliding_windows: dict[int, int] = {}  # layer: the tokens that a token sees, itself among them; others see all
+    sliding_rope: RopeSpec | None = None  # of the layers with a window, where it is another than `rope`
+    query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim

@@ -5,10 +5,12 @@ from __future__ import annotations
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_spec import RopeSpec
 
-__all__ = ["ROPE_KINDS", "read_rope"]
+__all__ = ["DEFAULT_THETA", "ROPE_KINDS", "read_gemma3_ropes", "read_rope"]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+GEMMA3_THETA = 1_000_000.0  # of the layers that see all tokens
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
@@ -18,12 +20,39 @@ def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
     `original_max_position_embeddings` is `max_position_embeddings` where absent, as transformers has it.
     """
     scaling = config.child("rope_scaling") or config.child("rope_parameters")
+    if scaling is not None and (kinds := [key for key in _LAYER_TYPES if key in scaling]):
+        raise scaling.error(kinds[0], "is not known: this architecture has one rotary embedding for all layers")
+    return _read(config, scaling, config.number("rope_theta", DEFAULT_THETA), max_position_embeddings)
+
+
+def read_gemma3_ropes(config: Metadata, max_position_embeddings: int) -> tuple[RopeSpec, RopeSpec]:
+    """(of the layers that see all tokens, of those with a window); raises as `read_rope` does.
+
+    transformers 5 writes `rope_parameters` for each kind of layer. Before, `rope_theta` and `rope_scaling` were those
+    of the first and `rope_local_base_freq` the base of the second, which is never scaled.
+    """
+    parameters = config.child("rope_parameters") or Metadata({}, config.path)
+    for key in parameters.values:
+        if key not in _LAYER_TYPES:
+            raise parameters.error(key, f"is not known; Gemma 3 has parameters of {', '.join(_LAYER_TYPES)}")
+    full, sliding = (parameters.child(key) for key in _LAYER_TYPES)
+    theta = config.number("rope_theta", GEMMA3_THETA)
+    if full is not None:
+        theta = full.number("rope_theta", theta)
+    local_theta = config.number("rope_local_base_freq", DEFAULT_THETA)
+    return (
+        _read(config, config.child("rope_scaling") or full, theta, max_position_embeddings),
+        _read(config, sliding, local_theta, max_position_embeddings),
+    )
+
+
+def _read(config: Metadata, scaling: Metadata | None, theta: float, max_position_embeddings: int) -> RopeSpec:
+    """From `scaling`, whose own rope_theta goes before `theta`."""
+    _refuse_partial(config)
     if scaling is None:
-        _refuse_partial(config)
-        return RopeSpec(theta=config.number("rope_theta", DEFAULT_THETA))
-    for source in (config, scaling):
-        _refuse_partial(source)
-    theta = scaling.number("rope_theta") if "rope_theta" in scaling else config.number("rope_theta", DEFAULT_THETA)
+        return RopeSpec(theta=theta)
+    _refuse_partial(scaling)
+    theta = scaling.number("rope_theta", theta)
     key = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.text(key, "default")
     if kind not in ROPE_KINDS:

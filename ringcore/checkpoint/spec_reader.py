@@ -9,9 +9,10 @@ from typing import Any
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec
-from ringcore.checkpoint.rope import read_rope
+from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
+from ringcore.checkpoint.rope import read_gemma3_ropes, read_rope
 from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.checkpoint.sliding_windows import read_windows
 from ringcore.errors import ModelLoadError
 
 __all__ = ["read_model_spec"]
@@ -24,11 +25,33 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# What transformers' config classes assume where config.json is silent.
+# What transformers' config classes assume where config.json is silent. A null there is no silence.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {"head_dim": 128},
+    "MistralForCausalLM": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Gemma3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+}
+# The field of the activation and the names of the one that the model class computes.
+_SILU = ("hidden_act", ("silu", "swish"))
+_ACTIVATIONS = {"Gemma3ForCausalLM": ("hidden_activation", ("gelu_pytorch_tanh",))}
+# Fields that change what a model computes, to something that no model class here does.
+_NOT_COMPUTED = {
+    "Gemma3ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 }
 
 
@@ -36,8 +59,8 @@ def read_model_spec(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec
     """The facts of the model. `known` holds the architectures there is a model class for.
 
     Raises `ModelLoadError` for an architecture not in `known`, a field that is missing or cannot be right
-    (naming it and the file), and for what the model classes do not compute: sliding windows, partial rotary
-    embeddings, quantized safetensors, another activation than SiLU.
+    (naming it and the file), and for what the model classes do not compute: windows where the architecture has none,
+    partial rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
         spec = read_gguf_spec(files.path, known)
@@ -67,17 +90,14 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
     assert files.config_path is not None
     raw = read_json(files.config_path)
     architecture = _architecture(Metadata(raw, files.config_path), known)
-    present = {key: value for key, value in raw.items() if value is not None}
-    config = Metadata(_DEFAULTS.get(architecture, {}) | present, files.config_path)
+    config = Metadata(_DEFAULTS.get(architecture, {}) | raw, files.config_path)
+    _refuse_unsupported(config, architecture)
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    _refuse_unsupported(config, num_layers)
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if "head_dim" not in config and hidden_size % num_heads:
         raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size {hidden_size}")
     max_position_embeddings = config.integer("max_position_embeddings")
-    # Qwen2's code has the bias fixed: on q, k and v, and no field says so.
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    bias = config.flag("attention_bias", False)
+    rope, sliding_rope = _ropes(config, architecture, max_position_embeddings)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
@@ -89,35 +109,47 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
         head_dim=config.integer("head_dim", hidden_size // num_heads),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position_embeddings,
-        rope=read_rope(config, max_position_embeddings),
+        rope=rope,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        attention_bias=qwen2 or bias,
-        attention_out_bias=bias and not qwen2,
-        mlp_bias=config.flag("mlp_bias", False) and architecture == "LlamaForCausalLM",
+        **_biases(config, architecture),
         dtype=_dtype(config, files),
         bos_token_id=_bos_token_id(config),
         eos_token_ids=_eos_token_ids(config, files),
+        sliding_windows=read_windows(config, architecture, num_layers),
+        sliding_rope=sliding_rope,
+        query_pre_attn_scalar=config.number("query_pre_attn_scalar") if architecture == "Gemma3ForCausalLM" else None,
     )
 
 
-def _refuse_unsupported(config: Metadata, num_layers: int) -> None:
+def _biases(config: Metadata, architecture: str) -> dict[str, bool]:
+    """By field of `ModelSpec`. Some families have them fixed in their code, whatever the file says."""
+    given = config.flag("attention_bias", False)
+    match architecture:
+        case "Qwen2ForCausalLM":
+            on_inputs, on_output = True, False
+        case "MistralForCausalLM":
+            on_inputs = on_output = False
+        case _:
+            on_inputs = on_output = given
+    on_mlp = config.flag("mlp_bias", False) and architecture == "LlamaForCausalLM"
+    return {"attention_bias": on_inputs, "attention_out_bias": on_output, "mlp_bias": on_mlp}
+
+
+def _ropes(config: Metadata, architecture: str, max_position_embeddings: int) -> tuple[RopeSpec, RopeSpec | None]:
+    if architecture == "Gemma3ForCausalLM":
+        return read_gemma3_ropes(config, max_position_embeddings)
+    return read_rope(config, max_position_embeddings), None
+
+
+def _refuse_unsupported(config: Metadata, architecture: str) -> None:
     if "quantization_config" in config:
         raise config.error("quantization_config", "is present: quantized safetensors are not read; a .gguf file is")
-    if (activation := config.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise config.error("hidden_act", f"is {activation!r}; the known models compute 'silu'")
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list):
-            raise config.error("layer_types", f"is {layer_types!r}, a list is needed")
-        for kind in layer_types:
-            if kind != "full_attention":
-                raise config.error("layer_types", f"has {kind!r} layers; only full attention is computed")
-    elif config.flag("use_sliding_window", False) and "sliding_window" in config:
-        first = config.integer("max_window_layers", 28, low=0)  # 28: transformers' default
-        if first < num_layers:
-            raise config.error(
-                "use_sliding_window", f"is true for the layers from {first} on; sliding windows are not computed"
-            )
+    field, known = _ACTIVATIONS.get(architecture, _SILU)
+    if (activation := config.text(field, known[0])) not in known:
+        raise config.error(field, f"is {activation!r}; {architecture} computes {known[0]!r}")
+    for field in _NOT_COMPUTED.get(architecture, ()):
+        if config.get(field) not in (None, False):
+            raise config.error(field, f"is {config.get(field)!r}, which is not computed; give a model without it")
 
 
 def _dtype(config: Metadata, files: ModelFiles) -> str:

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -70,7 +70,8 @@ def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: 
         doc = f"{doc} (default: {default})"
     flag = f"--{name.replace('_', '-')}"
     flags = f"{flag}/--no-{flag[2:]}" if plain is bool else flag
-    annotation = Annotated[plain if required else plain | None, typer.Option(flags, help=doc, show_default=False)]  # type: ignore[valid-type]
+    flag_option = typer.Option(flags, help=doc, show_default=False, **_reading(kind))
+    annotation = Annotated[plain if required else plain | None, flag_option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -85,6 +86,20 @@ def _plain_type(kind: Any) -> Any:
         kinds = [k for k in typing.get_args(kind) if k is not NoneType]
         return next((k for k in kinds if typing.get_origin(k) is list), kinds[0])
     return kind
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    """How the text of a flag is read that takes a number or one of a few words, such as `int | Literal["auto"]`."""
+    words = [word for k in typing.get_args(kind) if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+    return {"parser": _number_or_word, "metavar": f"<{'|'.join(['int', *words])}>"} if words else {}
+
+
+def _number_or_word(text: str) -> int | str:
+    """A word as it is: which ones there are, the config knows, and says so."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _field_docs(doc: str) -> dict[str, str]:

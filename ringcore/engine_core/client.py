@@ -32,6 +32,7 @@ from ringcore.protocol import (
     EngineHealth,
     EngineReady,
     HealthState,
+    PauseMode,
     RpcCall,
     RpcResult,
 )
@@ -125,10 +126,24 @@ class EngineCoreClient:
         values = self._call("workers", call)
         return values if unique_reply_rank is None else values[0]
 
-    def call_engine(self, method: str, timeout: float | None = None) -> Any:
-        """Calls the engine itself: "reset_prefix_cache", "stats" or "health". It does not wait for a step."""
-        (value,) = self._call("engine", EncodedCall(method, (), timeout=timeout))
+    def call_engine(self, method: str, args: Sequence[Any] = (), timeout: float | None = None) -> Any:
+        """Calls the engine itself: "pause", "resume", "reset_prefix_cache", "stats" or "health", with the arguments of
+        `EngineCore`'s method. It does not wait for a step.
+        """
+        (value,) = self._call("engine", EncodedCall.of(method, args, timeout=timeout))
         return value
+
+    def pause(self, mode: PauseMode = "new") -> None:
+        """`EngineCore.pause`."""
+        self.call_engine("pause", (mode,))
+
+    def resume(self) -> None:
+        """`EngineCore.resume`."""
+        self.call_engine("resume")
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """`EngineCore.reset_prefix_cache`."""
+        return bool(self.call_engine("reset_prefix_cache", (preempt_running,)))
 
     def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine does, within about `timeout` seconds. Never raises for an engine that is dead or silent.

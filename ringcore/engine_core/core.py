@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.output_reader import OutputReader, output_columns
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor, step_failed
-from ringcore.errors import EngineDeadError
+from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
 from ringcore.protocol import (
@@ -33,6 +34,8 @@ from ringcore.protocol import (
     EngineRecovering,
     EngineStats,
     HealthState,
+    OutputColumns,
+    PauseMode,
     SchedulerOutput,
 )
 from ringcore.scheduler.scheduler import Scheduler
@@ -51,6 +54,7 @@ class EngineCore:
 
     on_recovery: told of each restart before it is made; it must not raise. `ready` is the new workers' afterwards, and
     `wait_fds` gives other descriptors.
+    clock: gives seconds; that by which `arrival_s` of requests was taken.
 
     Invariant: `_in_flight` holds the steps handed to the executor whose results were not taken in, oldest first,
     and never more than `steps_in_flight` of them.
@@ -61,8 +65,10 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor | None = None,
         on_recovery: Callable[[EngineRecovering], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
         self._in_flight: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
@@ -77,11 +83,12 @@ class EngineCore:
         self._scheduler = Scheduler(
             config.scheduler,
             kv_cache=kv_cache,
-            max_model_len=config.model.context_len,
             eos_token_ids=config.model.spec.eos_token_ids,
             vocab_size=config.model.spec.vocab_size,
             seed=config.model.seed,
+            clock=clock,
         )
+        self._reader = OutputReader()
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests. They need no workers: while these are lost, requests come and go all the same.
@@ -101,7 +108,9 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: a request that is not finished, a step in flight, an output to give."""
+        """Whether `step` has something to do: a request that is not finished, unless a pause keeps it from going on; a
+        step in flight; an output to give.
+        """
         return bool(self._in_flight or self._refused) or self._scheduler.has_unfinished
 
     @property
@@ -115,33 +124,39 @@ class EngineCore:
     # -----------------------------------------------------------------------------------------------------------
     # The step.
 
-    def step(self, block: bool = True) -> EngineCoreOutputs:
+    def step(self, block: bool = True, max_steps: int = 1) -> EngineCoreOutputs:
         """Keeps `steps_in_flight` steps with the workers and takes in the result of the oldest.
 
         With `block=False` the result is taken in only if it is there. Empty if there is nothing to do, and where it
         took new workers to go on: then the outputs are those of requests that were refused.
-        """
-        outputs = self.advance(block)
-        return EngineCoreOutputs(outputs=outputs or [], stats=self.stats())
 
-    def advance(self, block: bool = False) -> list[EngineCoreOutput] | None:
-        """`step` for an event loop: None where no result was taken in, so that the loop knows it may sleep."""
+        max_steps: where all that run decode and nobody can start, so many steps may be one (see `Scheduler.schedule`).
+        """
+        columns = self.advance(block, max_steps)
+        return EngineCoreOutputs([] if columns is None else self._reader.read(columns), self.stats())
+
+    def advance(self, block: bool = False, max_steps: int = 1) -> OutputColumns | None:
+        """`step` for an event loop: None where no result was taken in, so that the loop knows it may sleep.
+
+        Whoever takes columns takes all of them, and reads them in order by one `OutputReader`.
+        """
         self._supervisor.check_alive()
         with self._errors_end_the_engine():
             try:
                 self._supervisor.check_serving()
-                outputs = self._take_step(block)
+                columns = self._take_step(block, max_steps)
             except WorkersLost:
                 self._recover()
-                outputs = []
+                columns = output_columns([], self.stats())
         if self._refused:
-            outputs, self._refused = [*self._refused, *(outputs or [])], []
-        return outputs
+            columns = columns or output_columns([], self.stats())
+            columns.others[:0], self._refused = self._refused, []
+        return columns
 
-    def _take_step(self, block: bool) -> list[EngineCoreOutput] | None:
+    def _take_step(self, block: bool, max_steps: int) -> OutputColumns | None:
         """Raises `WorkersLost`; any other error is the scheduler's own, which cannot be survived."""
         while len(self._in_flight) < self.config.scheduler.steps_in_flight:
-            scheduled = self._scheduler.schedule()
+            scheduled = self._scheduler.schedule(max_steps)
             if scheduled is None:
                 break
             with self._supervisor.guarded():
@@ -156,7 +171,7 @@ class EngineCore:
             model_output = future.result()
         self._in_flight.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_steps_taken += 1
-        self._last_step_s = time.monotonic()
+        self._last_step_s = self._clock()
         return self._scheduler.update(scheduled, model_output)
 
     def _recover(self) -> None:
@@ -241,10 +256,27 @@ class EngineCore:
             except WorkersLost:
                 self._recover()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False, and nothing changed, while a request uses a block."""
+    def pause(self, mode: PauseMode = "new") -> None:
+        """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is begun.
+
+        Requests come and go all the same. Raises `InvalidRequestError` for another mode.
+        """
         self._supervisor.check_alive()
-        return self._scheduler.reset_prefix_cache()
+        if mode not in ("new", "all"):
+            raise InvalidRequestError(f"mode={mode!r}: give 'new' or 'all'", field="mode", value=repr(mode))
+        self._scheduler.pause(mode)
+
+    def resume(self) -> None:
+        """Ends a pause; where there is none, nothing happens."""
+        self._supervisor.check_alive()
+        self._scheduler.resume()
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached prefixes. False, and nothing changed, while a request runs; unless those that run are to
+        be preempted: they are computed again, from nothing.
+        """
+        self._supervisor.check_alive()
+        return self._scheduler.reset_prefix_cache(preempt_running)
 
     # -----------------------------------------------------------------------------------------------------------
     # How it does.
@@ -259,7 +291,7 @@ class EngineCore:
 
     def health(self) -> EngineHealth:
         """How the engine and each worker do, without asking the workers anything. Never waits, never raises."""
-        stats, dead, now = self._scheduler.stats(), self._supervisor.dead, time.monotonic()
+        stats, dead, now = self._scheduler.stats(), self._supervisor.dead, self._clock()
         oldest_step_s = None if dead else self._executor.oldest_step_s()
         return EngineHealth(
             state=self._state(oldest_step_s),

@@ -18,8 +18,9 @@ __all__ = ["InputProcessor", "PreparedRequest", "Prompt", "as_prompt_list"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt", "priority")
 _MAX_ID_BYTES = 256
+_MAX_PRIORITY = 2**31 - 1
 
 
 class TextEncoder(Protocol):
@@ -39,12 +40,15 @@ class PreparedRequest:
 
 class InputProcessor:
     """Checks prompts against one model, before anything is sent: every error here is an `InvalidRequestError`
-    (or an `UnknownOptionError` for a key of a prompt's dict) that names the field, the value and the remedy."""
+    (or an `UnknownOptionError` for a key of a prompt's dict) that names the field, the value and the remedy.
 
-    def __init__(self, config: EngineConfig, tokenizer: TextEncoder) -> None:
+    max_model_len: the engine's, as it is known when it is ready; without it, the model's.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: TextEncoder, max_model_len: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = config.model.spec.vocab_size
-        self._max_model_len = config.model.context_len
+        self._max_model_len = max_model_len or config.model.context_len
         self._numbers = count()
 
     def process(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
@@ -65,6 +69,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_s=time.monotonic(),
+            priority=_priority(fields.get("priority")),
             cache_salt=_checked_string("cache_salt", fields.get("cache_salt")),
         )
         return PreparedRequest(request, request_id, text)
@@ -170,6 +175,15 @@ def _checked_string(field: str, value: Any) -> str | None:
     if length > _MAX_ID_BYTES:
         raise _bad(field, repr(value)[:80], f"it has {length} bytes; give at most {_MAX_ID_BYTES}")
     return value
+
+
+def _priority(value: Any) -> int:
+    """None is what most have: 0."""
+    if value is None:
+        return 0
+    if not _is_integer(value) or abs(operator.index(value)) > _MAX_PRIORITY:
+        raise _bad("priority", repr(value)[:80], f"give an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
+    return operator.index(value)
 
 
 def _bad(field: str, value: object, remedy: str) -> InvalidRequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import select
 import time
 from collections import deque
@@ -14,18 +15,19 @@ import msgspec
 from ringcore.engine_core.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.framing import Buffer
+from ringcore.engine_core.output_reader import output_columns
 from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
-from ringcore.executor.value_codec import encode_value
+from ringcore.executor.value_codec import decode_request, encode_value
 from ringcore.protocol import (
     AbortRequests,
     AddRequests,
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
     EngineRecovering,
+    OutputColumns,
     RpcCall,
     RpcResult,
     Shutdown,
@@ -70,9 +72,11 @@ class EngineLoop:
     def __init__(self, core: EngineCore, channel: EngineChannel, admin: AdminEndpoint | None = None) -> None:
         self._core, self._channel, self._admin = core, channel, admin
         self._stopping = False
-        self._unsent: list[EngineCoreOutput] = []
+        self._unsent: deque[OutputColumns] = deque()
         self._calls: deque[_PendingCall] = deque()
-        self._engine_methods: dict[str, Callable[[], Any]] = {
+        self._engine_methods: dict[str, Callable[..., Any]] = {
+            "pause": core.pause,
+            "resume": core.resume,
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.structs.asdict(core.stats()),
             "health": core.health,
@@ -102,7 +106,8 @@ class EngineLoop:
             answered |= self._answer_oldest_calls()
             self._channel.flush()
             if outputs is not None:
-                self._unsent = outputs
+                if not outputs.is_empty:
+                    self._unsent.append(outputs)
             elif not answered:
                 self._sleep()
 
@@ -141,7 +146,7 @@ class EngineLoop:
                 case AddRequests(requests):
                     self._add(requests)
                 case AbortRequests(request_ids):
-                    self._unsent += self._core.abort(request_ids)
+                    self._tell(self._core.abort(request_ids))
                 case RpcCall() as call:
                     self._call(call, received.buffers, self._send)
                 case Shutdown():
@@ -168,13 +173,13 @@ class EngineLoop:
                 raise
             except RingcoreError as error:
                 wire = wire_error(error)
-                self._unsent.append(EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire))
+                self._tell([EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire)])
 
     def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
         try:
             match call.target:
                 case "engine":
-                    self._reply(answer, call.call_id, [encode_value(self._engine_method(call, buffers)())])
+                    self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
                 case "workers":
                     self._submit(call, buffers, answer)
                 case target:
@@ -197,12 +202,17 @@ class EngineLoop:
         future = self._core.forward_rpc(encoded)
         self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
 
-    def _engine_method(self, call: RpcCall, buffers: Sequence[Buffer]) -> Callable[[], Any]:
-        if call.method not in self._engine_methods:
+    def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
+        """Calls a method of the engine itself. Without buffers it has no arguments."""
+        method = self._engine_methods.get(call.method)
+        if method is None or call.is_callable:
             raise invalid_call("method", call.method, sorted(self._engine_methods))
-        if buffers:
-            raise InvalidRequestError(f"{call.method} takes no arguments", field="args", value=len(buffers))
-        return self._engine_methods[call.method]
+        try:
+            _, args, kwargs = decode_request(buffers) if buffers else (call.method, [], {})
+            inspect.signature(method).bind(*args, **kwargs)
+        except (msgspec.DecodeError, TypeError) as error:
+            raise InvalidRequestError(f"{call.method}: its arguments are wrong: {error}", field="args") from error
+        return method(*args, **kwargs)
 
     # -----------------------------------------------------------------------------------------------------------
     # Start and recovery.
@@ -241,9 +251,13 @@ class EngineLoop:
         self._channel.send(message, buffers)
 
     def _send_outputs(self) -> None:
-        if self._unsent:
-            outputs, self._unsent = self._unsent, []
-            self._send(EngineCoreOutputs(outputs=outputs, stats=self._core.stats()))
+        while self._unsent:
+            self._send(self._unsent.popleft())
+
+    def _tell(self, outputs: list[EngineCoreOutput]) -> None:
+        """Sends outputs that came of no step, after those that wait to be sent."""
+        if outputs:
+            self._unsent.append(output_columns(outputs, self._core.stats()))
 
     def _answer_settled_calls(self) -> bool:
         """Answers every call that is settled, in whatever order that came about."""

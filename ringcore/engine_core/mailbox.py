@@ -11,6 +11,7 @@ from typing import TypeVar, assert_never
 from ringcore.engine_core.channel import Received
 from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.output_processor import error_of
+from ringcore.engine_core.output_reader import OutputReader
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.protocol import (
     EngineCoreOutputs,
@@ -19,6 +20,7 @@ from ringcore.protocol import (
     EngineReady,
     EngineRecovering,
     EngineStats,
+    OutputColumns,
     RpcResult,
 )
 
@@ -49,6 +51,7 @@ class Mailbox:
         self.stats = _NO_STATS
         self.dead: RingcoreError | None = None
         self._outputs: deque[EngineCoreOutputs] = deque()
+        self._reader = OutputReader()
         self._expected: set[int] = set()  # ids of calls whose answers somebody waits for
         self._answers: dict[int, Received[RpcResult]] = {}
 
@@ -124,8 +127,8 @@ class Mailbox:
         message, buffers = received
         with self._changed:
             match message:
-                case EngineCoreOutputs():
-                    self._outputs.append(message)
+                case OutputColumns():
+                    self._outputs.append(EngineCoreOutputs(self._reader.read(message), message.stats))
                     self.stats = message.stats
                 case RpcResult():
                     if message.call_id in self._expected:

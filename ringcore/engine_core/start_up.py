@@ -18,8 +18,14 @@ from ringcore.protocol import EngineReady
 __all__ = ["start_up"]
 
 
-def start_up(config: EngineConfig, executor: Executor, phases: dict[str, float]) -> tuple[EngineReady, KVCacheManager]:
-    """The same after a start and after a restart. `phases`: seconds of what was done so far, to which its own come.
+def start_up(
+    config: EngineConfig, executor: Executor, phases: dict[str, float], max_model_len: int | None = None
+) -> tuple[EngineReady, KVCacheManager]:
+    """The same after a start and after a restart.
+
+    phases: seconds of what was done so far, to which its own come.
+    max_model_len: at a restart, the one that the engine was ready with. One that is "auto" is fitted again, and may
+        become smaller with the memory that is free, never larger: the front end goes by the first.
 
     Raises `CapacityError` where one request of the model's length does not fit, and what a worker raises.
     """
@@ -32,31 +38,33 @@ def start_up(config: EngineConfig, executor: Executor, phases: dict[str, float])
             specs,
             [table["available_kv_cache_bytes"] for table in tables],
             max_model_len=config.model.context_len,
+            fit_max_model_len=config.model.max_model_len == "auto",
+            max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
             num_blocks_override=config.cache.num_blocks_override,
         )
-    with timed(phases, "initialize_from_config"):
         assert all(plan == plans[0] for plan in plans), "ranks have different KV cache plans"
-        executor.collective_rpc("initialize_from_config", (plans[0],))
-    plan = plans[0]
-    ready = _describe(config, plan, tables, phases, executor.pids())
-    return ready, KVCacheManager(plan.groups[0].spec, plan.num_blocks, config.cache.enable_prefix_caching)
+        plan = plans[0]
+        if max_model_len is not None:
+            plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
+    with timed(phases, "initialize_from_config"):
+        executor.collective_rpc("initialize_from_config", (plan,))
+    kv_cache = KVCacheManager(
+        plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
+    )
+    return _describe(plan, tables, phases, executor.pids()), kv_cache
 
 
 def _describe(
-    config: EngineConfig,
-    plan: KVCacheConfig,
-    tables: list[dict[str, int]],
-    phases: dict[str, float],
-    worker_pids: dict[str, int],
+    plan: KVCacheConfig, tables: list[dict[str, int]], phases: dict[str, float], worker_pids: dict[str, int]
 ) -> EngineReady:
-    spec, max_model_len = plan.groups[0].spec, config.model.context_len
     usable = plan.num_blocks - 1  # block 0 is the null block
+    needed = plan.blocks_needed(plan.max_model_len)
     return EngineReady(
         num_blocks=usable,
-        block_size=spec.block_size,
-        token_capacity=usable * spec.block_size,
-        max_model_len=max_model_len,
-        max_concurrency=usable / spec.blocks_needed(max_model_len),
+        block_size=min(group.spec.block_size for group in plan.groups),
+        token_capacity=usable * plan.max_model_len // needed,
+        max_model_len=plan.max_model_len,
+        max_concurrency=usable / needed,
         phase_seconds=phases,
         memory_bytes=[table | {"kv_cache": plan.total_bytes} for table in tables],
         pids={"engine": os.getpid()} | worker_pids,

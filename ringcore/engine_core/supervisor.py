@@ -47,6 +47,7 @@ class WorkerSupervisor:
     ) -> None:
         self._config, self._executor, self._on_recovery = config, executor, on_recovery
         self._max_restarts = config.parallel.max_worker_restarts
+        self._max_model_len: int | None = None  # that of the first start; a restart must not raise one that is "auto"
         self._generation = 0  # of workers; a future of an older one has nothing to say of those that are here
         self.num_restarts = 0  # those that failed among them
         self.restart_cause: str | None = None  # of the last one
@@ -54,7 +55,9 @@ class WorkerSupervisor:
         self.dead: EngineDeadError | None = None
 
     def start(self) -> tuple[EngineReady, KVCacheManager]:
-        return start_up(self._config, self._executor, self._executor.start())
+        ready, kv_cache = start_up(self._config, self._executor, self._executor.start())
+        self._max_model_len = ready.max_model_len
+        return ready, kv_cache
 
     def check_alive(self) -> None:
         """Raises what the engine died of."""
@@ -125,7 +128,7 @@ class WorkerSupervisor:
         while True:
             self._announce(self.lost)
             try:
-                started = start_up(self._config, self._executor, self._executor.restart())
+                started = start_up(self._config, self._executor, self._executor.restart(), self._max_model_len)
             except Exception as error:
                 self._lose(_not_replaced(cause, error), error)
             else:

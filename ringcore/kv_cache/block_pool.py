@@ -2,171 +2,187 @@
 
 A block is in one of three states:
 
-    state         ref_count  hash   in the free list
-    in use        >= 1       any    no                 its tokens belong to running requests
-    cached, free  0          set    yes, at the back   nobody's, but a prompt that begins alike can take it up again
-    empty, free   0          None   yes, at the front  nobody's
+    state         ref_count  hash  where
+    in use        >= 1       any   in block tables                  its tokens belong to running requests
+    cached, free  0          set   in the order of last use         nobody's, but a prompt that begins alike can take it
+    empty, free   0          none  on the stack                     nobody's
 
-The free list is handed out from the front. Blocks without a hash come first, the most recently freed one foremost (its
-memory is warm); then the cached ones, the longest unused foremost. So a prefix is forgotten only when nothing else is
-left, and then the least recently used one, its last block first.
+Empty blocks are handed out first, the last one put on the stack foremost (its memory is warm); then cached ones, the
+longest unused foremost. So a prefix is forgotten only when nothing else is left, and then the least recently used one,
+its last block first. Blocks are ints; there is no Python object for a block that is not cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import KeysView, Mapping, Sequence
+from itertools import compress, repeat
+from operator import eq
 
-__all__ = ["Block", "BlockPool"]
+import numpy as np
 
+__all__ = ["BlockPool"]
 
-class Block:
-    """One block. `token_bytes` are the tokens it is cached for, as raw int32; set exactly if `hash` is."""
-
-    __slots__ = ("hash", "id", "next", "prev", "ref_count", "token_bytes")
-
-    def __init__(self, block_id: int) -> None:
-        self.id = block_id
-        self.ref_count = 0
-        self.hash: bytes | None = None
-        self.token_bytes: bytes | None = None
-        self.prev = self.next = self  # its neighbours in the free list; itself while it is in none
-
-    def __repr__(self) -> str:
-        return f"Block({self.id}, ref_count={self.ref_count}, {'cached' if self.hash else 'not cached'})"
-
-
-class _FreeList:
-    """A doubly linked ring through the blocks themselves, so that any block leaves it in O(1)."""
-
-    def __init__(self) -> None:
-        self._ends = Block(0)  # stands between the last and the first, and is never handed out
-        self._len = 0
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __iter__(self) -> Iterator[Block]:
-        """From the front to the back; the links are checked on the way."""
-        block = self._ends.next
-        while block is not self._ends:
-            assert block.next.prev is block, "free list: broken link"
-            yield block
-            block = block.next
-
-    def push_front(self, block: Block) -> None:
-        self._insert_after(self._ends, block)
-
-    def push_back(self, block: Block) -> None:
-        self._insert_after(self._ends.prev, block)
-
-    def pop_front(self) -> Block:
-        block = self._ends.next
-        self.remove(block)
-        return block
-
-    def remove(self, block: Block) -> None:
-        assert block.next is not block, f"{block} is not in the free list"
-        block.prev.next, block.next.prev = block.next, block.prev
-        block.prev = block.next = block
-        self._len -= 1
-
-    def _insert_after(self, before: Block, block: Block) -> None:
-        assert block.next is block, f"{block} is in the free list already"
-        block.prev, block.next = before, before.next
-        block.prev.next = block.next.prev = block
-        self._len += 1
+_NOT_CACHED = -1
+_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes at a time: a prompt that is not cached costs little, however long
+_NO_IDS = np.empty(0, np.int64)
 
 
 class BlockPool:
-    """All blocks, by id. Block 0 is the null block: it pads block tables and is never handed out."""
+    """All blocks, by id, for `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is never
+    handed out.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = _FreeList()
-        for block in self._blocks[1:]:
-            self._free.push_back(block)
-        self._cached: dict[bytes, Block] = {}
+        self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
+        self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
+        self._stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` are the empty ones, the next one last
+        self._found: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
+        self._hash_of: dict[int, bytes] = {}  # of cached blocks
+        self._unused: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
+        self._num_empty = 0
+        self._empty_all()
+
+    def _empty_all(self) -> None:
+        self._num_empty = self.num_usable_blocks
+        self._stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
 
     @property
     def num_usable_blocks(self) -> int:
-        return len(self._blocks) - 1
+        return len(self.ref_counts) - 1
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return self._num_empty + len(self._unused)
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._cached)
+        return len(self._hash_of)
 
-    def allocate(self, num_blocks: int) -> list[Block]:
-        """`num_blocks` blocks with one reference each; at most `num_free_blocks`. Evicts cached ones as needed."""
-        assert num_blocks <= self.num_free_blocks, "allocate: not so many blocks are free"
-        blocks = [self._free.pop_front() for _ in range(num_blocks)]
-        for block in blocks:
-            if block.hash is not None:
-                self._forget(block)
-            block.ref_count = 1
-        return blocks
+    def take(self, num_blocks: int) -> np.ndarray:
+        """`num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
 
-    def free(self, blocks: Sequence[Block]) -> None:
-        """Gives back one reference to each, the last block first, so that a prefix outlives its tail."""
-        for block in reversed(blocks):
-            assert block.ref_count > 0, f"{block} is freed once too often"
-            block.ref_count -= 1
-            if block.ref_count == 0 and block.hash is None:
-                self._free.push_front(block)
-            elif block.ref_count == 0:
-                self._free.push_back(block)
+        Evicts cached ones as needed.
+        """
+        assert num_blocks <= self.num_free_blocks, "take: not so many blocks are free"
+        bottom = max(self._num_empty - num_blocks, 0)
+        ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
+        self._num_empty = bottom
+        if len(ids) < num_blocks:
+            ids = np.concatenate((ids, self._evict(num_blocks - len(ids))))
+        self.ref_counts[ids] = 1
+        return ids
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Takes one reference to each; a cached free block leaves the free list."""
-        for block in blocks:
-            if block.ref_count == 0:
-                self._free.remove(block)
-            block.ref_count += 1
+    def _evict(self, num_blocks: int) -> np.ndarray:
+        """The longest unused ones, which nobody finds from now on."""
+        ids = []
+        pop_longest_unused, pop_hash = self._unused.popitem, self._hash_of.pop
+        for _ in range(num_blocks):
+            block_id, group = pop_longest_unused(last=False)
+            del self._found[group][pop_hash(block_id)]
+            ids.append(block_id)
+        evicted = np.array(ids, np.int64)
+        self._group_of[evicted] = _NOT_CACHED
+        return evicted
 
-    def cache_block(self, block: Block, block_hash: bytes, block_token_bytes: bytes) -> None:
-        """Lets `lookup` find a block in use. Where another block has the hash already, that one stays the one found."""
-        assert block.ref_count > 0, f"{block} is free: what it holds may be anything"
-        assert block.hash is None, f"{block} is cached already"
-        if block_hash in self._cached:
+    def free(self, ids: np.ndarray) -> None:
+        """Gives back one reference to each, in this order: of the empty ones the last is taken next, of the cached ones
+        the first. A block may come as often as it has references. ids: [n] int64.
+        """
+        if not len(ids):
             return
-        block.hash, block.token_bytes = block_hash, block_token_bytes
-        self._cached[block_hash] = block
+        counts = self.ref_counts[ids]
+        if (counts == 1).all():
+            self.ref_counts[ids] = 0
+        else:
+            assert counts.all(), "a block is freed once too often"
+            np.subtract.at(self.ref_counts, ids, 1)
+            ids = ids[self.ref_counts[ids] == 0]
+        groups = self._group_of[ids]
+        is_cached = groups != _NOT_CACHED
+        cached = ids[is_cached]
+        if len(cached):
+            # One that is here twice, because two tables gave it back, is put in once. Empty ones are never shared.
+            self._unused.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            ids = ids[~is_cached]
+        self._stack[self._num_empty : self._num_empty + len(ids)] = ids
+        self._num_empty += len(ids)
 
-    def lookup(self, block_hash: bytes, block_token_bytes: bytes) -> Block | None:
-        """The block cached under the hash, if it holds exactly these tokens. For what is before it the hash vouches."""
-        block = self._cached.get(block_hash)
-        if block is None or block.token_bytes != block_token_bytes:
-            return None
-        return block
+    def num_unused(self, ids: np.ndarray) -> int:
+        """How many of these are in no block table: `touch` takes them from the free ones."""
+        return len(ids) - int(np.count_nonzero(self.ref_counts[ids]))
+
+    def touch(self, ids: np.ndarray) -> None:
+        """Takes one reference to each; each once. A cached free block leaves the free ones. ids: [n] int64."""
+        unused = ids[self.ref_counts[ids] == 0]
+        deque(map(self._unused.pop, unused.tolist()), maxlen=0)
+        self.ref_counts[ids] += 1
+
+    def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
+        """Lets `lookup` find blocks in use, ids[i] by hashes[i]. Where another block of the group has the hash already,
+        that one stays the one found. ids: [n] int64.
+        """
+        own_ids = ids.tolist()
+        found_ids = list(map(self._found[group].setdefault, hashes, own_ids))
+        if found_ids != own_ids:
+            is_new = list(map(eq, found_ids, own_ids))
+            ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
+        assert self.ref_counts[ids].all(), "a block that is free holds anything"
+        assert (self._group_of[ids] == _NOT_CACHED).all(), "a block is cached already"
+        self._hash_of.update(zip(own_ids, hashes, strict=True))
+        self._group_of[ids] = group
+
+    def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
+        """The blocks found by the first hashes, up to the first that is not found. [n] int64."""
+        parts = [_NO_IDS]
+        begin, size = 0, _FIRST_LOOKUP
+        while begin < len(hashes):
+            names = hashes[begin : begin + size]
+            ids = np.fromiter(map(self._found[group].get, names, repeat(0)), np.int64, len(names))
+            parts.append(ids)
+            if not ids.all():
+                parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
+                break
+            begin, size = begin + size, size * _LOOKUP_GROWTH
+        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+
+    def hashes(self, group: int) -> KeysView[bytes]:
+        """Those by which a block of the group is found."""
+        return self._found[group].keys()
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """What the block is found by; None if it is not cached."""
+        return self._hash_of.get(block_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block; False, and nothing done, while any block is in use."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for block in list(self._cached.values()):
-            self._forget(block)
+        for found in self._found:
+            found.clear()
+        self._hash_of.clear()
+        self._unused.clear()
+        self._group_of[:] = _NOT_CACHED
+        self._empty_all()
         return True
 
-    def _forget(self, block: Block) -> None:
-        assert block.hash is not None
-        del self._cached[block.hash]
-        block.hash = block.token_bytes = None
-
-    def check(self, ref_counts: dict[int, int]) -> None:
+    def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        free = list(self._free)
-        free_ids = {block.id for block in free}
-        assert len(free) == len(free_ids) == self.num_free_blocks, "free list: a block twice, or a wrong count"
-        assert 0 not in free_ids | ref_counts.keys(), "the null block is handed out"
-        for block in self._blocks[1:]:
-            assert block.ref_count == ref_counts.get(block.id, 0), f"{block}: {ref_counts.get(block.id, 0)} users"
-            assert (block.id in free_ids) == (block.ref_count == 0), f"{block}: free list and ref count disagree"
-            assert (block.hash is None) == (block.token_bytes is None), f"{block}: a hash without tokens"
-        cached = [block.hash is not None for block in free]
-        assert cached == sorted(cached), "free list: a cached block before one that holds nothing"
-        hashed = {block.hash: block for block in self._blocks if block.hash is not None}
-        assert hashed == self._cached, "prefix cache: map and blocks disagree"
+        empty, unused = self._stack[: self._num_empty].tolist(), list(self._unused)
+        free = {*empty, *unused}
+        assert len(free) == len(empty) + len(unused), "a block is free twice"
+        assert 0 not in free | ref_counts.keys(), "the null block is handed out"
+        expected = np.zeros_like(self.ref_counts)
+        expected[list(ref_counts)] = list(ref_counts.values())
+        wrong = np.flatnonzero(expected != self.ref_counts).tolist()
+        assert not wrong, f"blocks {wrong[:8]}: {expected[wrong[:8]]} users, counted {self.ref_counts[wrong[:8]]}"
+        assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
+        groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
+        assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
+        assert all(groups.get(block_id) == group for block_id, group in self._unused.items()), "unused without a hash"
+        assert free & groups.keys() == set(unused), "a cached block is taken for empty"
+        found = [{} for _ in self._found]  # type: list[dict[bytes, int]]
+        for block_id, group in groups.items():
+            found[group][self._hash_of[block_id]] = block_id
+        assert found == self._found, "prefix cache: the maps and the blocks disagree"

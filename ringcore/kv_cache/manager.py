@@ -1,45 +1,92 @@
-"""The KV cache as the scheduler sees it: room for a request's tokens, and what of its prefix is there already."""
+"""The KV cache as the scheduler sees it: room for the tokens of rows, and what of a prompt is there already.
+
+A row stands for a running request. What every step asks of all rows is one comparison with a column of numbers: only
+rows that cross the edge of a block cost more.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from functools import reduce
 from typing import Protocol
 
-from ringcore.kv_cache.block_hash import BlockHasher, token_bytes
-from ringcore.kv_cache.block_pool import Block, BlockPool
-from ringcore.kv_cache.spec import KVCacheSpec
+import numpy as np
 
-__all__ = ["CacheUser", "KVCacheManager"]
+from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
+from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
+from ringcore.kv_cache.block_pool import BlockPool
+from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
+from ringcore.kv_cache.group_manager import SlidingWindowManager, make_group_manager
+from ringcore.kv_cache.spec import KVCacheConfig
+
+__all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
 
 
 class CacheUser(Protocol):
-    """What the manager reads and writes of a request; `blocks`, hashes and the published count are its to write."""
+    """What the manager reads of a request, waiting or running; `block_hashes` are its to write."""
 
-    tokens: array[int]  # every known token: the prompt, then what was generated
-    num_computed_tokens: int  # scheduled so far: their slots are written, or will be by a step in flight
-    num_confirmed_tokens: int  # of these, computed by steps that have come back
-    cache_salt: str | None
-    blocks: list[Block]  # the block table
-    block_hashes: list[bytes]  # of the first full blocks of `tokens`, as far as they were asked for
-    num_published_blocks: int  # leading blocks that the prefix cache knows, or knows a twin of
+    tokens: array[int]  # the tokens known when it starts, as array('i'); whether it grows later does not matter
+    extra_keys: ExtraKeys
+    block_hashes: list[bytes]  # of its first full blocks of the smallest block size, as far as they were asked for
 
 
 class KVCacheManager:
-    """One KV cache group's blocks, and the prefix cache over them.
+    """The blocks of every KV cache group, and the prefix cache over them. All groups take their blocks from one pool.
 
-    `num_blocks` counts the null block. Without `enable_prefix_caching` nothing is hashed and nothing is found.
-    `hasher` names the blocks; by default one whose root is random in each process.
+    Without `enable_prefix_caching` nothing is hashed and nothing is found. `hasher` names the blocks, in the smallest
+    block size of any group; by default one whose root is random in each process.
+
+    A block is found from the moment it is published: its tokens are confirmed, and no step in flight writes to its
+    slots. So what a step computes is not shared in the same step, nor before the step has come back;
+    `CachedPrefix.is_awaited` says that it is worth waiting for.
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, enable_prefix_caching: bool, *, hasher: BlockHasher | None = None
+        self,
+        config: KVCacheConfig,
+        *,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+        hasher: BlockHasher | None = None,
     ) -> None:
-        self.spec = spec
+        sizes = [group.spec.block_size for group in config.groups]
+        self._hash_block_size, self._alignment = min(sizes), math.lcm(*sizes)
+        assert not any(size % self._hash_block_size for size in sizes), "a block is a whole number of the smallest ones"
+        self._hasher = hasher or BlockHasher(self._hash_block_size)
+        assert self._hasher.block_size == self._hash_block_size, "one chain of hashes, in the smallest blocks"
+        self.config = config
         self.enable_prefix_caching = enable_prefix_caching
-        self._hasher = hasher or BlockHasher(spec.block_size)
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(config.num_blocks, len(sizes))
+        self._groups = [
+            make_group_manager(
+                group.spec,
+                index,
+                self._pool,
+                hash_block_size=self._hash_block_size,
+                alignment=self._alignment,
+                max_num_seqs=max_num_seqs,
+                max_model_len=config.max_model_len,
+            )
+            for index, group in enumerate(config.groups)
+        ]
+        self._window_groups = [group for group in self._groups if isinstance(group, SlidingWindowManager)]
+        self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
+        self._users: dict[int, CacheUser] = {}  # by row in use
+        self._awaited = AwaitedBlocks()  # runs of `_alignment` tokens, by the hash at their end
+        # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it has a
+        # block to publish, and one to give back.
+        self.capacity = np.zeros(max_num_seqs, np.int64)
+        self._next_publish = np.zeros(max_num_seqs, np.int64)
+        self._next_release = np.zeros(max_num_seqs, np.int64)
+        self._num_cached = np.zeros(max_num_seqs, np.int64)  # of the prefix that it began with
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group has a sliding window: then confirmed tokens let blocks go (`release_window`)."""
+        return bool(self._window_groups)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -50,95 +97,210 @@ class KVCacheManager:
         return self._pool.num_free_blocks
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that a prompt can hit, in use or free."""
+        return self._pool.num_cached_blocks
+
+    @property
     def max_num_tokens(self) -> int:
         """The most tokens of one request that the whole cache holds."""
-        return self.num_usable_blocks * self.spec.block_size
+        return self._max_num_tokens
 
     def blocks_needed(self, num_tokens: int) -> int:
-        return self.spec.blocks_needed(num_tokens)
+        """The most blocks that one request holds while it comes to `num_tokens` tokens."""
+        return self.config.blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one request of so many tokens fits while it has the cache to itself."""
         return self.blocks_needed(num_tokens) <= self.num_usable_blocks
 
-    def find_cached_prefix(self, request: CacheUser) -> tuple[list[Block], int]:
-        """The longest cached run of whole blocks that the request begins with, and its tokens. Takes no reference.
+    # A request that waits.
 
-        It leaves at least one known token out: something has to be computed for there to be a next token.
+    def no_prefix(self) -> CachedPrefix:
+        """For a request that computes all of its tokens."""
+        return CachedPrefix(0, 0, tuple([] for _ in self._groups), is_awaited=False)
+
+    def find_cached_prefix(self, request: CacheUser) -> CachedPrefix:
+        """The longest prefix that every group has. Takes no reference: it holds until blocks are taken."""
+        num_tokens = len(request.tokens)
+        limit = num_tokens // self._alignment * self._alignment
+        if not self.enable_prefix_caching or not limit:
+            return self.no_prefix()
+        hashes = request.block_hashes
+        self._hasher.extend(hashes, request.tokens, limit // self._hash_block_size, request.extra_keys)
+        found = find_longest_prefix(self._groups, hashes, np.asarray(request.tokens), limit, self._alignment)
+        num_cached = len(found[0]) * self._groups[0].block_size
+        next_hash = (num_cached + self._alignment) // self._hash_block_size - 1
+        is_awaited = num_cached < limit and hashes[next_hash] in self._awaited
+        return CachedPrefix(
+            min(num_cached, num_tokens - 1), num_cached, tuple(ids.tolist() for ids in found), is_awaited
+        )
+
+    def blocks_to_start(self, num_tokens: int, prefix: CachedPrefix) -> int:
+        """How many of the free blocks a request of `num_tokens` tokens may come to take, above `prefix`, or out of it
+        where nobody uses the block.
+        """
+        return self._num_to_take(num_tokens, prefix.held_block_ids())
+
+    def _num_to_take(self, num_tokens: int, in_prefix: np.ndarray) -> int:
+        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unused(in_prefix)
+
+    # Rows.
+
+    def start(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
+        """The row, not in use, begins with `prefix`, found just before. False, and nothing changed, unless blocks for
+        `num_tokens` tokens are free.
+
+        With full attention the row has slots for all these at once; with a sliding window for `num_tokens_now`, those
+        that its first step comes to. What it will compute of the known tokens is awaited from now on.
+        """
+        assert row not in self._users, f"row {row} is in use"
+        in_prefix = prefix.held_block_ids()
+        if self._num_to_take(num_tokens, in_prefix) > self.num_free_blocks:
+            return False
+        self._pool.touch(in_prefix)  # before others are taken, which could evict them
+        for group, ids in zip(self._groups, prefix.block_ids, strict=True):
+            group.start(row, ids, group.num_slots_at_start(num_tokens, num_tokens_now))
+        self._users[row] = request
+        if self.enable_prefix_caching:
+            self._await(row, request, prefix.num_cached_tokens // self._alignment)
+        self._num_cached[row] = prefix.num_cached_tokens
+        at = np.array([row])
+        self.capacity[at], self._next_publish[at], self._next_release[at] = (
+            self._slots(at),
+            self._publish_at(at),
+            self._release_at(at),
+        )
+        return True
+
+    def _await(self, row: int, request: CacheUser, first: int) -> None:
+        """Of the runs of `_alignment` known tokens, those from number `first` on."""
+        hashes, step = request.block_hashes, self._alignment // self._hash_block_size
+        end = len(request.tokens) // self._alignment
+        self._hasher.extend(hashes, request.tokens, end * step, request.extra_keys)
+        self._awaited.add(row, first, hashes[(first + 1) * step - 1 : end * step : step])
+
+    def block_ids(self, row: int) -> list[np.ndarray]:
+        """By group the row's block table, [num_blocks] int32, 0 where a window has left the block behind. A copy."""
+        return [group.table(row) for group in self._groups]
+
+    def num_unshared_blocks(self, row: int) -> int:
+        """The blocks that `free` would make free: those in no other row's tables."""
+        return int(np.count_nonzero(self._pool.ref_counts[self._live_blocks(row)] == 1))
+
+    def blocks_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> int:
+        """The blocks to take so that each row has slots for num_tokens[i] tokens."""
+        return sum(int(group.num_missing(rows, num_tokens).sum()) for group in self._groups)
+
+    def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Gives each row slots for num_tokens[i] tokens; the blocks for that must be free (`blocks_missing`).
+
+        By group: the rows, one may come several times, and the blocks appended to their tables, both [n] int32.
+        """
+        taken = [group.extend(rows, num_tokens) for group in self._groups]
+        self.capacity[rows] = self._slots(rows)
+        return taken
+
+    def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
+        """Lets others find the rows' full blocks up to num_confirmed[i] tokens, generated tokens too.
+
+        token_ids: [max_num_seqs, max_model_len] int32, by row. Confirmed are tokens of steps that have come back: their
+        slots are written, and no step in flight writes to them again.
         """
         if not self.enable_prefix_caching:
-            return [], 0
-        size = self.spec.block_size
-        num_blocks = (len(request.tokens) - 1) // size
-        self._hasher.extend(request.block_hashes, request.tokens, num_blocks, request.cache_salt)
-        data = token_bytes(request.tokens, 0, num_blocks * size)
-        found: list[Block] = []
-        for index in range(num_blocks):
-            block = self._pool.lookup(request.block_hashes[index], data[4 * size * index : 4 * size * (index + 1)])
-            if block is None:
-                break
-            found.append(block)
-        return found, len(found) * size
-
-    def allocate(
-        self, request: CacheUser, num_new_tokens: int, cached_blocks: Sequence[Block] = ()
-    ) -> list[int] | None:
-        """Slots for `num_new_tokens` tokens after the computed ones: the ids of the blocks newly appended.
-
-        `cached_blocks`, from `find_cached_prefix` just before, are put under a request that has no block yet; their
-        tokens count as computed. None, and nothing changed, where too few blocks are free.
-        """
-        assert not (cached_blocks and request.blocks), "a prefix goes under the first block"
-        num_tokens = request.num_computed_tokens + len(cached_blocks) * self.spec.block_size + num_new_tokens
-        num_new_blocks = self.blocks_needed(num_tokens) - len(request.blocks) - len(cached_blocks)
-        if num_new_blocks <= 0 and not cached_blocks:
-            return []
-        num_revived = sum(block.ref_count == 0 for block in cached_blocks)  # they are in the free list too
-        if num_new_blocks + num_revived > self.num_free_blocks:
-            return None
-        self._pool.touch(cached_blocks)  # before the allocation, which could evict them
-        new_blocks = self._pool.allocate(num_new_blocks)
-        if cached_blocks:
-            request.blocks.extend(cached_blocks)
-            request.num_published_blocks = len(cached_blocks)
-        request.blocks.extend(new_blocks)
-        return [block.id for block in new_blocks]
-
-    def publish(self, request: CacheUser) -> None:
-        """Lets others find the request's full blocks, generated tokens too, up to `num_confirmed_tokens`.
-
-        Only confirmed ones: their tokens are known, their slots are written, and no step in flight writes to them
-        again, since a step writes at positions that no step before it has computed.
-        """
-        begin, end = request.num_published_blocks, request.num_confirmed_tokens // self.spec.block_size
-        if not self.enable_prefix_caching or end <= begin:
             return
-        size = self.spec.block_size
-        self._hasher.extend(request.block_hashes, request.tokens, end, request.cache_salt)
-        for index in range(begin, end):
-            data = token_bytes(request.tokens, index * size, (index + 1) * size)
-            self._pool.cache_block(request.blocks[index], request.block_hashes[index], data)
-        request.num_published_blocks = end
+        due = (num_confirmed >= self._next_publish[rows]).nonzero()[0]
+        if not len(due):
+            return
+        rows, num_confirmed = rows[due], num_confirmed[due]
+        hashes = []
+        for row, count in zip(rows.tolist(), num_confirmed.tolist(), strict=True):
+            user = self._users[row]
+            self._hasher.extend(user.block_hashes, token_ids[row], count // self._hash_block_size, user.extra_keys)
+            self._awaited.drop_first(row, count // self._alignment)
+            hashes.append(user.block_hashes)
+        for group in self._groups:
+            group.publish(rows, token_ids, num_confirmed, hashes)
+        self._next_publish[rows] = self._publish_at(rows)
 
-    def free(self, request: CacheUser) -> None:
-        """Takes every block from the request. Published ones stay to be found until their memory is needed."""
-        self._pool.free(request.blocks)
-        request.blocks.clear()
-        request.num_published_blocks = 0
+    def release_window(self, rows: np.ndarray, num_confirmed: np.ndarray) -> bool:
+        """Gives back the blocks that no token from position num_confirmed[i] on sees; whether there were any.
+
+        The caller has published what others are to find of them.
+        """
+        if not self._window_groups:
+            return False
+        due = (num_confirmed >= self._next_release[rows]).nonzero()[0]
+        if not len(due):
+            return False
+        rows, num_confirmed = rows[due], num_confirmed[due]
+        for group in self._window_groups:
+            group.release(rows, num_confirmed)
+        self._next_release[rows] = self._release_at(rows)
+        return True
+
+    def free(self, row: int) -> None:
+        """Takes every block from the row, its last one first. Published ones stay to be found until their memory is
+        needed; the caller has published what is confirmed.
+        """
+        del self._users[row]
+        self._awaited.drop(row)
+        self._pool.free(self._live_blocks(row)[::-1])
+        for group in self._groups:
+            group.clear(row)
+        self.capacity[row] = 0
+
+    def _live_blocks(self, row: int) -> np.ndarray:
+        """The blocks that the row holds, over all groups in the order of the tokens. [n] int64."""
+        if len(self._groups) == 1:
+            return self._groups[0].live_blocks(row)
+        ids = [group.live_blocks(row) for group in self._groups]
+        ends = [
+            (group.num_left_behind[row] + np.arange(1, len(own) + 1)) * group.block_size
+            for group, own in zip(self._groups, ids, strict=True)
+        ]
+        return np.concatenate(ids)[np.argsort(np.concatenate(ends), kind="stable")]
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while any block is in use."""
+        """Forgets every cached prefix; False, and nothing done, while a row is in use."""
         return self._pool.reset_prefix_cache()
 
-    def check(self, requests: Iterable[CacheUser]) -> None:
-        """Recomputes what the pool believes from the block tables of all `requests`."""
+    # Columns by row, and the check of it all.
+
+    def _slots(self, rows: np.ndarray) -> np.ndarray:
+        return _least([group.num_blocks[rows] * group.block_size for group in self._groups])
+
+    def _publish_at(self, rows: np.ndarray) -> np.ndarray:
+        return _least([(group.num_published[rows] + 1) * group.block_size for group in self._groups])
+
+    def _release_at(self, rows: np.ndarray) -> np.ndarray:
+        if not self._window_groups:
+            return np.zeros(len(rows), np.int64)
+        return _least([group.release_at(rows) for group in self._window_groups])
+
+    def check(self, num_computed: Mapping[int, int], num_confirmed: Mapping[int, int]) -> None:
+        """Recomputes every derived count from the tables. By row in use: tokens that are scheduled, and confirmed."""
+        assert self._users.keys() == num_computed.keys() == num_confirmed.keys(), "rows in use"
         users: Counter[int] = Counter()
-        for request in requests:
-            ids = [block.id for block in request.blocks]
-            assert len(set(ids)) == len(ids), "a block is twice in one block table"
+        for row, user in self._users.items():
+            ids = self._live_blocks(row).tolist()
+            assert len(set(ids)) == len(ids), f"row {row}: a block is twice in its tables"
             users.update(ids)
-            assert self.blocks_needed(request.num_computed_tokens) <= len(ids), "computed tokens without a slot"
-            assert request.num_published_blocks * self.spec.block_size <= request.num_confirmed_tokens, (
-                "a block is published before its tokens are confirmed"
-            )
+            assert num_confirmed[row] <= num_computed[row] <= self.capacity[row], f"row {row}: a token without a slot"
+            num_known = max(num_confirmed[row], int(self._num_cached[row]))
+            for group in self._groups:
+                group.check_row(row, user.block_hashes, num_confirmed[row], num_known, self.config.max_tokens_in_flight)
         self._pool.check(users)
+        rows = np.array([*self._users], np.int64)
+        assert (self.capacity[rows] == self._slots(rows)).all(), "capacity disagrees with the tables"
+        assert not np.delete(self.capacity, rows).any(), "a row that is not in use has slots"
+        assert (self._next_publish[rows] == self._publish_at(rows)).all(), "next_publish disagrees with the tables"
+        assert (self._next_release[rows] == self._release_at(rows)).all(), "next_release disagrees with the tables"
+        num_published = (self._publish_at(rows) - self._hash_block_size) // self._alignment
+        self._awaited.check(dict(zip(rows.tolist(), num_published.tolist(), strict=True)))
+
+
+def _least(columns: list[np.ndarray]) -> np.ndarray:
+    """The least of each row."""
+    least: np.ndarray = reduce(np.minimum, columns)
+    return least

@@ -1,13 +1,27 @@
-"""Decides how many blocks every rank has. Pure arithmetic on what the ranks reported."""
+"""Decides how the layers share the KV cache, and how many blocks every rank has. Pure arithmetic on what the ranks
+reported.
+
+    two full-attention layers (f) and four with a sliding window (s), whose pages have one size:
+
+    model     s0 s1 f2 s3 s4 f5
+    groups    s0 s1    s3 s4    f2 f5     each with blocks of its own, out of one pool
+    tensor 0  s0       s3       f2        block b of a group: page b of tensor i holds what its layer i stores
+    tensor 1     s1       s4       f5
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from ringcore.errors import CapacityError, ConfigError
-from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["plan_kv_cache"]
+
+_SMALLEST_CONTEXT = 2  # a prompt of one token, and one that is generated
+_GROUP_PRICE_PERCENT = 2
 
 
 def plan_kv_cache(
@@ -15,33 +29,57 @@ def plan_kv_cache(
     available_bytes: list[int],
     *,
     max_model_len: int,
+    fit_max_model_len: bool,
+    max_tokens_in_flight: int,
     num_blocks_override: int | None,
 ) -> list[KVCacheConfig]:
-    """The cache of every rank, by rank, all with equal `num_blocks`: the least that any rank has room for.
+    """The cache of every rank, by rank, all equal, with as many blocks as the rank with the least room has room for.
 
-    specs: what each rank's attention layers store, by layer name.
+    specs: what each rank's attention layers store, by layer name, in the model's order.
     available_bytes: what each rank can give to the cache.
     max_model_len: tokens; one request of so many must fit beside the null block.
+    fit_max_model_len: where it does not fit, the plan has the largest max_model_len that does.
+    max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
     num_blocks_override: this many blocks whatever the bytes, the null block counted.
 
-    Raises `ConfigError` where ranks or layers disagree on what a block is, `CapacityError` (details `needed_bytes`,
-    `available_bytes`, and `max_model_len`, the largest that fits) where one request of max_model_len does not fit.
+    A layer whose window is no shorter than `max_model_len` is planned as one of full attention: the window hides
+    nothing, and a `max_model_len` that is fitted only becomes smaller. Where layers have pages of different sizes, the
+    smaller pages get more tokens a block, until all have the size of the largest.
+
+    Layers of one spec form groups of one size, in the model's order; the last of a spec may be shorter, and the tensors
+    beyond it are then unused in its blocks. With small groups little is unused, but each group has a block table that
+    every step reads and extends. So the size is the one for which a request of `max_model_len` takes the fewest pages,
+    unused ones counted and 2% added for each group; of equals the largest. So all layers of a model whose layers are
+    alike are one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make
+    seven groups of four, of which the last has two.
+
+    Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (details
+    `needed_bytes`, `available_bytes`, and `max_model_len`, the largest that fits) where one request of max_model_len
+    does not fit, or with `fit_max_model_len` not one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
-    spec = _common_spec(specs)
-    layer_names = list(specs[0])
-    block_bytes = len(layer_names) * spec.page_size_bytes
-    num_blocks = num_blocks_override
-    if num_blocks is None:
-        num_blocks = max(min(available_bytes), 0) // block_bytes
-    if spec.blocks_needed(max_model_len) > num_blocks - 1:
-        raise _too_small(spec, block_bytes, num_blocks, min(available_bytes), max_model_len, num_blocks_override)
-    group = KVCacheGroup(layer_names=layer_names, spec=spec)
-    return [KVCacheConfig(num_blocks=num_blocks, groups=[group]) for _ in specs]
+    layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
+    plan = KVCacheConfig(
+        num_blocks=num_blocks_override or 0,
+        groups=_form_groups(layers, max_model_len, max_tokens_in_flight),
+        max_model_len=max_model_len,
+        max_tokens_in_flight=max_tokens_in_flight,
+    )
+    if num_blocks_override is None:
+        plan = msgspec.structs.replace(plan, num_blocks=max(min(available_bytes), 0) // plan.block_bytes)
+    fits = plan.max_num_tokens(plan.num_blocks - 1)  # block 0 is the null block
+    least = min(_SMALLEST_CONTEXT, max_model_len) if fit_max_model_len else max_model_len
+    if fits < least:
+        raise _too_small(plan, least, fits, min(available_bytes), num_blocks_override)
+    return [msgspec.structs.replace(plan, max_model_len=fits) for _ in specs]
 
 
-def _common_spec(specs: Sequence[dict[str, KVCacheSpec]]) -> KVCacheSpec:
-    """The one spec of all layers on all ranks: they share one block table, so a block must be the same for each."""
+# ---------------------------------------------------------------------------------------------------------------
+# What the layers store.
+
+
+def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+    """The spec of every layer. All ranks hold a part of every layer, parts of equal size: they share block ids."""
     first = specs[0]
     if not first:
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
@@ -62,43 +100,105 @@ def _common_spec(specs: Sequence[dict[str, KVCacheSpec]]) -> KVCacheSpec:
                     option="tensor_parallel_size",
                     value=len(specs),
                 )
-    (name0, spec0), *others = first.items()
-    for name, spec in others:
-        if spec != spec0:
-            raise ConfigError(
-                f"KV cache: layer {name0} is {_describe(spec0)} and layer {name} is {_describe(spec)}; "
-                "use a model whose attention layers all store the same",
-                option="model",
-                value=name,
-            )
-    return spec0
+    return first
 
 
-def _describe(spec: KVCacheSpec) -> str:
-    return (
-        f"(block_size {spec.block_size}, {spec.num_kv_heads} KV heads, head_size {spec.head_size}, dtype {spec.dtype})"
+def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
+    def visible(spec: KVCacheSpec) -> KVCacheSpec:
+        if isinstance(spec, FullAttentionSpec) or spec.sliding_window < max_model_len:
+            return spec
+        return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
+
+    return {name: visible(spec) for name, spec in layers.items()}
+
+
+def _with_pages_of_one_size(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The layers with block sizes multiplied until every page is as large as the largest."""
+    largest = max(layers, key=lambda name: layers[name].page_size_bytes)
+    page_bytes = layers[largest].page_size_bytes
+    same: dict[str, KVCacheSpec] = {}
+    for name, spec in layers.items():
+        factor, rest = divmod(page_bytes, spec.page_size_bytes)
+        if rest:
+            raise _do_not_divide(layers, name, largest, f"{page_bytes} bytes is no multiple of {spec.page_size_bytes}")
+        same[name] = msgspec.structs.replace(spec, block_size=spec.block_size * factor)
+    smallest = min(same, key=lambda name: same[name].block_size)
+    for name, spec in same.items():
+        if spec.block_size % same[smallest].block_size:  # prefixes are found at the ends of the smallest blocks
+            sizes = f"{spec.block_size} tokens in a page is no multiple of {same[smallest].block_size}"
+            raise _do_not_divide(layers, name, smallest, sizes)
+    return same
+
+
+def _do_not_divide(layers: Mapping[str, KVCacheSpec], name: str, other: str, numbers: str) -> ConfigError:
+    return ConfigError(
+        f"KV cache: layer {name} is {_describe(layers[name])} and layer {other} is {_describe(layers[other])}: "
+        f"{numbers}, so they cannot share memory; use a model whose attention layers store multiples of each other",
+        option="model",
+        value=name,
     )
 
 
+def _describe(spec: KVCacheSpec) -> str:
+    window = f", sliding_window {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else ""
+    return (
+        f"(block_size {spec.block_size}, {spec.num_kv_heads} KV heads, head_size {spec.head_size}, dtype {spec.dtype}"
+        f"{window})"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Groups.
+
+
+def _form_groups(
+    layers: Mapping[str, KVCacheSpec], max_model_len: int, max_tokens_in_flight: int
+) -> list[KVCacheGroup]:
+    names_of: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in layers.items():
+        names_of.setdefault(spec, []).append(name)
+    size = _group_size(
+        [(len(names), spec.blocks_needed(max_model_len, max_tokens_in_flight)) for spec, names in names_of.items()]
+    )
+    return [
+        KVCacheGroup(layer_names=names[begin : begin + size], spec=spec)
+        for spec, names in names_of.items()
+        for begin in range(0, len(names), size)
+    ]
+
+
+def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
+    """How many layers a group has, by the rule of `plan_kv_cache`. Of each kind: its layers, and the blocks that one
+    request takes in each of its groups.
+    """
+
+    def price(size: int) -> int:
+        num_groups = [-(-num_layers // size) for num_layers, _ in kinds]
+        num_pages = size * sum(n * num_blocks for n, (_, num_blocks) in zip(num_groups, kinds, strict=True))
+        return num_pages * (100 + _GROUP_PRICE_PERCENT * sum(num_groups))
+
+    return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=price)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Too little memory.
+
+
 def _too_small(
-    spec: KVCacheSpec,
-    block_bytes: int,
-    num_blocks: int,
-    available_bytes: int,
-    max_model_len: int,
-    num_blocks_override: int | None,
+    plan: KVCacheConfig, num_tokens: int, fits: int, available_bytes: int, num_blocks_override: int | None
 ) -> CapacityError:
-    """The numbers of a cache that does not hold one request; the null block's bytes are among the needed ones."""
-    needed = (spec.blocks_needed(max_model_len) + 1) * block_bytes
+    """The numbers of a cache that does not hold one request of `num_tokens`; the null block is among what it needs."""
+    needed = (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes
     if num_blocks_override is None:
         remedy = "raise gpu_memory_utilization/kv_cache_bytes"
     else:
-        available_bytes, remedy = num_blocks * block_bytes, f"raise num_blocks_override={num_blocks_override}"
-    fits = max(num_blocks - 1, 0) * spec.block_size
-    lower = f"lower max_model_len to {fits} or " if fits else ""
+        available_bytes, remedy = plan.total_bytes, f"raise num_blocks_override={num_blocks_override}"
+    is_fitted = num_tokens < plan.max_model_len
+    if fits and not is_fitted:
+        remedy = f"lower max_model_len to {fits} or {remedy}"
     return CapacityError(
-        f"KV cache: one request of {max_model_len} tokens needs {_size(needed)}, "
-        f"{_size(max(available_bytes, 0))} free; {lower}{remedy}",
+        f"KV cache: one request of {num_tokens} tokens{', the least of use,' if is_fitted else ''} needs "
+        f"{_size(needed)}, {_size(max(available_bytes, 0))} free; {remedy}",
         needed_bytes=needed,
         available_bytes=available_bytes,
         max_model_len=fits,

@@ -5,9 +5,18 @@ Block = a logical run of `block_size` tokens. Page = one block's bytes in one la
 
 from __future__ import annotations
 
+import bisect
+
 import msgspec
 
-__all__ = ["DTYPE_BYTES", "FullAttentionSpec", "KVCacheConfig", "KVCacheGroup", "KVCacheSpec"]
+__all__ = [
+    "DTYPE_BYTES",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "KVCacheGroup",
+    "KVCacheSpec",
+    "SlidingWindowSpec",
+]
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -22,15 +31,45 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
 
     @property
     def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return _page_size_bytes(self)
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one request. The one place where this is computed."""
+    def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
+        """The most blocks that one request holds while it comes to `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
-# A second kind of cache joins this as a tagged union.
-KVCacheSpec = FullAttentionSpec
+class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbid_unknown_fields=True):
+    """As `FullAttentionSpec`, of the tokens in the window: a token sees itself and the sliding_window - 1 before it."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    sliding_window: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        return _page_size_bytes(self)
+
+    def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
+        """The most blocks that one request holds while it comes to `num_tokens` tokens.
+
+        What the next token sees of the confirmed ones, and `max_tokens_in_flight` tokens after these: a run of slots
+        that may begin with the last slot of a block, behind block_size - 1 slots that nothing needs any more.
+        """
+        num_live = self.sliding_window - 1 + max_tokens_in_flight
+        return -(-min(num_tokens, self.block_size - 1 + num_live) // self.block_size)
+
+    def first_live_token(self, num_computed_tokens: int) -> int:
+        """The first token that a token at position `num_computed_tokens`, or a later one, sees."""
+        return max(num_computed_tokens - self.sliding_window + 1, 0)
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
+
+
+def _page_size_bytes(spec: KVCacheSpec) -> int:
+    return 2 * spec.block_size * spec.num_kv_heads * spec.head_size * DTYPE_BYTES[spec.dtype]
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,11 +80,41 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cache of one rank, learned at start. Block 0 is the null block: never allocated, never read for a result."""
+    """The cache of one rank, learned at start. Block 0 is the null block: never allocated, never read for a result.
+
+    All groups have pages of one size and take their blocks from one pool: layer i of every group has its pages in
+    tensor i, each group in blocks of its own.
+    """
 
     num_blocks: int
     groups: list[KVCacheGroup]
+    max_model_len: int  # tokens: the most that one request may have
+    max_tokens_in_flight: int  # the most of one request that are scheduled and not confirmed
+
+    @property
+    def num_tensors(self) -> int:
+        return max(len(group.layer_names) for group in self.groups)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.groups[0].spec.page_size_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes: a page in every tensor, also where a short group leaves the last ones unused."""
+        return self.num_tensors * self.page_size_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.num_blocks * sum(len(g.layer_names) * g.spec.page_size_bytes for g in self.groups)
+        return self.num_blocks * self.block_bytes
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """The most blocks, over all groups, that one request holds while it comes to `num_tokens` tokens.
+
+        The one function by which start-up, the fitting of max_model_len, admission and the scheduler decide.
+        """
+        return sum(group.spec.blocks_needed(num_tokens, self.max_tokens_in_flight) for group in self.groups)
+
+    def max_num_tokens(self, num_blocks: int) -> int:
+        """The most tokens, up to max_model_len, of one request that holds at most `num_blocks` blocks."""
+        return bisect.bisect_right(range(1, self.max_model_len + 1), num_blocks, key=self.blocks_needed)

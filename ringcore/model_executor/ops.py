@@ -12,7 +12,15 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-__all__ = ["apply_rotary", "linear", "rms_norm", "rms_norm_by_gain", "rms_norm_gain", "silu_and_mul"]
+__all__ = [
+    "apply_rotary",
+    "gelu_tanh_and_mul",
+    "linear",
+    "rms_norm",
+    "rms_norm_by_gain",
+    "rms_norm_gain",
+    "silu_and_mul",
+]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -51,6 +59,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1] // 2
     gate, up = torch.split_with_sizes(x, (size, size), -1)  # chunk() goes through four more operations
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x: [n, 2 * size], gate beside up -> gelu(gate) * up: [n, size], gelu in its form with tanh."""
+    size = x.shape[-1] // 2
+    gate, up = torch.split_with_sizes(x, (size, size), -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def apply_rotary(x: torch.Tensor, rotation: torch.Tensor) -> None:

@@ -22,14 +22,12 @@ class Admission:
     `seed` starts the series from which requests that bring no seed get theirs, in the order of arrival.
     """
 
-    def __init__(
-        self, *, kv_cache: KVCacheManager, max_model_len: int, eos_token_ids: list[int], vocab_size: int, seed: int
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._max_model_len = max_model_len
+    def __init__(self, *, kv_cache: KVCacheManager, eos_token_ids: list[int], vocab_size: int, seed: int) -> None:
+        self.change_cache(kv_cache)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seeds = random.Random(seed)
+        self._num_admitted = 0
 
     def admit(self, request: EngineCoreRequest) -> Request:
         """The request to schedule. Raises `InvalidRequestError` naming field, value and remedy."""
@@ -38,14 +36,14 @@ class Admission:
         self._check_length(len(tokens))
         stop_token_ids = list(self._tokens("stop_token_ids", params.stop_token_ids or []))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
-        # A request that has the cache to itself still ends where the cache does. Its last token is never computed, so
-        # it needs no slot.
-        max_total_tokens = min(self._max_model_len, self._kv_cache.max_num_tokens + 1)
+        max_total_tokens = self._max_total_tokens
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(tokens) + params.max_tokens)
+        self._num_admitted += 1
         return Request(
             request,
             tokens,
+            sequence=self._num_admitted,
             max_total_tokens=max_total_tokens,
             stop_token_ids=list(dict.fromkeys([*eos_token_ids, *stop_token_ids])),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -55,6 +53,10 @@ class Admission:
     def change_cache(self, kv_cache: KVCacheManager) -> None:
         """From now on requests are checked against this cache. The series of seeds goes on."""
         self._kv_cache = kv_cache
+        self._max_model_len = kv_cache.config.max_model_len
+        # A request that has the cache to itself still ends where the cache does. Its last token is never computed, so
+        # it needs no slot.
+        self._max_total_tokens = min(self._max_model_len, kv_cache.max_num_tokens + 1)
 
     def readmit(self, request: Request) -> None:
         """Fits a request that does not run to the cache as it is now.
@@ -71,7 +73,7 @@ class Admission:
                 needed_blocks=needed,
                 usable_blocks=usable,
             )
-        request.move_to_cache(self._kv_cache.max_num_tokens)
+        request.move_to_cache(self._max_total_tokens)
 
     def _tokens(self, field: str, token_ids: list[int]) -> array[int]:
         """The ids as array('i'), each of them in the vocabulary."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from ringcore.errors import EngineDeadError, WorkerDiedError, WorkerError
+from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, WorkerError, error_to_wire
+from ringcore.protocol import EngineCoreOutput, WireError
 from ringcore.scheduler.request import Request
 
-__all__ = ["killed_the_workers", "row_failed"]
+__all__ = ["failure", "killed_the_workers", "row_failed"]
+
+
+def failure(request: Request, error: RingcoreError) -> EngineCoreOutput:
+    """The last output of a request that cannot go on."""
+    return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
 
 
 def row_failed(request: Request, message: str) -> WorkerError:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
+from ringcore.scheduler.running_table import RunningTable
 
 __all__ = ["Quarantine"]
 
@@ -64,9 +65,9 @@ class Quarantine:
             missing.discard(request.request_id)
 
     def take_back(self, request: Request) -> None:
-        """Takes in one that ran: it stays here if it is held, else it waits in front of the queue."""
+        """Takes in one that ran: it stays here if it is held, else it waits in the queue."""
         if request.request_id not in self._held:
-            self._waiting.add_front(request)
+            self._waiting.add(request)
 
     def begin_trial(self) -> Request:
         """Puts the oldest suspect on trial."""
@@ -78,16 +79,15 @@ class Quarantine:
         """The one on trial must begin again: the workers died, and it was not in a step."""
         self.on_trial = None
 
-    @property
-    def num_tokens_left(self) -> int:
-        """Of the one on trial: tokens to compute until nothing more is needed to clear it."""
+    def num_tokens_left(self, num_computed_tokens: int) -> int:
+        """Of the one on trial, which has computed so many: tokens until nothing more is needed to clear it."""
         assert self.on_trial is not None
-        return max(self._targets[self.on_trial.request_id] - self.on_trial.num_computed_tokens, 0)
+        return max(self._targets[self.on_trial.request_id] - num_computed_tokens, 0)
 
-    def clear(self) -> Request | None:
-        """Clears the one on trial if it has reached its target; it stays held."""
+    def clear(self, num_confirmed_tokens: int) -> Request | None:
+        """Clears the one on trial if so many tokens reach its target; it stays held."""
         suspect = self.on_trial
-        if suspect is None or suspect.num_confirmed_tokens < self._targets[suspect.request_id]:
+        if suspect is None or num_confirmed_tokens < self._targets[suspect.request_id]:
             return None
         self.on_trial = None
         del self._targets[suspect.request_id]
@@ -101,22 +101,22 @@ class Quarantine:
         self._targets.pop(request.request_id, None)
 
     def release(self) -> None:
-        """Puts all back in front of the queue, in the order of admission; no suspect is left."""
+        """Puts all back into the queue; no suspect is left."""
         assert not self.is_open
         while self._held:
-            self._waiting.add_front(self._held.popitem()[1])
+            self._waiting.add(self._held.popitem()[1])
 
-    def check(self, running: Mapping[str, Request], in_flight: Collection[str]) -> None:
-        """Asserts the invariants. `in_flight`: the ids of unfinished requests in steps in flight."""
+    def check(self, running: RunningTable, in_flight: Collection[int]) -> None:
+        """Asserts the invariants. `in_flight`: the runs of unfinished requests in steps in flight."""
         assert self._targets.keys() <= self._held.keys(), "a suspect is not held"
         for request_id, request in self._held.items():
             assert (request.status is RequestStatus.RUNNING) == (request is self.on_trial), f"{request_id} runs untried"
         if not self.is_open:
             assert self.on_trial is None, "a trial of nobody"
             return
-        assert list(running.values()) == [one for one in [self.on_trial] if one is not None], "not alone on trial"
-        assert set(in_flight) <= running.keys(), "a step holds more than the trial"
+        assert running.in_order() == [one for one in [self.on_trial] if one is not None], "not alone on trial"
+        assert set(in_flight) <= set(running.run.tolist()), "a step holds more than the trial"
         if self.on_trial is not None:
             target = self._targets[self.on_trial.request_id]
-            assert self.on_trial.num_confirmed_tokens < target, "it reached its target and was not cleared"
-            assert self.on_trial.num_computed_tokens <= target, "it went on past its target"
+            assert running.confirmed[0] < target, "it reached its target and was not cleared"
+            assert running.computed[0] <= target, "it went on past its target"

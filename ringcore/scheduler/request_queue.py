@@ -1,71 +1,76 @@
-"""The order in which requests that wait are admitted. A scheduling policy is a `RequestQueue`."""
+"""The order in which requests that wait are admitted: a scheduling policy is a key to sort them by."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ringcore.scheduler.request import Request
 
-__all__ = ["FCFSQueue", "RequestQueue"]
+__all__ = ["POLICIES", "RequestQueue"]
+
+Key = tuple[float, ...]
+
+# policy: what a request is sorted by. Unique, as the number in the order of arrival is a part of it.
+POLICIES: dict[str, Callable[[Request], Key]] = {
+    "fcfs": lambda request: (request.sequence,),
+    "priority": lambda request: (request.priority, request.arrival_s, request.sequence),
+}
 
 
-class RequestQueue(ABC):
-    """Requests that wait, each once. Iteration and `pop` go in the order of admission and agree with each other."""
+class _Entry(NamedTuple):
+    key: Key
+    number: int  # of the entry: no two are equal, also of a request that comes back
+    request: Request
 
-    @abstractmethod
+
+class RequestQueue:
+    """Requests that wait, each once, in the order of `policy`; one that comes back stands where it stood.
+
+    A heap, in which those taken out of the middle stay until they come to its top, or are most of it. Invariant: an
+    entry counts exactly if it is the one that `_entries` has for its request.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._key = POLICIES[policy]
+        self._heap: list[_Entry] = []
+        self._entries: dict[str, _Entry] = {}
+        self._num_added = 0
+
     def add(self, request: Request) -> None:
-        """Takes in a request that arrived."""
+        assert request.request_id not in self._entries, "the request waits already"
+        entry = _Entry(self._key(request), self._num_added, request)
+        self._num_added += 1
+        self._entries[request.request_id] = entry
+        heapq.heappush(self._heap, entry)
 
-    @abstractmethod
-    def add_front(self, request: Request) -> None:
-        """Takes back a request that was admitted before every other one here."""
-
-    @abstractmethod
     def peek(self) -> Request:
         """The next one to admit, left where it is. The queue is not empty."""
+        while self._entries.get(self._heap[0].request.request_id) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0].request
 
-    @abstractmethod
     def pop(self) -> Request:
         """Takes out the next one to admit. The queue is not empty."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._entries[request.request_id]
+        return request
 
-    @abstractmethod
     def remove(self, request_id: str) -> Request:
         """Takes out this one, wherever it stands. It is in the queue."""
+        request = self._entries.pop(request_id).request
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = sorted(self._entries.values())
+        return request
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class FCFSQueue(RequestQueue):
-    """First come, first served. Every operation is O(1)."""
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-
-    def add(self, request: Request) -> None:
-        assert request.request_id not in self._requests, "the request waits already"
-        self._requests[request.request_id] = request
-
-    def add_front(self, request: Request) -> None:
-        self.add(request)
-        self._requests.move_to_end(request.request_id, last=False)
-
-    def peek(self) -> Request:
-        return next(iter(self._requests.values()))
-
-    def pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
-
-    def remove(self, request_id: str) -> Request:
-        return self._requests.pop(request_id)
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._entries
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        """In the order of admission."""
+        return (entry.request for entry in sorted(self._entries.values()))

@@ -4,20 +4,21 @@ There are no phases: a step gives every request some number of its tokens that a
 A prompt is many such tokens, a completion one at a time, a resumed request's prompt is all it had.
 
 Steps in flight. `schedule` may be called again before `update` took in the step before it. What a step will have done
-is then counted as done (`num_computed_tokens`), a token that it will sample as pending; the worker takes that token
-from its own rows. When the step comes back, each request in it is compared by epoch, and what belongs to a request that
-was preempted, aborted or finished since is dropped.
+is then counted as done (`computed`), and a token that it will sample as there (`total`); the worker takes that token
+from its own rows. When the step comes back, each row in it is compared by run, and what belongs to a request that was
+preempted, aborted or finished since is dropped.
 
 Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
 order, so that stray write comes before the first step of the block's new owner, and the owner writes a slot before it
 reads it. The prefix cache has only blocks whose tokens are known and whose step has come back, and nothing in flight
-writes to those (see `KVCacheManager.publish`). A freed row is safe for the same reason, once it is reported.
+writes to those. A freed row is safe for the same reason, once it is reported.
 
-It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step: the oldest running
-request has a token to compute, a budget, and the blocks of all younger ones; admission saw to it that it never needs
-more than the whole cache (`Request.max_total_tokens`). Where none runs, all blocks are free and the first one waiting
-fits. In a quarantine the one on trial is the oldest running request; it has not reached its target, so it has a token
-to compute, and its trial ends with the step that reaches it.
+It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step unless it is paused:
+the running request that is the last to be a victim has a token to compute, a budget, and the blocks of all others;
+admission saw to it that it never needs more than the whole cache (`Request.max_total_tokens`). Where none runs, all
+blocks are free, nobody's prefix is awaited, and the first one waiting fits. Somebody always gets further: the one with
+most tokens computed is never preempted for another, and each token sampled stays known. In a quarantine the one on
+trial has not reached its target, so it has a token to compute, and its trial ends with the step that reaches it.
 
 Recovery. When the workers die, nothing is lost but work: every token given out is known here. `recover` preempts all
 that run, so that they are computed again from these tokens, and the quarantine finds out who is to blame.
@@ -25,28 +26,34 @@ that run, so that they are computed again from these tokens, and the quarantine 
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from ringcore.config import SchedulerConfig
-from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, error_to_wire
-from ringcore.kv_cache.manager import KVCacheManager
+from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError
+from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
 from ringcore.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineStats,
     ModelRunnerOutput,
+    OutputColumns,
+    PauseMode,
     SchedulerOutput,
-    WireError,
+    StartedRequest,
 )
 from ringcore.scheduler.admission import Admission
-from ringcore.scheduler.failures import killed_the_workers, row_failed
+from ringcore.scheduler.failures import failure, killed_the_workers
+from ringcore.scheduler.planning import num_victims_needed, share_budget, steps_at_once, take_blocks, victims
 from ringcore.scheduler.quarantine import Quarantine
 from ringcore.scheduler.request import Request, RequestStatus
-from ringcore.scheduler.request_queue import FCFSQueue, RequestQueue
-from ringcore.scheduler.step import StepInFlight, StepPlan, tokens_reached
+from ringcore.scheduler.request_queue import RequestQueue
+from ringcore.scheduler.results import take_in
+from ringcore.scheduler.running import RunningRequests
+from ringcore.scheduler.step import StepInFlight, StepPlan
 
 __all__ = ["Scheduler"]
 
@@ -62,33 +69,27 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         kv_cache: KVCacheManager,
-        max_model_len: int,
         eos_token_ids: list[int],
         vocab_size: int,
         seed: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._kv_cache = kv_cache
-        self._admission = Admission(
-            kv_cache=kv_cache,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            seed=seed,
-        )
+        self._admission = Admission(kv_cache=kv_cache, eos_token_ids=eos_token_ids, vocab_size=vocab_size, seed=seed)
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
         # only the one on trial both runs and is in the quarantine.
         self._requests: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}  # the newest last
-        self._waiting: RequestQueue = FCFSQueue()
+        self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
+        self._table = self._running.table
+        self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
-        # Every row belongs to one running request or is in the heap `_free_rows`; the worker has yet to be told of
-        # those in `_finished_rows`.
-        self._free_rows = list(range(config.max_num_seqs))
-        self._finished_rows: list[int] = []
+        self.paused: PauseMode | None = None
+        # Whether somebody may be able to start who could not when it was last tried.
+        self._may_start = False
+        self._started: list[StartedRequest] = []  # not told to the front end yet
         self._in_flight: deque[StepInFlight] = deque()
+        self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_prefix_hit_tokens = 0
@@ -97,7 +98,7 @@ class Scheduler:
     # Requests in and out.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Puts a request at the end of the queue. Raises `InvalidRequestError` where it can never be served."""
+        """Puts a request into the queue. Raises `InvalidRequestError` where it can never be served."""
         if request.request_id in self._requests:
             raise InvalidRequestError(
                 f"request_id={request.request_id!r}: a request with this id is not finished yet; give another id",
@@ -107,108 +108,170 @@ class Scheduler:
         admitted = self._admission.admit(request)
         self._requests[admitted.request_id] = admitted
         self._waiting.add(admitted)
+        self._may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
         outputs = []
         for request_id in request_ids:
             if (request := self._requests.get(request_id)) is not None:
-                self._finish(request)
+                self._finish([request])
                 outputs.append(request.to_output([], finish_reason="abort"))
         return outputs
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        """Whether a request is not finished that a pause does not keep from going on."""
+        match self.paused:
+            case "all":
+                return False
+            case "new":
+                return self._table.num > 0 or self._quarantine.is_open
+            case None:
+                return bool(self._requests)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is scheduled."""
+        self.paused = mode
+
+    def resume(self) -> None:
+        self.paused = None
+        self._may_start = True
 
     # A step.
 
-    def schedule(self) -> SchedulerOutput | None:
-        """The next step; None where there is nothing to compute until a step in flight or a request comes in.
+    def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:
+        """The next step; None where there is nothing to compute until a step in flight or a request comes in, or
+        `resume` is called.
 
-        Every step returned must be executed, and given to `update` in the same order.
+        Where all that run decode, nothing is in flight and nobody can start, it may be up to `max_steps` steps in one,
+        as many as need no decision between them but for stop tokens. Every step returned must be executed, and given
+        to `update` in the same order.
         """
+        if self.paused == "all":
+            return None
         plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
         if self._quarantine.is_open:
             self._schedule_trial(plan)
         else:
             self._quarantine.release()
+            if self._config.preempt_lower_priority:
+                self._make_room_for_first_waiting()
             self._schedule_running(plan)
-            self._schedule_waiting(plan)
-        if not plan.shares:
-            assert self._in_flight or not self._requests, "unfinished requests, and nothing to wait for"
+            if self._may_start and self.paused is None and not plan.has_preempted:
+                self._schedule_waiting(plan)
+        if plan.is_empty:
+            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
             return None
-        return self._launch(plan)
+        num_steps = 1
+        if max_steps > 1 and self._can_repeat(plan):
+            num_steps = steps_at_once(plan, max_steps, self._table, self._running.kv_cache)
+        return self._launch(plan, num_steps)
 
-    def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> OutputColumns:
         """Takes in the oldest step in flight: what each request gained by it, those that gained nothing left out."""
-        step, shares = self._in_flight.popleft()
-        assert step == scheduler_output.step == model_output.step, "steps come back in the order of their scheduling"
-        sampled = {row: i for i, row in enumerate(model_output.rows.tolist())}
-        errors = {error.row: error.message for error in model_output.row_errors}
-        outputs = []
-        for share in shares:
-            if share.is_void:
-                continue
-            if share.row in errors:
-                outputs.append(self._fail(share.request, row_failed(share.request, errors[share.row])))
-                continue
-            share.request.num_confirmed_tokens = share.num_computed_tokens
-            if share.samples:
-                assert share.row in sampled, f"step {step}: the workers left out row {share.row}, which samples"
-                outputs.append(self._append(share.request, model_output, sampled[share.row]))
-            else:
-                self._kv_cache.publish(share.request)
-        if self._quarantine.is_open and (cleared := self._quarantine.clear()) is not None:
-            self._preempt(cleared)
-        return outputs
+        step = self._in_flight.popleft()
+        assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
+        results = take_in(step, model_output, self._table)
+        results.append_to(self._table)
+        indices, ended, others = results.ends(self._table, self._running.stop_tokens)
+        self._finish(ended)
+        if self._running.release_windows():
+            self._may_start = True
+        if self._quarantine.on_trial is not None:
+            self._end_trial_at_its_target(self._quarantine.on_trial)
+        started, self._started = self._started, []
+        return OutputColumns(started, *results.columns_without(indices), others, self.stats())
+
+    # Those that run already.
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        for request in list(self._running.values()):
-            if plan.token_budget == 0 or request.status is not RequestStatus.RUNNING:
-                break  # the newest are preempted first, so whoever comes after a preempted one is preempted too
-            num_tokens = self._num_tokens_now(request, plan)
-            if num_tokens == 0:
-                continue
-            block_ids = self._allocate_or_preempt(request, num_tokens)
-            if block_ids is None:
+        """Gives each its share of the budget, oldest first, and the blocks for it; preempts where there are too few."""
+        table = self._table
+        while table.num:
+            share_budget(plan, table, self._config.long_prefill_token_threshold)
+            if take_blocks(plan, table, self._running.kv_cache):
                 break
-            plan.append_blocks(request, block_ids)
-            plan.add(request, num_tokens)
+            self._preempt(int(self._victims()[0]))
+            plan.has_preempted = True
+        plan.num_running = table.num
+        plan.token_budget -= table.num if plan.counts is None else int(plan.counts.sum())
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for the request, taken from the newest running ones if need be; None where it is itself the newest."""
-        while (block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
-            victim = next(reversed(self._running.values()))
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return block_ids
+    def _victims(self) -> np.ndarray:
+        return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
+
+    def _can_repeat(self, plan: StepPlan) -> bool:
+        """Whether all decode, and will in the next step too."""
+        somebody_may_start = self._may_start and bool(self._waiting) and self._running.has_free_row
+        return plan.decodes_all and not (self._in_flight or self._quarantine.is_open or somebody_may_start)
+
+    # Those that wait.
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Admits in order, up to the first request that has to wait on.
-
-        All tokens that a request comes with get their blocks at once: a prompt admitted on the room for its first chunk
-        alone could run out of blocks half way, and its work be lost.
-        """
-        while self._waiting and self._free_rows and plan.token_budget > 0:
-            request = self._waiting.peek()
-            cached_blocks, num_cached_tokens = self._kv_cache.find_cached_prefix(request)
-            num_tokens = request.num_tokens_to_hold - num_cached_tokens
-            if self._kv_cache.allocate(request, num_tokens, cached_blocks) is None:
+        """Starts in order; a bounded number may pass one that has to wait on for blocks."""
+        self._may_start = False
+        if not self._waiting or not self._running.has_free_row:
+            return
+        self._running.publish()
+        passed: list[Request] = []
+        while self._waiting and self._running.has_free_row and self._may_pass(passed):
+            if plan.token_budget == 0:
+                self._may_start = True
                 break
-            self._waiting.pop()
-            if request.first_scheduled_s is None and self._kv_cache.enable_prefix_caching:
-                self._num_prefix_hit_tokens += num_cached_tokens
-                self._num_prefix_query_tokens += len(request.tokens)
-            self._start(request, num_cached_tokens, plan)
+            request = self._waiting.pop()
+            if not self._try_to_start(request, plan):
+                passed.append(request)
+                continue
+            for one in passed:
+                one.num_times_passed += 1
+        for request in passed:
+            self._waiting.add(request)
 
-    def _start(self, request: Request, num_cached_tokens: int, plan: StepPlan) -> None:
-        """Lets a request run that was given its blocks."""
-        request.start(heapq.heappop(self._free_rows), num_cached_tokens, self._clock())
-        self._running[request.request_id] = request
-        plan.new_requests.append(request.to_new_request())
-        plan.add(request, self._num_tokens_now(request, plan))
+    def _may_pass(self, passed: Sequence[Request]) -> bool:
+        limit = self._config.max_skip_ahead
+        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
+
+    def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
+        kv_cache = self._running.kv_cache
+        prefix = kv_cache.find_cached_prefix(request)
+        if prefix.is_awaited:
+            self._may_start = True  # with every step that comes back there may be more of it
+            return False
+        if not self._start(request, prefix, plan):
+            return False
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching:
+            self._num_prefix_hit_tokens += prefix.num_computed_tokens
+            self._num_prefix_query_tokens += len(request.tokens)
+        return True
+
+    def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
+        """Lets a request run; False, and nothing changed, where its blocks are not free."""
+        num_tokens = min(len(request.tokens) - prefix.num_computed_tokens, plan.token_budget)
+        if (threshold := self._config.long_prefill_token_threshold) is not None:
+            num_tokens = min(num_tokens, threshold)
+        new_request = self._running.start(request, prefix, num_tokens, self._clock())
+        if new_request is None:
+            return False
+        plan.add_new(new_request, num_tokens)
+        self._started.append(request.to_started())
+        return True
+
+    def _make_room_for_first_waiting(self) -> None:
+        """Preempts those of worse priority, if that lets the first one waiting start."""
+        if not self._may_start or not self._waiting or self.paused is not None:
+            return
+        first, table = self._waiting.peek(), self._table
+        lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]
+        if not lower:
+            return
+        self._running.publish()
+        prefix = self._running.kv_cache.find_cached_prefix(first)
+        if prefix.is_awaited:
+            return
+        rows = [request.row for request in lower if request.row is not None]
+        has_row, kv_cache = self._running.has_free_row, self._running.kv_cache
+        for request in lower[: num_victims_needed(first, prefix, rows, has_row, kv_cache)]:
+            self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
         """Gives the suspect on trial what it can compute up to its target, and nobody else anything.
@@ -219,65 +282,52 @@ class Scheduler:
         if suspect is None and self._in_flight:
             return  # what one that was aborted left in flight must not be laid to another's charge
         trial = suspect or self._quarantine.begin_trial()
-        plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left)
+        num_computed = 0 if suspect is None else int(self._table.computed[0])
+        plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left(num_computed))
         if suspect is not None:
             self._schedule_running(plan)
             return
-        blocks = self._kv_cache.allocate(trial, trial.num_tokens_to_hold)
-        assert blocks is not None, "it has the cache to itself, and does not fit"
-        self._start(trial, 0, plan)
+        assert self._start(trial, self._running.kv_cache.no_prefix(), plan), (
+            "it has the cache to itself, and does not fit"
+        )
 
-    def _num_tokens_now(self, request: Request, plan: StepPlan) -> int:
-        num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
-        threshold = self._config.long_prefill_token_threshold
-        return num_tokens if threshold is None else min(num_tokens, threshold)
+    def _end_trial_at_its_target(self, suspect: Request) -> None:
+        position = self._table.position_of(suspect)
+        if self._quarantine.clear(int(self._table.confirmed[position])) is not None:
+            self._preempt(position)
 
-    def _launch(self, plan: StepPlan) -> SchedulerOutput:
-        output = plan.to_output(self._num_steps, self._finished_rows)
-        self._finished_rows.clear()
-        self._in_flight.append(StepInFlight(output.step, plan.shares))
-        self._num_steps += 1
+    def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
+        step = plan.launch(self._num_steps, num_steps, self._table)
+        repeats_rows = plan.decodes_all and step.version == self._last_version
+        output = plan.to_output(step, self._running.finished_rows, repeats_rows)
+        self._running.finished_rows.clear()
+        self._in_flight.append(step)
+        self._last_version = step.version
+        self._num_steps += num_steps
         return output
 
     # What becomes of a request.
 
-    def _append(self, request: Request, model_output: ModelRunnerOutput, index: int) -> EngineCoreOutput:
-        token_id = int(model_output.token_ids[index])
-        request.tokens.append(token_id)
-        request.num_pending -= 1
-        self._kv_cache.publish(request)
-        finish_reason, stop_reason = request.finish_reason(token_id)
-        if finish_reason is not None:
-            self._finish(request)
-        logprobs = model_output.logprobs[index] if model_output.logprobs is not None else None
-        return request.to_output([token_id], logprobs=logprobs, finish_reason=finish_reason, stop_reason=stop_reason)
-
-    def _fail(self, request: Request, error: RingcoreError) -> EngineCoreOutput:
-        """Ends one request that cannot go on; the others do."""
-        self._finish(request)
-        return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
-
-    def _preempt(self, request: Request) -> None:
-        self._stop_running(request)
-        request.preempt(self._clock())
+    def _preempt(self, position: int) -> None:
+        self._quarantine.take_back(self._running.preempt(position, self._clock()))
         self._num_preemptions += 1
-        self._quarantine.take_back(request)
+        self._may_start = True
 
-    def _finish(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self._stop_running(request)
-        elif request not in self._quarantine:
-            self._waiting.remove(request.request_id)
-        self._quarantine.discard(request)
-        request.finish()
-        del self._requests[request.request_id]
+    def _preempt_all(self) -> None:
+        while self._table.num:
+            self._preempt(self._table.num - 1)
+        self._quarantine.interrupt_trial()
 
-    def _stop_running(self, request: Request) -> None:
-        assert request.row is not None
-        del self._running[request.request_id]
-        self._kv_cache.free(request)
-        heapq.heappush(self._free_rows, request.row)
-        self._finished_rows.append(request.row)
+    def _finish(self, requests: Sequence[Request]) -> None:
+        """Ends these, whether they run or wait."""
+        self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
+        for request in requests:
+            if request in self._waiting:
+                self._waiting.remove(request.request_id)
+            self._quarantine.discard(request)
+            request.finish()
+            del self._requests[request.request_id]
+            self._may_start = True
 
     # The workers died.
 
@@ -289,29 +339,50 @@ class Scheduler:
         Returns the last outputs of requests that end here: one that killed the workers on trial (`WorkerDiedError`),
         and those whose tokens the new cache can never hold (`CapacityError`).
         """
-        targets = tokens_reached(list(self._in_flight)[:num_executed])
         on_trial = self._quarantine.on_trial
+        targets = self._targets(num_executed)
         self._forget_the_workers(kv_cache)
         outputs = []
         if on_trial is not None and on_trial.request_id in targets:
-            outputs.append(self._fail(on_trial, killed_the_workers(on_trial, cause)))
+            outputs.append(failure(on_trial, killed_the_workers(on_trial, cause)))
+            self._finish([on_trial])
         for request in list(self._requests.values()):
             try:
                 self._admission.readmit(request)
             except CapacityError as error:
-                outputs.append(self._fail(request, error))
+                outputs.append(failure(request, error))
+                self._finish([request])
         if not self._quarantine.is_open:
             self._quarantine.release()
             self._quarantine.open({id_: target for id_, target in targets.items() if id_ in self._requests})
         return outputs
 
+    def _targets(self, num_executed: int) -> dict[str, int]:
+        """The tokens that each unfinished request of the oldest `num_executed` steps in flight would have computed
+        after these, by request id. One that was preempted since is among them: the workers execute the step all the
+        same.
+        """
+        steps = list(self._in_flight)
+        executed = {run for step in steps[:num_executed] for run, _ in step.tokens_by_run()}
+        unexecuted: dict[int, int] = {}
+        for run, count in (pair for step in steps[num_executed:] for pair in step.tokens_by_run()):
+            unexecuted[run] = unexecuted.get(run, 0) + count
+        return {
+            request.request_id: self._num_scheduled_tokens(request) - unexecuted.get(request.run, 0)
+            for request in self._requests.values()
+            if request.run is not None and request.run in executed
+        }
+
+    def _num_scheduled_tokens(self, request: Request) -> int:
+        if request.status is RequestStatus.RUNNING:
+            return int(self._table.computed[self._table.position_of(request)])
+        return request.num_tokens_when_preempted
+
     def _forget_the_workers(self, kv_cache: KVCacheManager) -> None:
-        for request in reversed(list(self._running.values())):  # the oldest last: it comes to stand in front
-            self._preempt(request)
-        self._quarantine.interrupt_trial()
+        self._preempt_all()
         self._in_flight.clear()
-        self._finished_rows.clear()
-        self._kv_cache = kv_cache
+        self._last_version = None
+        self._running.change_workers(kv_cache)
         self._admission.change_cache(kv_cache)
 
     # The state as a whole.
@@ -319,9 +390,9 @@ class Scheduler:
     def stats(self) -> EngineStats:
         return EngineStats(
             step=self._num_steps,
-            num_running=len(self._running),
-            num_waiting=len(self._requests) - len(self._running),
-            num_free_blocks=self._kv_cache.num_free_blocks,
+            num_running=self._table.num,
+            num_waiting=len(self._requests) - self._table.num,
+            num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
             num_prefix_query_tokens=self._num_prefix_query_tokens,
@@ -332,34 +403,40 @@ class Scheduler:
         since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
         return max(now_s - min(since), 0.0) if since else None
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while a request runs."""
-        return self._kv_cache.reset_prefix_cache()
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets every cached prefix. While a request runs: False, and nothing done, unless those that run are to be
+        preempted, and computed again from nothing.
+        """
+        if preempt_running:
+            self._preempt_all()
+        return self._running.kv_cache.reset_prefix_cache()
 
     def check(self) -> None:
         """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
+        self._running.check()
+        owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
-        assert len(waiting) == len(self._waiting), "the queue holds a request twice"
-        assert not waiting.keys() & self._running.keys(), "a request both runs and waits"
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
         assert len(held) == len(self._quarantine), "the quarantine holds one that is finished"
-        assert not waiting.keys() & held.keys(), "a request both waits and is in quarantine"
-        assert {**waiting, **self._running, **held} == self._requests, "a request is lost, or left over"
-        self._quarantine.check(self._running, tokens_reached(self._in_flight).keys())
+        assert not waiting.keys() & (owners.keys() | held.keys()), "one that waits runs, or is in quarantine"
+        assert {**waiting, **owners, **held} == self._requests, "a request is lost, or left over"
         for request in self._requests.values():
             request.check()
-        for request in self._running.values():
-            self._check_running(request)
-        rows = [request.row for request in self._running.values() if request.row is not None]
-        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), "a row is lost, or twice"
-        assert len(set(self._finished_rows)) == len(self._finished_rows), "a row is to be reported twice"
+            assert (request.status is RequestStatus.RUNNING) == (request.request_id in owners)
+        in_flight = {run for step in self._in_flight for run, _ in step.tokens_by_run()}
+        unfinished = {request.run for request in self._requests.values() if request.run is not None}
+        self._quarantine.check(self._table, in_flight & unfinished)
+        self._check_in_flight()
+
+    def _check_in_flight(self) -> None:
+        """The columns say what the steps in flight will have done."""
+        running = self._table
+        tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
         for step in self._in_flight:
             step.check(self._config.max_num_batched_tokens)
-        self._kv_cache.check(self._requests.values())
-
-    def _check_running(self, request: Request) -> None:
-        assert request.status is RequestStatus.RUNNING, f"{request.status} among the running"
-        live = [s for _, shares in self._in_flight for s in shares if s.request is request and not s.is_void]
-        assert request.num_pending == sum(share.samples for share in live), "pending tokens that no step will bring"
-        num_in_flight = sum(share.num_tokens for share in live)
-        assert request.num_confirmed_tokens + num_in_flight == request.num_computed_tokens
+            for sums, counts in ((tokens, step.tokens_by_run()), (samples, step.samples_by_run())):
+                for run, count in counts:
+                    if run in sums:
+                        sums[run] += count
+        assert (running.computed - running.confirmed).tolist() == list(tokens.values()), "tokens in flight"
+        assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will bring"

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ringcore.protocol import NewRequest, SchedulerOutput, int_array
-from ringcore.scheduler.request import Request, RequestStatus
+import numpy as np
 
-__all__ = ["Share", "StepInFlight", "StepPlan", "tokens_reached"]
+from ringcore.protocol import NewBlocks, NewRequest, SchedulerOutput, int_array
+from ringcore.scheduler.running_table import RunningTable
 
+__all__ = ["StepInFlight", "StepPlan"]
 
-class Share(NamedTuple):
-    """One request's part of a step, as it was when the step was scheduled."""
-
-    request: Request
-    epoch: int
-    row: int
-    num_tokens: int
-    num_computed_tokens: int  # after the step
-    samples: bool
-
-    @property
-    def is_void(self) -> bool:
-        """Whether the request was preempted or has ended since."""
-        return self.epoch != self.request.epoch
+_NONE = int_array()
 
 
 class StepInFlight(NamedTuple):
+    """A step as it was when it was scheduled."""
+
     step: int
-    shares: list[Share]
+    num_steps: int
+    version: int | None  # of the running table, where the step has all of it, in its order; else None
+    rows: np.ndarray  # [n] int32
+    runs: np.ndarray  # [n] int64
+    counts: np.ndarray | None  # [n] int64: tokens; None: num_steps each
+    samples: np.ndarray | None  # [n] bool; None: all sample
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows) * self.num_steps if self.counts is None else int(self.counts.sum())
+
+    def tokens_by_run(self) -> Iterable[tuple[int, int]]:
+        counts = [self.num_steps] * len(self.rows) if self.counts is None else self.counts.tolist()
+        return zip(self.runs.tolist(), counts, strict=True)
+
+    def samples_by_run(self) -> Iterable[tuple[int, int]]:
+        samples = [1] * len(self.rows) if self.samples is None else self.samples.tolist()
+        return ((run, sample * self.num_steps) for run, sample in zip(self.runs.tolist(), samples, strict=True))
 
     def check(self, max_num_batched_tokens: int) -> None:
-        num_tokens = sum(share.num_tokens for share in self.shares)
+        num_tokens = self.num_tokens // self.num_steps
         assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
-        assert len({share.row for share in self.shares}) == len(self.shares), f"step {self.step} has a row twice"
-
-
-def tokens_reached(steps: Iterable[StepInFlight]) -> dict[str, int]:
-    """The computed tokens of each unfinished request in these steps after the last of them, by request id.
-
-    One that was preempted since its step was scheduled is among them: the workers execute the step all the same.
-    """
-    reached: dict[str, int] = {}
-    for share in (share for step in steps for share in step.shares):
-        if share.request.status is not RequestStatus.FINISHED:
-            request_id = share.request.request_id
-            reached[request_id] = max(reached.get(request_id, 0), share.num_computed_tokens)
-    return reached
+        assert len(set(self.rows.tolist())) == len(self.rows), f"step {self.step} has a row twice"
 
 
 @dataclass(slots=True)
@@ -56,33 +50,77 @@ class StepPlan:
     """What goes into a step, within `token_budget`: what is left of it, in tokens."""
 
     token_budget: int
-    shares: list[Share] = field(default_factory=list)
+    positions: np.ndarray | None = None  # [n] int64: of those that run already, who has a share; None: all
+    counts: np.ndarray | None = None  # [n] int64: their tokens; None: one each
+    num_running: int = 0  # that run already
+    has_preempted: bool = False
     new_requests: list[NewRequest] = field(default_factory=list)
-    new_block_rows: list[int] = field(default_factory=list)
-    new_block_ids: list[int] = field(default_factory=list)
+    new_counts: list[int] = field(default_factory=list)
+    new_blocks: list[tuple[list[np.ndarray], list[np.ndarray]]] = field(default_factory=list)  # by group: rows, ids
 
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Gives the request's next `num_tokens` a place, and counts as done what the step will have done."""
-        assert request.row is not None
-        assert 0 < num_tokens <= self.token_budget
-        request.num_computed_tokens += num_tokens
-        samples = request.num_computed_tokens == request.num_total_tokens
-        request.num_pending += samples
+    @property
+    def is_empty(self) -> bool:
+        return not self.new_requests and (self.num_running == 0 if self.positions is None else not len(self.positions))
+
+    @property
+    def decodes_all(self) -> bool:
+        """Whether everyone who runs gets one token and nobody starts."""
+        return self.positions is None and not self.new_requests
+
+    def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        if not self.new_blocks:
+            self.new_blocks = [([], []) for _ in by_group]
+        for (rows, block_ids), (more_rows, more_ids) in zip(self.new_blocks, by_group, strict=True):
+            rows.append(more_rows)
+            block_ids.append(more_ids)
+
+    def add_new(self, request: NewRequest, num_tokens: int) -> None:
+        """One that starts, with its first `num_tokens` tokens."""
+        self.new_requests.append(request)
+        self.new_counts.append(num_tokens)
         self.token_budget -= num_tokens
-        self.shares.append(Share(request, request.epoch, request.row, num_tokens, request.num_computed_tokens, samples))
 
-    def append_blocks(self, request: Request, block_ids: list[int]) -> None:
-        assert request.row is not None
-        self.new_block_rows += [request.row] * len(block_ids)
-        self.new_block_ids += block_ids
+    def launch(self, step: int, num_steps: int, running: RunningTable) -> StepInFlight:
+        """Counts as done what the step will have done."""
+        if self.decodes_all:
+            running.computed += num_steps
+            running.total += num_steps
+            running.min_room -= num_steps
+            return StepInFlight(step, num_steps, running.version, running.row_ids, running.run_ids, None, None)
+        positions, counts = self._all_shares(running.num)
+        running.computed[positions] += counts
+        samples = running.computed[positions] == running.total[positions]
+        running.total[positions[samples]] += 1
+        running.min_room -= 1
+        running.has_prefill = bool((running.total - running.computed > 1).any())
+        version = running.version if len(positions) == running.num else None
+        rows, runs = running.row_ids[positions], running.run_ids[positions]
+        return StepInFlight(step, num_steps, version, rows, runs, counts, samples)
 
-    def to_output(self, step: int, finished_rows: list[int]) -> SchedulerOutput:
+    def _all_shares(self, num_running_now: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and tokens of all with a share, those that start last."""
+        positions = np.arange(self.num_running) if self.positions is None else self.positions
+        counts = np.ones(len(positions), dtype=np.int64) if self.counts is None else self.counts
+        if self.new_counts:
+            started = np.arange(self.num_running, num_running_now)
+            positions, counts = np.concatenate((positions, started)), np.concatenate((counts, self.new_counts))
+        return positions, counts
+
+    def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
+        """repeats_rows: whether the step's rows are those of the step before, in its order."""
         return SchedulerOutput(
-            step=step,
-            finished_rows=int_array(finished_rows),
+            step=step.step,
+            num_steps=step.num_steps,
+            finished_rows=int_array(finished_rows) if finished_rows else _NONE,
             new_requests=self.new_requests,
-            new_block_rows=int_array(self.new_block_rows),
-            new_block_ids=int_array(self.new_block_ids),
-            rows=int_array([share.row for share in self.shares]),
-            num_scheduled_tokens=int_array([share.num_tokens for share in self.shares]),
+            new_blocks=[_new_blocks(rows, block_ids) for rows, block_ids in self.new_blocks],
+            rows=None if repeats_rows else step.rows,
+            num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
+            num_tokens=step.num_tokens,
         )
+
+
+def _new_blocks(rows: list[np.ndarray], block_ids: list[np.ndarray]) -> NewBlocks:
+    if len(rows) == 1:
+        return NewBlocks(rows[0], block_ids[0])
+    return NewBlocks(np.concatenate(rows), np.concatenate(block_ids))

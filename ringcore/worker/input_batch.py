@@ -19,43 +19,67 @@ class InputBatch:
 
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    metadata: AttentionMetadata
-    rows: np.ndarray  # [num_seqs] int32
-    sample_rows: np.ndarray  # [num_sampled] int32: those of `rows` whose known tokens are all computed after the step
+    metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
+    sample_rows: np.ndarray  # [num_sampled] int32: those whose known tokens are all computed after the step
     sample_tokens: torch.Tensor | None  # [num_sampled] int64: their last tokens in the step; None: all tokens, in order
 
+    @property
+    def query_start_loc_cpu(self) -> np.ndarray:
+        """[num_seqs + 1] int32, as in the metadata of every group."""
+        return self.metadata[0].query_start_loc_cpu
+
     @classmethod
-    def gather(cls, rows: RequestRows, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray) -> InputBatch:
-        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i]."""
+    def gather(cls, rows: RequestRows, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> InputBatch:
+        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i]; None: one of each."""
         starts = rows.num_computed_tokens[scheduled]
-        seq_lens = starts + num_scheduled_tokens
+        if num_scheduled_tokens is None:
+            query_start_loc = np.arange(len(scheduled) + 1, dtype=np.int32)
+            token_rows, positions, seq_lens, max_query_len = scheduled, starts, starts + 1, 1
+        else:
+            query_start_loc = np.zeros(len(scheduled) + 1, dtype=np.int32)
+            np.cumsum(num_scheduled_tokens, out=query_start_loc[1:])
+            token_rows = np.repeat(scheduled, num_scheduled_tokens)
+            # Token t of the step is the (t - first token of its row)-th from the row's start.
+            positions = np.arange(len(token_rows)) + np.repeat(starts - query_start_loc[:-1], num_scheduled_tokens)
+            seq_lens, max_query_len = starts + num_scheduled_tokens, int(num_scheduled_tokens.max())
         assert (seq_lens <= rows.num_tokens[scheduled]).all(), "a step has tokens that its row does not"
-        assert (seq_lens <= rows.num_blocks[scheduled] * rows.block_size).all(), "a step has tokens without a block"
-        ends = np.cumsum(num_scheduled_tokens)
-        num_tokens = int(ends[-1])
-        query_start_loc = np.concatenate(([0], ends)).astype(np.int32)
-        token_rows = np.repeat(scheduled, num_scheduled_tokens)
-        # Token t of the step is the (t - first token of its row)-th from the row's start.
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], num_scheduled_tokens)
-        offsets = positions % rows.block_size
-        slots = rows.block_table[token_rows, positions // rows.block_size] * np.int64(rows.block_size) + offsets
         sampling = seq_lens == rows.num_tokens[scheduled]
-        last_tokens = ends[sampling].astype(np.int64) - 1
-        max_seq_len = int(seq_lens.max())
+        last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
         return cls(
             input_ids=torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
-            metadata=AttentionMetadata(
-                num_tokens=num_tokens,
+            metadata=_metadata(rows, scheduled, query_start_loc, seq_lens, max_query_len, token_rows, positions),
+            sample_rows=scheduled[sampling],
+            sample_tokens=None if len(last_tokens) == len(token_rows) else torch.from_numpy(last_tokens),
+        )
+
+
+def _metadata(
+    rows: RequestRows,
+    scheduled: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    max_query_len: int,
+    token_rows: np.ndarray,
+    positions: np.ndarray,
+) -> tuple[AttentionMetadata, ...]:
+    max_seq_len, seq_lens_cpu = int(seq_lens.max()), seq_lens.astype(np.int32)
+    is_cached: np.ndarray | None = None
+    if (rows.num_computed_tokens[scheduled] < rows.num_cached_tokens[scheduled]).any():
+        is_cached = positions < rows.num_cached_tokens[token_rows]
+    found = []
+    for table in rows.block_tables:
+        assert (seq_lens <= table.num_blocks[scheduled] * table.block_size).all(), "a step has tokens without a block"
+        found.append(
+            AttentionMetadata(
+                num_tokens=len(token_rows),
                 num_seqs=len(scheduled),
-                max_query_len=int(num_scheduled_tokens.max()),
+                max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 query_start_loc_cpu=query_start_loc,
-                seq_lens_cpu=seq_lens.astype(np.int32),
-                block_table_cpu=rows.block_table[scheduled, : -(-max_seq_len // rows.block_size)],
-                slot_mapping=torch.from_numpy(slots),
-            ),
-            rows=scheduled,
-            sample_rows=scheduled[sampling],
-            sample_tokens=None if len(last_tokens) == num_tokens else torch.from_numpy(last_tokens),
+                seq_lens_cpu=seq_lens_cpu,
+                block_table_cpu=table.block_ids[scheduled, : -(-max_seq_len // table.block_size)],
+                slot_mapping=torch.from_numpy(table.slots(token_rows, positions, is_cached)),
+            )
         )
+    return tuple(found)

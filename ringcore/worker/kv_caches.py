@@ -1,4 +1,4 @@
-"""Allocates the pages that the planner decided on, layer by layer, as the attention backend wants them."""
+"""Allocates the pages that the planner decided on, layer by layer, as the attention backends want them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.worker.platform import Platform
 
-__all__ = ["allocate_kv_caches"]
+__all__ = ["allocate_kv_caches", "group_of_layer"]
+
+
+def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[int, ...]:
+    """The index of each layer's group, in the order of `layers`."""
+    groups = {name: index for index, group in enumerate(config.groups) for name in group.layer_names}
+    assert sorted(groups) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
+    return tuple(groups[layer.name] for layer in layers)
 
 
 def allocate_kv_caches(
-    config: KVCacheConfig, layers: Sequence[Attention], backend: AttentionBackend, platform: Platform
+    config: KVCacheConfig,
+    layers: Sequence[Attention],
+    backends: Sequence[AttentionBackend],  # by group
+    platform: Platform,
 ) -> tuple[torch.Tensor, ...]:
     """One zero-filled tensor a layer, in the order of `layers`: what `ForwardContext.kv_caches` takes.
 
+    The i-th layers of all groups have the same memory, each in the shape that its group's backend wants.
     Raises `CapacityError` where the device does not have the memory, before anything is allocated.
     """
-    specs = {name: group.spec for group in config.groups for name in group.layer_names}
-    assert sorted(specs) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
-    assert all(spec == backend.spec for spec in specs.values()), "the plan has another spec than the backend serves"
+    assert [group.spec for group in config.groups] == [backend.spec for backend in backends]
     free = platform.free_memory_bytes()
     if config.total_bytes > free:
         raise CapacityError(
@@ -33,6 +42,12 @@ def allocate_kv_caches(
             needed_bytes=config.total_bytes,
             available_bytes=free,
         )
-    shape = backend.kv_cache_shape(config.num_blocks)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[backend.spec.dtype]
-    return tuple(platform.allocate_pages(shape, dtype) for _ in layers)
+    shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[backends[0].spec.dtype]
+    tensors = [platform.allocate_pages(shapes[0], dtype) for _ in range(config.num_tensors)]
+    by_name = {
+        name: tensor.view(shape)
+        for group, shape in zip(config.groups, shapes, strict=True)
+        for name, tensor in zip(group.layer_names, tensors, strict=False)  # the shorter groups leave the last ones
+    }
+    return tuple(by_name[layer.name] for layer in layers)

@@ -5,7 +5,7 @@ real steps, and what a process has resident says little about what it will need.
 
     activations       = tokens * dtype * (4 * hidden + max(3 * intermediate, 2 * heads + 4 * KV heads, a rank's share))
                       + tile mask + 4 arrays of float32 logits [rows that sample, vocabulary]
-    attention_gather  = one layer's share of the pool: at most all blocks of a layer are copied together at a time
+    attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time
     available_kv_cache_bytes = budget - activations - attention_gather,  budget = share * free memory / ranks
 """
 
@@ -15,12 +15,14 @@ from collections.abc import Mapping
 
 from ringcore.checkpoint import ModelSpec
 from ringcore.config import EngineConfig
-from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec
+from ringcore.kv_cache.planner import plan_kv_cache
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from ringcore.worker.platform import Platform
 
 __all__ = ["activation_bytes", "format_table", "memory_table"]
 
 _MASK_ROWS = 256  # the query rows that share an attention mask: see the torch_sdpa backend
+_MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _LOGITS_ARRAYS = 4  # the logits, and the sampler's scaled ones, weights and filtered ones
 
 
@@ -41,7 +43,8 @@ def memory_table(
     """The table of one rank, called when its weights are loaded; `available_kv_cache_bytes` is the answer.
 
     `kv_cache_bytes` given is the answer as it is. Else the answer is no more than can be of use, which is twice what
-    max_num_seqs requests of the greatest length take: as much again for the prefix cache.
+    max_num_seqs requests of the greatest length take: as much again for the prefix cache. Raises `ConfigError` where the
+    layers cannot share a pool.
     """
     activations = activation_bytes(config.model.spec, config, dtype)
     table = {
@@ -54,18 +57,31 @@ def memory_table(
         return table | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
     share = config.cache.gpu_memory_utilization or platform.default_memory_share
     budget = int(table["free_bytes"] * share / config.parallel.tensor_parallel_size)
-    gather = max(0, budget - activations) // (len(specs) + 1)
+    plan = _plan(config, specs)
+    gather = max(0, budget - activations) // (plan.num_tensors + 1)
     return table | {
         "budget_bytes": budget,
         "attention_gather_bytes": gather,
-        "available_kv_cache_bytes": min(max(0, budget - activations - gather), _useful_bytes(config, specs)),
+        "available_kv_cache_bytes": min(max(0, budget - activations - gather), _useful_bytes(config, plan)),
     }
 
 
-def _useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> int:
-    page_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    num_blocks = max(spec.blocks_needed(config.model.context_len) for spec in specs.values())
-    return (2 * config.scheduler.max_num_seqs * num_blocks + 1) * page_bytes
+def _plan(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
+    """How the layers will share the cache, which does not depend on how much of it there is."""
+    (plan,) = plan_kv_cache(
+        [dict(specs)],
+        [_MORE_THAN_ANY_HOST_HAS],
+        max_model_len=config.model.context_len,
+        fit_max_model_len=False,
+        max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
+        num_blocks_override=None,
+    )
+    return plan
+
+
+def _useful_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:
+    num_blocks = plan.blocks_needed(config.model.context_len)
+    return (2 * config.scheduler.max_num_seqs * num_blocks + 1) * plan.block_bytes
 
 
 def format_table(rank: int, table: Mapping[str, int]) -> str:

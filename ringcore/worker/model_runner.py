@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import choose_backend
-from ringcore.attention.context import ForwardContext
+from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor.loader import pending_weights
@@ -21,7 +22,7 @@ from ringcore.model_executor.sampler import sample, token_logprobs
 from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.input_batch import InputBatch
-from ringcore.worker.kv_caches import allocate_kv_caches
+from ringcore.worker.kv_caches import allocate_kv_caches, group_of_layer
 from ringcore.worker.platform import Platform
 from ringcore.worker.request_rows import RequestRows
 
@@ -57,6 +58,14 @@ class LoadedModel:
         return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
 
 
+class _Sampled(NamedTuple):
+    """What each row of a batch that samples got."""
+
+    rows: np.ndarray  # [n] int32
+    token_ids: np.ndarray  # [n] int32
+    logprobs: list[TokenLogprobs | None] | None  # [n]
+
+
 class ModelRunner:
     """One rank's model, pages and rows. Steps are executed in the order in which they come; a row's input is then the
     row's own last token, so a step may be scheduled before the tokens of the one before it are known to anyone else.
@@ -73,69 +82,93 @@ class ModelRunner:
         self._model = loaded.model
         self._dtype = loaded.dtype
         self._is_output_rank = rank == 0
-        self._vocab_size = config.model.spec.vocab_size
-        self._backend = self._choose_backend(config, kv_cache_config, platform)
-        self._kv_caches = allocate_kv_caches(kv_cache_config, self._model.attention_layers, self._backend, platform)
-        self.rows = RequestRows(
-            config.scheduler.max_num_seqs,
-            config.model.context_len,
-            config.cache.block_size,
-            len(config.model.spec.eos_token_ids),
-        )
-        self._warm_up(config.model.context_len)
+        layers = self._model.attention_layers
+        self._group_of_layer = group_of_layer(kv_cache_config, layers)
+        self._backends = self._choose_backends(config, kv_cache_config, platform)
+        self._kv_caches = allocate_kv_caches(kv_cache_config, layers, self._backends, platform)
+        num_eos_tokens = len(config.model.spec.eos_token_ids)
+        self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, num_eos_tokens)
+        self._warm_up(kv_cache_config)
 
-    def _choose_backend(
+    def _choose_backends(
         self, config: EngineConfig, kv_cache_config: KVCacheConfig, platform: Platform
-    ) -> AttentionBackend:
-        (group,) = kv_cache_config.groups  # layers that differ in kind would have a group and a backend each
-        num_heads = self._model.attention_layers[0].num_heads
-        order = platform.attention_backends
-        return choose_backend(config.device.attention_backend, group.spec, num_heads, platform.device, order)
+    ) -> list[AttentionBackend]:
+        """By group. By the plan's specs: what a layer reported may have become another there."""
+        specs = [group.spec for group in kv_cache_config.groups]
+        backends = []
+        for index, spec in enumerate(specs):
+            members = zip(self._model.attention_layers, self._group_of_layer, strict=True)
+            (num_heads,) = {layer.num_heads for layer, group in members if group == index}
+            neighbours = specs[:index] + specs[index + 1 :]
+            name, order = config.device.attention_backend, platform.attention_backends
+            backends.append(choose_backend(name, spec, num_heads, platform.device, order, neighbours))
+        return backends
 
-    def _warm_up(self, max_model_len: int) -> None:
+    def _warm_up(self, kv_cache_config: KVCacheConfig) -> None:
         """A prompt of one token, so that what the libraries set up lazily is not set up in the first request.
 
         It leaves a token in block 1, which the block's first owner overwrites as it would any old one.
         """
-        if max_model_len < 2:
+        if kv_cache_config.max_model_len < 2:
             return
         request = NewRequest(
             row=0,
             token_ids=int_array([0]),
             num_prompt_tokens=1,
             num_computed_tokens=0,
-            block_ids=int_array([1]),
+            num_cached_tokens=0,
+            block_ids=[int_array([1]) for _ in kv_cache_config.groups],
             sampling_params=SamplingParams(),
             seed=0,
             stop_token_ids=[],
         )
-        none, one, row = int_array(), int_array([1]), int_array([0])
-        self.execute(SchedulerOutput(0, none, [request], none, none, row, one))
+        self.execute(
+            SchedulerOutput(
+                step=0,
+                num_steps=1,
+                finished_rows=int_array(),
+                new_requests=[request],
+                new_blocks=[],
+                rows=int_array([0]),
+                num_scheduled_tokens=None,
+                num_tokens=1,
+            )
+        )
         self.rows.clear()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """One step; the output on rank 0, None on the others."""
+        """One message, of one step or several; the output on rank 0, None on the others."""
         self.rows.apply(step)
-        if not len(step.rows):
-            return self._output(step.step, int_array(), int_array(), None, {})
-        batch = InputBatch.gather(self.rows, step.rows, step.num_scheduled_tokens)
-        hidden = self._forward(batch)
-        errors = self._contain(batch, step, hidden)
-        self.rows.advance(step.rows, step.num_scheduled_tokens)
-        return self._sample(step.step, batch, hidden, errors)
+        scheduled = self.rows.scheduled
+        steps: list[_Sampled] = []
+        errors: dict[int, RowError] = {}
+        if len(scheduled):
+            steps.append(self._execute_one(scheduled, step.num_scheduled_tokens, errors))
+            steps += [self._execute_one(scheduled, None, errors) for _ in range(1, step.num_steps)]
+        return self._output(step.step, steps, errors) if self._is_output_rank else None
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """-> hidden states [num_tokens, hidden_size]"""
-        ctx = ForwardContext(batch.metadata, self._backend, self._backend.plan(batch.metadata), self._kv_caches)
-        return self._model.forward(batch.input_ids, batch.positions, ctx)
+    def _execute_one(
+        self, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, errors: dict[int, RowError]
+    ) -> _Sampled:
+        """Adds to `errors`, by row. A row with an error goes on: steps that have it may be on their way."""
+        batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens)
+        hidden = self._model.forward(
+            batch.input_ids,
+            batch.positions,
+            ForwardContext(self._plan(batch), self._group_of_layer, self._kv_caches),
+        )
+        self._contain(batch, scheduled, num_scheduled_tokens, hidden, errors)
+        self.rows.advance(scheduled, num_scheduled_tokens)
+        return self._sample(batch, hidden, errors)
 
-    def _sample(
-        self, step: int, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]
-    ) -> ModelRunnerOutput | None:
+    def _plan(self, batch: InputBatch) -> tuple[GroupContext, ...]:
+        return tuple(GroupContext.of(*group) for group in zip(batch.metadata, self._backends, strict=True))
+
+    def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> _Sampled:
         rows = batch.sample_rows
         if not len(rows):
-            return self._output(step, rows, rows, None, errors)
+            return _Sampled(rows, rows, None)
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
@@ -143,53 +176,67 @@ class ModelRunner:
         token_ids = sampled.token_ids.numpy().astype(np.int32)
         self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may already have them
         if not self._is_output_rank:
-            return None
+            return _Sampled(rows, token_ids, None)
         for row in rows[~sampled.ok].tolist():
             errors.setdefault(row, self._row_error(row, "logits"))
-        logprobs = token_logprobs(logits, sampled.token_ids, inputs.num_logprobs)
-        return self._output(step, rows, token_ids, logprobs, errors)
+        return _Sampled(rows, token_ids, token_logprobs(logits, sampled.token_ids, inputs.num_logprobs))
 
-    def _output(
-        self,
-        step: int,
-        rows: np.ndarray,
-        token_ids: np.ndarray,
-        logprobs: list[TokenLogprobs | None] | None,
-        errors: dict[int, RowError],
-    ) -> ModelRunnerOutput | None:
-        if not self._is_output_rank:
-            return None
-        if errors:
-            good = ~np.isin(rows, list(errors))
-            logprobs = [entry for entry, keep in zip(logprobs, good, strict=True) if keep] if logprobs else None
-            rows, token_ids = rows[good], token_ids[good]
-        return ModelRunnerOutput(step, rows, token_ids, logprobs, list(errors.values()))
+    def _output(self, step: int, steps: list[_Sampled], errors: dict[int, RowError]) -> ModelRunnerOutput:
+        if not steps:
+            return ModelRunnerOutput(step, None, int_array())
+        rows = steps[0].rows
+        assert all(len(other.rows) == len(rows) for other in steps), "a row of several steps did not sample in each"
+        token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1)  # [n, num_steps]
+        logprobs: list[TokenLogprobs | None] | None = None
+        good = ~np.isin(rows, list(errors)) if errors else np.ones(len(rows), dtype=bool)
+        if any(sampled.logprobs for sampled in steps):
+            of_rows = zip(*(sampled.logprobs or [] for sampled in steps), strict=True)
+            logprobs = [entry for entries, keep in zip(of_rows, good, strict=True) if keep for entry in entries]
+        is_whole = len(rows) == len(self.rows.scheduled) and not errors
+        return ModelRunnerOutput(
+            step,
+            None if is_whole else rows[good],
+            token_ids[good].reshape(-1),
+            logprobs,
+            list(errors.values()),
+        )
 
     # -----------------------------------------------------------------------------------------------------------
     # A request whose numbers overflow ends alone.
 
-    def _contain(self, batch: InputBatch, step: SchedulerOutput, hidden: torch.Tensor) -> dict[int, RowError]:
-        """The rows with a hidden state [num_tokens, hidden_size] that is not finite, and their keys and values erased.
+    def _contain(
+        self,
+        batch: InputBatch,
+        scheduled: np.ndarray,
+        num_scheduled_tokens: np.ndarray | None,
+        hidden: torch.Tensor,
+        errors: dict[int, RowError],
+    ) -> None:
+        """Finds the rows with a hidden state [num_tokens, hidden_size] that is not finite, and erases what they wrote.
 
         A token's keys and values flow into its own hidden state, so this sees what must not stay in a page: another
         request may get the block next, and attention needs finite numbers even in the places that it masks.
         """
         if torch.isfinite(hidden.sum(dtype=torch.float32)):
-            return {}
+            return
         finite = torch.isfinite(hidden).all(dim=-1).numpy()
-        broken = ~np.logical_and.reduceat(finite, batch.metadata.query_start_loc_cpu[:-1])
+        broken = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
         if not broken.any():
-            return {}
-        self._erase(InputBatch.gather(self.rows, step.rows[broken], step.num_scheduled_tokens[broken]))
-        return {row: self._row_error(row, "hidden states") for row in step.rows[broken].tolist()}
+            return
+        counts = None if num_scheduled_tokens is None else num_scheduled_tokens[broken]
+        self._erase(InputBatch.gather(self.rows, scheduled[broken], counts))
+        for row in scheduled[broken].tolist():
+            errors.setdefault(row, self._row_error(row, "hidden states"))
 
     def _erase(self, batch: InputBatch) -> None:
         """Writes zeros where the tokens of `batch` have their keys and values, the way any backend writes them."""
-        plan, layers = self._backend.plan(batch.metadata), self._model.attention_layers
-        for layer, kv_cache in zip(layers, self._kv_caches, strict=True):
-            query = kv_cache.new_zeros(batch.metadata.num_tokens, layer.num_heads, layer.head_size)
-            none = kv_cache.new_zeros(batch.metadata.num_tokens, layer.num_kv_heads, layer.head_size)
-            self._backend.forward(query, none, none, kv_cache, batch.metadata, plan, layer.scale)
+        groups, layers = self._plan(batch), self._model.attention_layers
+        for layer, index, kv_cache in zip(layers, self._group_of_layer, self._kv_caches, strict=True):
+            group = groups[index]
+            num_tokens = group.metadata.num_tokens
+            query = kv_cache.new_zeros(num_tokens, layer.num_heads, layer.head_size)
+            none = kv_cache.new_zeros(num_tokens, layer.num_kv_heads, layer.head_size)
+            group.backend.forward(query, none, none, kv_cache, group.metadata, group.plan, layer.scale)
 
     def _row_error(self, row: int, what: str) -> RowError:
         return RowError(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import SamplingInputs
-from ringcore.protocol import NewRequest, SchedulerOutput
+from ringcore.protocol import NewRequest, SchedulerOutput, int_array
 from ringcore.sampling_params import MAX_STOP_TOKEN_IDS
+from ringcore.worker.block_table import BlockTable
 
 __all__ = ["RequestRows"]
 
@@ -17,20 +19,21 @@ __all__ = ["RequestRows"]
 class RequestRows:
     """The rows 0 to max_num_seqs - 1; a request has one from its admission until it finishes or is preempted.
 
-    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, the first
-    num_blocks of `block_table` are its blocks and the others 0. A row not in use has no tokens and no blocks.
+    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, the slots of the
+    first num_cached_tokens were filled before the row began. A row not in use has no tokens and no blocks.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_eos_tokens: int) -> None:
-        self.block_size = block_size
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, max_num_seqs: int, kv_cache: KVCacheConfig, num_eos_tokens: int) -> None:
+        self.block_tables = [  # by KV cache group
+            BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
+        ]
+        self.scheduled = int_array()  # [n]: the rows of the last step
         # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.token_ids = np.zeros((max_num_seqs, kv_cache.max_model_len), dtype=np.int32)
         self.stop_token_ids = np.zeros((max_num_seqs, MAX_STOP_TOKEN_IDS + num_eos_tokens), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_cached_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_stop_token_ids = np.zeros(max_num_seqs, dtype=np.int64)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -46,30 +49,38 @@ class RequestRows:
         self._clear(delta.finished_rows)
         for request in delta.new_requests:
             self._admit(request)
-        self._append_blocks(delta.new_block_rows, delta.new_block_ids)
+        if delta.new_blocks:
+            for table, new in zip(self.block_tables, delta.new_blocks, strict=True):
+                table.append(new.rows, new.block_ids)
+        if delta.rows is not None:
+            self.scheduled = delta.rows.copy()  # the message's own memory may be its sender's
 
     def clear(self) -> None:
         """Forgets all rows."""
         self._clear(np.flatnonzero(self.num_tokens))
+        self.scheduled = int_array()
 
     def _clear(self, rows: np.ndarray) -> None:
         if len(rows):
             self.num_tokens[rows] = 0
             self.num_computed_tokens[rows] = 0
-            self.block_table[rows, : int(self.num_blocks[rows].max())] = 0
-            self.num_blocks[rows] = 0
+            self.num_cached_tokens[rows] = 0
             self.min_tokens[rows] = 0
+            for table in self.block_tables:
+                table.clear(rows)
 
     def _admit(self, request: NewRequest) -> None:
         row, params, num_tokens = request.row, request.sampling_params, len(request.token_ids)
         assert not self.num_tokens[row], f"row {row} is in use"
         assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]
+        assert request.num_computed_tokens <= request.num_cached_tokens <= num_tokens
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self.num_cached_tokens[row] = request.num_cached_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.block_table[row, : len(request.block_ids)] = request.block_ids
-        self.num_blocks[row] = len(request.block_ids)
+        for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
+            table.set(row, block_ids)
         self.stop_token_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
         self.num_stop_token_ids[row] = len(request.stop_token_ids)
         self.min_tokens[row] = params.min_tokens
@@ -80,20 +91,9 @@ class RequestRows:
         self.seed[row] = request.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    def _append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
-        """A row may come several times: its blocks are appended in the order of the arrays."""
-        if not len(rows):
-            return
-        order = np.argsort(rows, kind="stable")
-        by_row = rows[order]
-        distinct, first, counts = np.unique(by_row, return_index=True, return_counts=True)
-        nth = np.arange(len(by_row)) - np.repeat(first, counts)
-        self.block_table[by_row, self.num_blocks[by_row] + nth] = block_ids[order]
-        self.num_blocks[distinct] += counts
-
-    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray) -> None:
-        """These tokens are computed."""
-        self.num_computed_tokens[rows] += num_scheduled_tokens
+    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> None:
+        """These tokens are computed; None: one of each."""
+        self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """One sampled token each; the input of the row's next step."""

@@ -1,7 +1,8 @@
-"""What every attention backend must do, against attention written out token by token."""
+"""What every attention backend must do, against attention over whole sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.errors import ConfigError
-from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 CPU = torch.device("cpu")
 HEAD_SIZE = 16
@@ -35,43 +36,60 @@ class Sequence:
     blocks: np.ndarray
     keys: torch.Tensor
     values: torch.Tensor
+    num_left_behind: int = 0  # blocks that no later token sees
+
+
+def spec_of(
+    block_size: int, num_kv_heads: int, dtype: str = "float32", window: int | None = None, head_size: int = HEAD_SIZE
+) -> KVCacheSpec:
+    if window is None:
+        return FullAttentionSpec(block_size, num_kv_heads, head_size, dtype)
+    return SlidingWindowSpec(block_size, num_kv_heads, head_size, dtype, window)
 
 
 class Bench:
     """A pool full of old numbers, sequences in it, and a backend that is driven step by step."""
 
     def __init__(
-        self, name: str, block_size: int, num_heads: int, num_kv_heads: int, dtype: str, seed: int = 0
+        self, name: str, spec: KVCacheSpec, num_heads: int, neighbours: Iterable[KVCacheSpec] = (), seed: int = 0
     ) -> None:
-        self.spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, dtype=dtype
-        )
-        self.dtype = getattr(torch, dtype)
+        self.spec = spec
+        self.window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 10**9
+        self.dtype = getattr(torch, spec.dtype)
         self.num_heads = num_heads
-        self.backend: AttentionBackend = choose_backend(name, self.spec, num_heads, CPU)
+        self.backend: AttentionBackend = choose_backend(name, spec, num_heads, CPU, neighbours=list(neighbours))
         self.random = torch.Generator().manual_seed(seed)
         self.order = np.random.default_rng(seed)
 
     def tensor(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.random).to(self.dtype)
 
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.spec.block_size)
+
     def allocate(self, lens: list[int], consecutive: bool) -> None:
-        needed = [self.spec.blocks_needed(n) for n in lens]
+        needed = [self.num_blocks(n) for n in lens]
         ids = np.arange(1, sum(needed) + 1)
         ids = ids if consecutive else self.order.permutation(ids)
         shape = self.backend.kv_cache_shape(sum(needed) + 1)
         assert np.prod(shape) * DTYPE_BYTES[self.spec.dtype] == (sum(needed) + 1) * self.spec.page_size_bytes
         self.cache = self.tensor(*shape) * 50  # what earlier owners left
+        self.place(ids, needed)
+
+    def place(self, ids: np.ndarray, needed: list[int]) -> None:
         ends = np.cumsum(needed)
-        none = torch.empty(0, self.spec.num_kv_heads, HEAD_SIZE, dtype=self.dtype)
+        none = torch.empty(0, self.spec.num_kv_heads, self.spec.head_size, dtype=self.dtype)
         self.sequences = [Sequence(ids[e - n : e], none, none) for e, n in zip(ends, needed, strict=True)]
 
     def step(self, parts: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs `query_len` new tokens of each (sequence, query_len) -> (the backend's result, the right one)."""
         members = [self.sequences[i] for i, _ in parts]
         lens = [n for _, n in parts]
-        q = self.tensor(sum(lens), self.num_heads, HEAD_SIZE)
-        k, v = (self.tensor(sum(lens), self.spec.num_kv_heads, HEAD_SIZE) for _ in range(2))
+        head_size = self.spec.head_size
+        q = self.tensor(sum(lens), self.num_heads, head_size)
+        k, v = (self.tensor(sum(lens), self.spec.num_kv_heads, head_size) for _ in range(2))
+        for seq in members:
+            self._leave_behind(seq)
         starts = np.concatenate([[0], np.cumsum(lens)])
         expected, slots = [], []
         for seq, start, n in zip(members, starts, lens, strict=False):
@@ -80,36 +98,54 @@ class Bench:
             slots[-1] = slots[-1] + positions % self.spec.block_size
             seq.keys = torch.cat((seq.keys, k[start : start + n]))
             seq.values = torch.cat((seq.values, v[start : start + n]))
-            expected += [attend(q[start + j], seq.keys[: p + 1], seq.values[: p + 1]) for j, p in enumerate(positions)]
+            expected.append(attend(q[start : start + n], seq.keys, seq.values, self.window))
         seq_lens = np.array([len(s.keys) for s in members], dtype=np.int32)
         table = np.zeros((len(members), max(len(s.blocks) for s in members) + 1), dtype=np.int32)
         for row, seq, n in zip(table, members, seq_lens, strict=True):
-            used = self.spec.blocks_needed(int(n))
+            used = self.num_blocks(int(n))
             row[:used] = seq.blocks[:used]
-        metadata = AttentionMetadata(
-            num_tokens=sum(lens),
-            num_seqs=len(members),
-            max_query_len=max(lens),
-            max_seq_len=int(seq_lens.max()),
-            query_start_loc_cpu=starts.astype(np.int32),
-            seq_lens_cpu=seq_lens,
-            block_table_cpu=table,
-            slot_mapping=torch.from_numpy(np.concatenate(slots)).to(torch.int64),
-        )
+            row[: seq.num_left_behind : 2] = 0  # the others keep the id, whose block is another's now
+        metadata = metadata_of(lens, seq_lens, table, np.concatenate(slots))
         plan = self.backend.plan(metadata)
-        got = [self.backend.forward(q, k, v, self.cache, metadata, plan, HEAD_SIZE**-0.5) for _ in range(2)]
+        got = [self.backend.forward(q, k, v, self.cache, metadata, plan, head_size**-0.5) for _ in range(2)]
         assert torch.equal(got[0], got[1]), "a plan serves every layer of its step"
-        return got[0], torch.stack(expected)
+        return got[0], torch.cat(expected)
+
+    def _leave_behind(self, seq: Sequence) -> None:
+        """Gives the blocks of which the next token sees nothing to a sequence that is all NaN: who reads them has it."""
+        gone = max(0, len(seq.keys) - self.window + 1) // self.spec.block_size
+        n, spec = self.spec.block_size, self.spec
+        nan = torch.full((n, max(self.num_heads, spec.num_kv_heads), spec.head_size), torch.nan, dtype=self.dtype)
+        for block in seq.blocks[seq.num_left_behind : gone]:
+            metadata = metadata_of([n], np.array([n]), np.array([[block]]), block * n + np.arange(n))
+            plan, kv = self.backend.plan(metadata), nan[:, : spec.num_kv_heads]
+            self.backend.forward(nan[:, : self.num_heads], kv, kv, self.cache, metadata, plan, 1.0)
+        seq.num_left_behind = gone
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One token: q [num_heads, head_size], keys and values [n, num_kv_heads, head_size], in float64."""
-    group = q.shape[0] // keys.shape[1]
-    heads = []
-    for h in range(q.shape[0]):
-        scores = keys[:, h // group].double() @ q[h].double() * HEAD_SIZE**-0.5
-        heads.append(scores.softmax(0) @ values[:, h // group].double())
-    return torch.stack(heads)
+def metadata_of(
+    query_lens: list[int], seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray
+) -> AttentionMetadata:
+    return AttentionMetadata(
+        num_tokens=sum(query_lens),
+        num_seqs=len(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=int(seq_lens.max()),
+        query_start_loc_cpu=np.cumsum([0, *query_lens]).astype(np.int32),
+        seq_lens_cpu=seq_lens.astype(np.int32),
+        block_table_cpu=block_table.astype(np.int32),
+        slot_mapping=torch.from_numpy(slots).to(torch.int64),
+    )
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
+    """The last tokens of a sequence: q [n, num_heads, head_size], keys and values [all, num_kv_heads, head_size]."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
+    behind = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # how far a key is behind
+    scores.masked_fill_((behind < 0) | (behind >= window), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 
 def run_case(bench: Bench, case: list[tuple[int, int]], consecutive: bool = False) -> None:
@@ -129,31 +165,32 @@ def run_case(bench: Bench, case: list[tuple[int, int]], consecutive: bool = Fals
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_every_kind_of_step(name: str, case: list[tuple[int, int]], block_size: int, consecutive: bool) -> None:
-    run_case(Bench(name, block_size, 6, 2, "float32"), case, consecutive)
+    run_case(Bench(name, spec_of(block_size, 2), 6), case, consecutive)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 1), (9, 3)])
-def test_head_groupings(name: str, heads: tuple[int, int]) -> None:
-    run_case(Bench(name, 4, *heads, "float32"), MIXED)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_head_groupings(name: str, num_heads: int, num_kv_heads: int, window: int | None) -> None:
+    run_case(Bench(name, spec_of(4, num_kv_heads, window=window), num_heads), MIXED)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_half_formats(name: str, dtype: str, consecutive: bool) -> None:
-    run_case(Bench(name, 16, 4, 2, dtype), MIXED, consecutive)
+    run_case(Bench(name, spec_of(16, 2, dtype), 4), MIXED, consecutive)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_long_contexts_and_chunks_of_several_tiles(name: str, consecutive: bool) -> None:
-    run_case(Bench(name, 16, 8, 4, "float32"), LONG, consecutive)
+    run_case(Bench(name, spec_of(16, 4), 8), LONG, consecutive)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_sequence_over_many_steps_among_others(name: str) -> None:
-    bench = Bench(name, 4, 4, 2, "float32", seed=3)
+    bench = Bench(name, spec_of(4, 2), 4, seed=3)
     bench.allocate([40, 30, 50, 20], consecutive=False)
     for parts in ([(0, 5)], [(0, 3), (1, 9)], [(2, 17), (0, 1), (1, 1)], [(3, 1), (2, 2)], [(3, 1), (0, 1), (1, 1)]):
         got, expected = bench.step(parts)
@@ -163,12 +200,88 @@ def test_a_sequence_over_many_steps_among_others(name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_decode_padding_never_lets_old_numbers_through(name: str) -> None:
     """Two like lengths share a batch; the shorter one's padding is old numbers and the null block."""
-    bench = Bench(name, 4, 2, 1, "float32")
+    bench = Bench(name, spec_of(4, 1), 2)
     bench.allocate([6, 15], consecutive=False)
     bench.step([(0, 5), (1, 14)])
     bench.cache[bench.cache.abs() > 20] = 1e30
     got, expected = bench.step([(0, 1), (1, 1)])
     assert (got.double() - expected).abs().max() < TOLERANCE["float32"]
+
+
+# Sliding windows. In every step, blocks that a window has left behind hold NaN, and their places ids or zeros.
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", [DECODE, EQUAL_DECODE, PROMPTS, CHUNKS, MIXED], ids="DEPCM")
+@pytest.mark.parametrize(("block_size", "window"), [(1, 5), (4, 1), (4, 3), (4, 4), (4, 5), (4, 18), (16, 9), (16, 33)])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_windows_smaller_and_larger_than_a_block(
+    name: str, case: list[tuple[int, int]], block_size: int, window: int, consecutive: bool
+) -> None:
+    run_case(Bench(name, spec_of(block_size, 2, window=window), 6), case, consecutive)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("window", [6, 16])
+def test_windows_of_half_formats(name: str, dtype: str, window: int) -> None:
+    run_case(Bench(name, spec_of(4, 2, dtype, window), 4), MIXED)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_of_256(name: str, window: int | None, dtype: str) -> None:
+    run_case(Bench(name, spec_of(16, 1, dtype, window, head_size=256), 4), MIXED)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [40, 256, 500, 800])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_windows_over_chunks_and_prompts_of_several_tiles(name: str, window: int, consecutive: bool) -> None:
+    run_case(Bench(name, spec_of(16, 2, window=window), 4), LONG, consecutive)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [1, 4, 6, 9])
+@pytest.mark.parametrize("chunks", [[1] * 40, [4] * 10, [5, 3, 8, 1, 1, 7, 15], [13, 1, 26], [40]])
+def test_a_window_over_chunks_of_any_length(name: str, window: int, chunks: list[int]) -> None:
+    """Beside it a sequence that decodes, and whose window moves on too."""
+    bench = Bench(name, spec_of(4, 2, window=window), 4, seed=5)
+    bench.allocate([40, 60], consecutive=False)
+    bench.step([(1, 11)])
+    for chunk in chunks:
+        got, expected = bench.step([(0, chunk), (1, 1)])
+        assert (got.double() - expected).abs().max() < TOLERANCE["float32"]
+
+
+# Layers of other shapes in the same memory.
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (spec_of(4, 4), spec_of(8, 2, window=10)),  # two heads beside one
+        (spec_of(4, 3), spec_of(6, 2)),  # no common part but 1
+        (spec_of(8, 2), spec_of(4, 2, head_size=32)),
+        (spec_of(16, 1, window=9), spec_of(4, 4, window=30)),
+        (spec_of(4, 2, "bfloat16", head_size=32), spec_of(16, 1, "bfloat16", window=7)),
+    ],
+)
+def test_shapes_that_share_memory_leave_each_others_blocks_alone(
+    name: str, one: KVCacheSpec, other: KVCacheSpec
+) -> None:
+    """The even blocks are the one's, the odd ones the other's."""
+    benches = [Bench(name, one, 12, [other]), Bench(name, other, 12, [one], seed=1)]
+    pool = benches[0].tensor(*benches[0].backend.kv_cache_shape(61))
+    for bench, ids in zip(benches, (np.arange(2, 61, 2), np.arange(1, 61, 2)), strict=True):
+        bench.cache = pool.view(bench.backend.kv_cache_shape(61))
+        bench.place(bench.order.permutation(ids), [bench.num_blocks(n) for n in (40, 30)])
+    for parts in ([(0, 7)], [(1, 20), (0, 1)], [(0, 12), (1, 1)], *[[(1, 1), (0, 1)]] * 9, [(0, 11)]):
+        for bench in benches:
+            got, expected = bench.step(parts)
+            assert (got.double() - expected).abs().max() < TOLERANCE[bench.spec.dtype]
 
 
 def test_auto_takes_a_backend_that_does_not_refuse() -> None:

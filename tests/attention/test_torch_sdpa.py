@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from torch.nn import functional
 
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.torch_sdpa_plan import Chunk, DecodeBatch, DecodeOne, Prompts
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 
 # A block of 16 tokens is 16 KiB, so 16 blocks are as dear as one batch more.
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="float32", sliding_window=40)
 
 
 def metadata(query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
@@ -44,7 +47,7 @@ def test_decoding_sequences_of_like_length_share_a_batch() -> None:
     assert (long.token, long.context.num_tokens) == (2, 1600)
     assert isinstance(batch, DecodeBatch)
     assert batch.tokens is not None
-    assert (batch.tokens.tolist(), batch.num_tokens) == ([0, 1, 3], 64)
+    assert (batch.tokens.tolist(), batch.end) == ([0, 1, 3], 64)
     assert batch.mask is not None
     assert (batch.mask == 0).sum(-1).flatten().tolist() == [30, 48, 64]
 
@@ -83,6 +86,63 @@ def test_chunks_share_one_mask_of_bounded_height() -> None:
     assert (mask[0] == 0).sum() == 1000 - 255
 
 
+def test_a_window_is_read_from_its_first_block_on() -> None:
+    """Position 99 sees 60 to 99, the blocks 3 to 6 but for 12 slots; position 79 sees 40 to 79, the blocks 2 to 4."""
+    tables = [[0, 0, 0, 9, 8, 5, 6], [0, 2, 15, 16, 17]]
+    (batch,) = TorchSdpaBackend(WINDOW, 4).plan(metadata([1, 1], [100, 80], tables))
+    assert isinstance(batch, DecodeBatch)
+    assert (batch.first, batch.end) == (8, 52)
+    assert batch.mask is not None
+    seen = [np.flatnonzero(row == 0) + batch.first for row in batch.mask[:, 0, 0].numpy()]
+    assert [(row[0], row[-1], len(row)) for row in seen] == [(12, 51, 40), (8, 47, 40)]
+    cache = torch.arange(20.0)[None, None, :, None, None, None].expand(2, 2, 20, 1, 16, 64).contiguous()
+    read = batch.gather.read(cache, 2)[0, 0, :, ::16, 0]
+    assert read[:, :3].tolist() == [[9, 8, 5], [15, 16, 17]]
+    assert read[0, 3] == 6
+
+
+def test_sequences_at_one_place_in_their_windows_need_no_mask() -> None:
+    tables = [[0, 0, 0, 9, 8, 5, 6], [0, 2, 15, 16, 17], [0, 0, 0, 0, 12, 11, 14, 1]]
+    alone, batch = TorchSdpaBackend(WINDOW, 4).plan(metadata([5, 1, 1], [100, 80, 112], [tables[0], *tables[1:]]))[::-1]
+    assert isinstance(alone, Chunk)
+    assert isinstance(batch, DecodeBatch)
+    assert (batch.mask, batch.first, batch.end) == (None, 8, 48)
+
+
+def test_a_long_window_with_consecutive_blocks_is_read_in_place() -> None:
+    wide = SlidingWindowSpec(16, 2, 64, "float32", sliding_window=400)
+    (alone,) = TorchSdpaBackend(wide, 4).plan(metadata([1], [500], [[0] * 6 + blocks_of(26, 70, True)]))
+    assert isinstance(alone, DecodeOne)
+    # Position 499 sees 100 to 499: from slot 4 of its seventh block on.
+    assert (alone.context.gather, alone.context.first_slot, alone.context.num_tokens) == (None, 70 * 16 + 4, 400)
+
+
+def test_prompts_that_a_window_hides_nothing_of_are_one_call() -> None:
+    query_lens = [40, 40, 41]
+    parts = TorchSdpaBackend(WINDOW, 4).plan(metadata(query_lens, query_lens, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
+    whole, tiled = parts
+    assert whole == Prompts(0, 2, 40)
+    assert isinstance(tiled, Chunk)
+    assert (tiled.first_token, tiled.query_len, tiled.context) == (80, 41, None)
+
+
+def test_a_tile_of_a_long_prompt_is_against_its_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 tokens: tiles of 256 rows that see 39 tokens before them, the first one none, the last one of 232 rows."""
+    sizes = []
+    attend = functional.scaled_dot_product_attention
+
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        sizes.append((q.shape[2], k.shape[2]))
+        return attend(q, k, v, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    backend = TorchSdpaBackend(WINDOW, 2)
+    step = metadata([1000], [1000], [blocks_of(63, 0, True)])
+    q = torch.zeros(1000, 2, 64)
+    backend.forward(q, q, q, torch.zeros(backend.kv_cache_shape(64)), step, backend.plan(step), 1.0)
+    assert sizes == [(256, 256), (256, 295), (256, 295), (232, 271)]
+
+
 def test_an_overflowing_half_format_leaves_the_cache_finite() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float16")
     backend = TorchSdpaBackend(spec, 1)
@@ -92,5 +152,5 @@ def test_an_overflowing_half_format_leaves_the_cache_finite() -> None:
     k = torch.full((2, 1, 8), torch.inf, dtype=torch.float16)
     backend.forward(q, k, -k, cache, step, backend.plan(step), 1.0)
     assert torch.isfinite(cache).all()
-    assert cache[0, 0, 0, :2].tolist() == [[65504.0] * 8] * 2
-    assert cache[1, 0, 0, :2].tolist() == [[-65504.0] * 8] * 2
+    assert cache[0, 0, 0, 0, :2].tolist() == [[65504.0] * 8] * 2
+    assert cache[1, 0, 0, 0, :2].tolist() == [[-65504.0] * 8] * 2

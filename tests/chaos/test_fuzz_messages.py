@@ -30,16 +30,18 @@ from ringcore.protocol import (
     AddRequests,
     ClientMessage,
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
     EngineReady,
     EngineStats,
     ModelRunnerOutput,
+    NewBlocks,
+    OutputColumns,
     RpcCall,
     RpcResult,
     SchedulerOutput,
     Shutdown,
+    StartedRequest,
     TokenLogprobs,
     decoder,
     encoder,
@@ -121,14 +123,30 @@ def engine_messages() -> list[EngineMessage]:
     output = EngineCoreOutput("r", [1, 2], [TokenLogprobs([1], [-0.5], [1])], "length")
     return [
         EngineReady(9, 8, 72, 64, 1.5, {"load_model": 1.0}, [{"total": 5}], {"engine": 1}),
-        EngineCoreOutputs([output, output], EngineStats(1, 2, 3, 4, 5, 6, 7)),
+        OutputColumns(
+            [StartedRequest(0, "r", 0, 1.5, 0)],
+            int_array([0]),
+            int_array([7]),
+            None,
+            [output, output],
+            EngineStats(*range(7)),
+        ),
         RpcResult(1, [2]),
     ]
 
 
 def steps() -> list[SchedulerOutput | ModelRunnerOutput]:
     return [
-        SchedulerOutput(1, int_array([1]), [], int_array([2]), int_array([3]), int_array([0, 1]), int_array([1, 1])),
+        SchedulerOutput(
+            1,
+            1,
+            int_array([1]),
+            [],
+            [NewBlocks(int_array([2]), int_array([3]))],
+            int_array([0, 1]),
+            int_array([1, 1]),
+            2,
+        ),
         ModelRunnerOutput(1, int_array([0, 1]), int_array([5, 6])),
     ]
 

@@ -122,17 +122,56 @@ def test_llama3_scaling_is_found_in_its_divisors(tmp_path):
     refused(tmp_path, "no llama3 scaling", arrays=EMBEDDING | {"rope_freqs.weight": other[:8]}, **sizes)
 
 
+GEMMA3 = {"attention__sliding_window": ("u32", 24), "attention__key_length": ("u32", 16)}
+
+
+def test_gemma3(tmp_path):
+    spec = read(tmp_path, "gemma3", **GEMMA3, block_count=("u32", 7))
+    assert (spec.architecture, spec.head_dim) == ("Gemma3ForCausalLM", 16)
+    assert spec.sliding_windows == dict.fromkeys((0, 1, 2, 3, 4, 6), 24)
+    assert (spec.rope, spec.sliding_rope) == (RopeSpec(500000.0), RopeSpec(10000.0))
+    assert spec.query_pre_attn_scalar is None
+    linear = {"rope__scaling__type": ("str", "linear"), "rope__scaling__factor": ("f32", 8.0)}
+    pattern = {"attention__sliding_window_pattern": ("[bool]", [False, True])}
+    spec = read(tmp_path, "gemma3", **GEMMA3, **linear, **pattern, rope__freq_base_swa=("f32", 30000.0))
+    assert spec.sliding_windows == {1: 24}
+    assert (spec.rope, spec.sliding_rope) == (RopeSpec(500000.0, "linear", 8.0), RopeSpec(30000.0))
+    spec = read(tmp_path, "gemma3", **GEMMA3, attention__sliding_window_pattern=("u32", 2))
+    assert spec.sliding_windows == {0: 24}
+
+
+def test_the_largest_gemma3_scales_by_hidden_size_and_heads(tmp_path):
+    spec = read(tmp_path, "gemma3", **GEMMA3, block_count=("u32", 62))
+    assert spec.query_pre_attn_scalar == 32 / 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"attention__sliding_window": None}, "'gemma3.attention.sliding_window' is missing"),
+        ({"attention__sliding_window": ("u32", 0)}, "'gemma3.attention.sliding_window' is 0, it must be from 1"),
+        ({"attention__sliding_window_pattern": ("u32", 0)}, "sliding_window_pattern' is 0, it must be from 1"),
+        ({"attention__sliding_window_pattern": ("[bool]", [True])}, "true or false for each of 2 layers is needed"),
+        ({"attention__sliding_window_pattern": ("[u32]", [1, 0])}, "true or false for each of 2 layers is needed"),
+        ({"attn_logit_softcapping": ("f32", 50.0)}, "'gemma3.attn_logit_softcapping' is 50.0; capped logits"),
+    ],
+)
+def test_refusals_of_gemma3(tmp_path, changed, match):
+    refused(tmp_path, match, architecture="gemma3", **(GEMMA3 | changed))
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"architecture": "gemma"}, "'gemma' is not known; known: llama, qwen2, qwen3"),
+        ({"architecture": "gemma"}, "'gemma' is not known; known: gemma3, llama, qwen2, qwen3"),
         ({"arrays": {"x": np.ones(1)}}, "'token_embd.weight' is missing"),
         ({"block_count": None}, "'llama.block_count' is missing"),
         ({"block_count": ("u64", 1 << 40)}, "'llama.block_count' is 1099511627776, it must be from 1 to 10000"),
         ({"context_length": ("str", "64")}, "'llama.context_length' is '64', an integer"),
         ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
         ({"expert_count": ("u32", 8)}, "experts are not computed"),
-        ({"attention__sliding_window": ("u32", 512)}, "sliding windows are not computed"),
+        ({"attention__sliding_window": ("u32", 512)}, "the models of llama have no sliding window"),
+        ({"final_logit_softcapping": ("f32", 30.0)}, "'llama.final_logit_softcapping' is 30.0; capped logits"),
         ({"rope__scaling__type": ("str", "longrope"), "rope__scaling__factor": ("f32", 2.0)}, "is 'longrope'; known"),
         ({**YARN, "rope__scaling__yarn_log_multiplier": ("f32", 0.1)}, "yarn without yarn_log_multiplier"),
         ({**YARN, "rope__scaling__original_context_length": None}, "original_context_length' is missing"),

@@ -55,10 +55,10 @@ def test_a_type_that_cannot_be_expanded(tmp_path):
         read_gguf_tensor(path, read_gguf_header(path).tensors["t"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_names_are_those_of_the_library(architecture):
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 3)
-    for hf_name, gguf_name in gguf_tensor_names(3).items():
+    for hf_name, gguf_name in gguf_tensor_names(architecture, 3).items():
         stem, suffix = hf_name.rsplit(".", 1)
         theirs = names.get_name(stem)
         if theirs is not None:  # Llama has no q_norm
@@ -83,7 +83,7 @@ def test_rows_come_in_the_order_of_hugging_face(tmp_path, architecture):
     )
     stored = {name: interleave(rows, heads[name]) if name in heads else rows for name, rows in hf.items()}
     tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(architecture), stored))
-    for hf_name, gguf_name in gguf_tensor_names(2).items():
+    for hf_name, gguf_name in gguf_tensor_names(architecture, 2).items():
         if gguf_name not in hf:
             assert hf_name not in tensors.shapes
             continue
@@ -92,6 +92,22 @@ def test_rows_come_in_the_order_of_hugging_face(tmp_path, architecture):
         np.testing.assert_array_equal(tensors.read(hf_name), expected)
         for start, stop in ((0, 8), (8, 9), (3, len(expected) - 1), (5, 5)):
             np.testing.assert_array_equal(tensors.read(hf_name, start, stop), expected[start:stop])
+
+
+def test_norms_of_gemma3_come_without_the_1_that_is_stored_with_them(tmp_path):
+    weights = np.array([0.5, 1.0, -0.25, 3.0], np.float32)
+    names = {
+        "output_norm": "norm",
+        "blk.0.attn_norm": "layers.0.input_layernorm",
+        "blk.0.attn_q_norm": "layers.0.self_attn.q_norm",
+        "blk.1.ffn_norm": "layers.1.pre_feedforward_layernorm",
+    }
+    arrays = {f"{name}.weight": weights + 1 for name in names} | {"blk.0.attn_q.bias": weights}
+    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata("gemma3"), arrays))
+    for name in names.values():
+        np.testing.assert_array_equal(tensors.read(f"model.{name}.weight"), weights)
+        np.testing.assert_array_equal(tensors.read(f"model.{name}.weight", 1, 3), weights[1:3])
+    np.testing.assert_array_equal(tensors.read("model.layers.0.self_attn.q_proj.bias"), weights)
 
 
 def test_an_unknown_tensor_is_named(tmp_path):

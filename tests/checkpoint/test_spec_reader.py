@@ -34,6 +34,7 @@ ROPES = {
         "truncate": False,
     },
 }
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral"]
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -63,7 +64,7 @@ def refused(tmp_path, match, **changed):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_agrees_with_transformers(tmp_path, name, rope):
     """The same facts as transformers reads, from the file that it writes."""
     import transformers
@@ -94,7 +95,7 @@ def test_agrees_with_transformers(tmp_path, name, rope):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_biases_are_those_of_the_model_classes(tmp_path, name, bias):
     import transformers
 
@@ -113,7 +114,7 @@ def test_biases_are_those_of_the_model_classes(tmp_path, name, bias):
         assert spec.mlp_bias == (f"model.layers.0.mlp.{part}_proj.bias" in names)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_defaults_are_those_of_transformers(tmp_path, name):
     import transformers
 
@@ -195,7 +196,8 @@ def test_a_missing_field_is_named(tmp_path, key):
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not known; known: LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not known; known: Gemma3ForCausalLM, Llama"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "'Gemma3ForConditionalGeneration' is not known"),
         ({"architectures": "LlamaForCausalLM"}, "'architectures' is 'LlamaForCausalLM', a list"),
         ({"hidden_size": "32"}, "'hidden_size' is '32', an integer is needed"),
         ({"hidden_size": 32.5}, "'hidden_size' is 32.5, an integer is needed"),
@@ -223,20 +225,18 @@ def test_a_missing_field_is_named(tmp_path, key):
         ({"rope_scaling": ROPES["llama3"] | {"high_freq_factor": 1.0}}, "it must be above low_freq_factor"),
         ({"rope_scaling": [1]}, r"'rope_scaling' is \[1\], an object"),
         ({"rope_parameters": {"rope_type": "su"}}, "'rope_parameters.rope_type' is 'su'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'rope_parameters.full_attention' is not known"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(tmp_path, changed, match):
     refused(tmp_path, match, **changed)
 
 
-def test_sliding_windows_are_refused_where_they_are_in_use(tmp_path):
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 1}
-    refused(tmp_path, "'use_sliding_window' is true for the layers from 1 on", **qwen, use_sliding_window=True)
-    refused(tmp_path, "'layer_types' has 'sliding_attention'", layer_types=["full_attention", "sliding_attention"])
-    assert read(tmp_path, **qwen, use_sliding_window=False).num_layers == 2
-    # Published so: the window would begin above the last layer.
-    assert read(tmp_path, **(qwen | {"max_window_layers": 2}), use_sliding_window=True).num_layers == 2
-    assert read(tmp_path, layer_types=["full_attention"] * 2, use_sliding_window=True, **qwen).num_layers == 2
+def test_a_null_is_no_silence(tmp_path):
+    """transformers' default stands in for what is absent, not for null."""
+    folder = model_folder(tmp_path / "m", bos_token_id=None, eos_token_id=None)
+    assert (spec_of(folder).bos_token_id, spec_of(folder).eos_token_ids) == (None, [])
+    assert (read(tmp_path).bos_token_id, read(tmp_path).eos_token_ids) == (1, [2])
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_chat(capsys, folder):
         (["--prompt", ""], 2, "prompt 0: prompt='': the prompt is empty"),
         (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0: give a number above 0"),
         (["--prompt", "a", "--dtype", "int3"], 2, "dtype='int3': give one of"),
+        (["--prompt", "a", "--max-model-len", "all"], 2, "max_model_len='all': give an integer of at least 1, or"),
+        (["--prompt", "a" * 64, "--max-model-len", "auto", "--kv-cache-bytes", "5120"], 2, "max_model_len is 64"),
         (["--prompts-file", "/no/such/file"], 2, "cannot be read"),
         ([], 2, "no prompts; give --prompt or --prompts-file"),
         (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "raise gpu_memory_utilization/kv_cache_bytes"),

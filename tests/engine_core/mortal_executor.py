@@ -41,7 +41,7 @@ class MortalWorker(FakeWorker):
             self.seeds.setdefault(prompt[0], set()).add(new.seed)
         known = {row: tokens[0] for row, tokens in self._tokens.items()}
         known |= {new.row: int(new.token_ids[0]) for new in scheduler_output.new_requests}
-        self.steps.append({known[row] for row in scheduler_output.rows.tolist()})
+        self.steps.append({known[row] for row, _ in self._scheduled(scheduler_output)})
         return super().execute_model(scheduler_output)
 
     def _misbehave(self, tokens: list[int]) -> None:

@@ -196,9 +196,21 @@ def test_functions_where_they_are_allowed(folder):
 
 
 def test_an_unknown_method_of_the_engine_names_the_known(shared):
-    with pytest.raises(InvalidRequestError, match="health, reset_prefix_cache, stats"):
+    with pytest.raises(InvalidRequestError, match="health, pause, reset_prefix_cache, resume, stats"):
         shared.call_engine("explode")
-    assert shared.call_engine("reset_prefix_cache") is True
+    assert shared.reset_prefix_cache() is True
+
+
+def test_a_pause_is_the_engines(shared):
+    shared.pause("all")
+    shared.add_requests([request("paused", [5, 6], max_tokens=3)])
+    assert shared.get_outputs(0.05).outputs == []
+    shared.resume()
+    assert tokens(collect(shared, ["paused"]), "paused") == expected([5, 6], 3)
+    with pytest.raises(InvalidRequestError, match="give 'new' or 'all'"):
+        shared.pause("now")
+    with pytest.raises(InvalidRequestError, match="arguments are wrong"):
+        shared.call_engine("pause", ("new", "all"))
 
 
 def test_the_health_of_an_engine_that_serves(shared):

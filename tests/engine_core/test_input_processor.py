@@ -15,8 +15,12 @@ MAX_MODEL_LEN = 32
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = make_model_folder(tmp_path_factory.mktemp("model"))
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def inputs(folder):
     config = EngineConfig.from_options(model=folder, load_format="dummy", max_model_len=MAX_MODEL_LEN)
     return InputProcessor(config, load_tokenizer(folder))
 
@@ -45,6 +49,12 @@ def test_names_and_salts(inputs):
     assert prepared.request.cache_salt == "s"
 
 
+@pytest.mark.parametrize(("given", "priority"), [({}, 0), ({"priority": None}, 0), ({"priority": np.int32(-3)}, -3)])
+def test_priorities(inputs, given, priority):
+    request = inputs.process({"prompt": "a"} | given, PARAMS).request
+    assert (type(request.priority), request.priority) == (int, priority)
+
+
 def test_the_engines_ids_are_unique_though_the_callers_are_not(inputs):
     prepared = [inputs.process({"prompt": "a", "request_id": name}, PARAMS) for name in ("x", "x", "x#1")]
     prepared += [inputs.process("a", PARAMS), inputs.process("a", PARAMS)]
@@ -55,6 +65,14 @@ def test_the_engines_ids_are_unique_though_the_callers_are_not(inputs):
 @pytest.mark.parametrize("num_tokens", [1, MAX_MODEL_LEN - 1])
 def test_lengths_that_fit(inputs, num_tokens):
     assert len(inputs.process([5] * num_tokens, PARAMS).request.prompt_token_ids) == num_tokens
+
+
+def test_a_context_length_that_the_engine_fitted(folder):
+    config = EngineConfig.from_options(model=folder, load_format="dummy", max_model_len="auto")
+    fitted = InputProcessor(config, load_tokenizer(folder), max_model_len=8)
+    fitted.process([5] * 7, PARAMS)
+    with pytest.raises(InvalidRequestError, match="8 tokens and max_model_len is 8; shorten it to 7"):
+        fitted.process([5] * 8, PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +99,9 @@ def test_lengths_that_fit(inputs, num_tokens):
         ({"prompt": "a", "request_id": "x" * 257}, "request_id", "257 bytes"),
         ({"prompt": "a", "cache_salt": 1.5}, "cache_salt", "1.5"),
         ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt", "surrogate"),
+        ({"prompt": "a", "priority": 0.5}, "priority", "give an integer from -2147483647 to 2147483647"),
+        ({"prompt": "a", "priority": True}, "priority", "give an integer"),
+        ({"prompt": "a", "priority": -(2**31)}, "priority", "-2147483648"),
         ("a\ud800", "prompt", "surrogate"),
     ],
 )

@@ -18,6 +18,7 @@ from ringcore.engine_core import loop as loop_module
 from ringcore.engine_core.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
 from ringcore.engine_core.framing import lay_out
 from ringcore.engine_core.loop import EngineLoop
+from ringcore.engine_core.output_reader import OutputReader, output_columns
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, decode_value, encode_request, encode_value
@@ -25,12 +26,12 @@ from ringcore.protocol import (
     AbortRequests,
     AddRequests,
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineHealth,
     EngineReady,
     EngineRecovering,
     EngineStats,
+    OutputColumns,
     RpcCall,
     RpcResult,
     Shutdown,
@@ -269,12 +270,12 @@ def test_no_reply_is_slept_through(folder, arrive_at, depth, call_first):
         sends = [lambda: served.client.send(AddRequests([request("a", 3)])), lambda: served.call(1, "echo", "x")]
         for send in reversed(sends) if call_first else sends:
             send()
-        token_ids, answers = [], []
+        token_ids, answers, reader = [], [], OutputReader()
         while len(token_ids) < 3 or not answers:
             received = served.receive(served.executor.arrive)
             match received.message:
-                case EngineCoreOutputs(outputs=outputs):
-                    token_ids += [t for output in outputs for t in output.new_token_ids]
+                case OutputColumns() as columns:
+                    token_ids += [token_id for output in reader.read(columns) for token_id in output.new_token_ids]
                 case RpcResult():
                     answers.append(value_of(received))
         assert token_ids == expected([5, 6], 3)
@@ -288,7 +289,7 @@ def test_a_call_overdue_behind_a_step_is_answered_and_the_step_too(folder, arriv
         served.client.send(AddRequests([request("a")]))
         served.call(1, "nap", 1.0, timeout_s=0.01)
         got = {type(served.receive(served.executor.arrive).message) for _ in range(2)}
-        assert got == {EngineCoreOutputs, RpcResult}
+        assert got == {OutputColumns, RpcResult}
 
 
 @pytest.mark.usefixtures("no_tick")
@@ -299,7 +300,7 @@ def test_a_step_does_not_wait_for_a_call_behind_it(folder, arrive_at):
         served.client.send(AddRequests([request("a")]))
         wait_until(lambda: executor.num_steps)
         served.call(1, "stats")
-        assert isinstance(served.receive(executor.arrive).message, EngineCoreOutputs)
+        assert isinstance(served.receive(executor.arrive).message, OutputColumns)
         wait_until(lambda: executor.held)
         executor.release()
         assert isinstance(served.receive().message, RpcResult)
@@ -319,7 +320,7 @@ def test_a_call_may_overtake_a_step(folder):
         assert [type(m) for m in answered] == [RpcResult] * 3
         assert executor.num_steps == 1
         executor.arrive()
-        assert isinstance(served.receive().message, EngineCoreOutputs)
+        assert isinstance(served.receive().message, OutputColumns)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -335,6 +336,10 @@ def ready(number):
 
 def output(number):
     return EngineCoreOutput("a", [number])
+
+
+def came(*outputs: EngineCoreOutput) -> OutputColumns:
+    return output_columns(list(outputs), STATS)
 
 
 class ScriptedFuture:
@@ -376,7 +381,7 @@ class ScriptedCore:
         self.loop.announce_recovery(RECOVERING)
         self.fds.append(os.eventfd(0, os.EFD_NONBLOCK))
         self.ready = ready(self.ready.num_blocks + 1)
-        return []
+        return came()
 
     def advance(self):
         self.num_turns += 1
@@ -412,8 +417,14 @@ class ScriptedCore:
     def health(self):
         return EngineHealth("ready", step=7)
 
-    def reset_prefix_cache(self) -> bool:
-        return True
+    def pause(self, mode="new") -> None:
+        self.paused = mode
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def reset_prefix_cache(self, preempt_running=False) -> bool:
+        return not preempt_running
 
     def shutdown(self) -> None:
         for fd in self.fds:
@@ -430,18 +441,18 @@ def serve(core=None, **kwargs) -> Served:
 def test_a_recovery_is_told_after_what_came_before_and_before_what_comes_after():
     with serve() as served:
         core = served.core
-        core.script += [lambda: [output(1)], lambda: [output(2)], core.recover, lambda: [output(3)]]
-        core.do(lambda: [output(4)])
+        core.script += [lambda: came(output(1)), lambda: came(output(2)), core.recover, lambda: came(output(3))]
+        core.do(lambda: came(output(4)))
         messages = [served.receive().message for _ in range(6)]
         assert [type(m) for m in messages] == [
-            EngineCoreOutputs,
-            EngineCoreOutputs,
+            OutputColumns,
+            OutputColumns,
             EngineRecovering,
             EngineReady,
-            EngineCoreOutputs,
-            EngineCoreOutputs,
+            OutputColumns,
+            OutputColumns,
         ]
-        assert [m.outputs[0].new_token_ids for m in messages if isinstance(m, EngineCoreOutputs)] == [
+        assert [m.others[0].new_token_ids for m in messages if isinstance(m, OutputColumns)] == [
             [1],
             [2],
             [3],
@@ -449,23 +460,23 @@ def test_a_recovery_is_told_after_what_came_before_and_before_what_comes_after()
         ]
         assert messages[2] == RECOVERING
         assert messages[3] == ready(2)
-        core.do(lambda: [output(5)])  # through the new workers' descriptor
-        assert served.receive().message.outputs == [output(5)]
+        core.do(lambda: came(output(5)))  # through the new workers' descriptor
+        assert served.receive().message.others == [output(5)]
 
 
 def test_each_of_two_recoveries_in_a_row_is_told():
     with serve() as served:
         core = served.core
-        core.script += [lambda: [output(1)], core.recover, core.recover]
-        core.do(lambda: [output(2)])
+        core.script += [lambda: came(output(1)), core.recover, core.recover]
+        core.do(lambda: came(output(2)))
         kinds = [type(served.receive().message) for _ in range(6)]
         assert kinds == [
-            EngineCoreOutputs,
+            OutputColumns,
             EngineRecovering,
             EngineReady,
             EngineRecovering,
             EngineReady,
-            EngineCoreOutputs,
+            OutputColumns,
         ]
 
 
@@ -476,8 +487,8 @@ def test_a_death_is_noticed_where_nobody_waits_for_anything():
         os.eventfd_write(core.fds[-1], 1)
         assert [type(served.receive().message) for _ in range(2)] == [EngineRecovering, EngineReady]
         core.on_check = lambda: None
-        core.do(lambda: [output(1)])
-        assert served.receive().message.outputs == [output(1)]
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]
 
 
 def test_a_death_without_a_restart_ends_the_loop():
@@ -580,9 +591,11 @@ def test_callables(is_allowed):
 @pytest.mark.parametrize(
     ("call", "buffers", "says"),
     [
-        (RpcCall(1, "engine", "explode"), [], "give one of health, reset_prefix_cache, stats"),
+        (RpcCall(1, "engine", "explode"), [], "give one of health, pause, reset_prefix_cache, resume, stats"),
         (RpcCall(1, "nobody", "echo"), [b"x"], "give one of engine, workers"),
-        (RpcCall(1, "engine", "stats"), [b"x"], "takes no arguments"),
+        (RpcCall(1, "engine", "stats"), [b"x"], "its arguments are wrong"),
+        (RpcCall(1, "engine", "stats"), encode_request("stats", (1,), None), "its arguments are wrong"),
+        (RpcCall(1, "engine", "stats", is_callable=True), [], "give one of"),
         (RpcCall(1, "workers", "echo"), [], "arguments are missing"),
     ],
 )
@@ -605,6 +618,14 @@ def test_what_the_engine_answers_itself():
         assert answers["health"]["state"] == "ready"
         assert answers["stats"]["num_running"] == 0
         assert answers["reset_prefix_cache"] is True
+        served.call(4, "reset_prefix_cache", True, target="engine")
+        assert value_of(served.receive()) is False
+        served.call(5, "pause", "all", target="engine")
+        served.receive()
+        assert served.core.paused == "all"
+        served.call(6, "resume", target="engine")
+        served.receive()
+        assert served.core.paused is None
 
 
 @pytest.mark.parametrize(
@@ -643,7 +664,7 @@ def test_wrong_requests_and_aborts():
         served.client.send(AbortRequests(["c"]))
         outputs: list = []
         while len(outputs) < 3:
-            outputs += served.receive().message.outputs
+            outputs += served.receive().message.others
         assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error"), ("c", "abort")]
         assert outputs[0].error.type == "InvalidRequestError"
 
@@ -653,14 +674,14 @@ def test_a_client_that_does_not_read_does_not_hold_the_engine_up():
     with serve() as served:
         core = served.core
         for i in range(num):
-            core.script.append(lambda i=i: [EngineCoreOutput("a", list(range(i, i + 2000)))])
+            core.script.append(lambda i=i: came(EngineCoreOutput("a", list(range(i, i + 2000)))))
         core.do(lambda: None)
         wait_until(lambda: not core.script)
         served.client.send(AbortRequests(["x"]))
         wait_until(lambda: core.aborted)  # it reads all the while
         outputs: list = []
         while len(outputs) < num + 1:
-            outputs += served.receive().message.outputs
+            outputs += served.receive().message.others
         assert [o.new_token_ids[0] for o in outputs[:num]] == list(range(num))
         turns = core.num_turns
         time.sleep(0.1)
@@ -672,7 +693,7 @@ def test_frames_that_are_none_change_nothing():
         for _ in range(200):
             served.raw.sendall(b"".join(lay_out(b"\xff\xfe", [], FrameLimits())))
         served.client.send(AbortRequests(["x"]))
-        assert served.receive().message.outputs[0].request_id == "x"
+        assert served.receive().message.others[0].request_id == "x"
 
 
 def test_a_client_that_is_gone_ends_the_loop_after_what_it_sent():

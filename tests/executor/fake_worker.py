@@ -59,12 +59,13 @@ def step(number: int, trouble: int = 0) -> SchedulerOutput:
     """A step; its first row is what the worker shall run into, see `FakeWorker.execute_model`."""
     return SchedulerOutput(
         step=number,
+        num_steps=1,
         finished_rows=int_array(),
         new_requests=[],
-        new_block_rows=int_array(),
-        new_block_ids=int_array(),
+        new_blocks=[],
         rows=int_array([trouble, 7]),
-        num_scheduled_tokens=int_array([1, 1]),
+        num_scheduled_tokens=None,
+        num_tokens=2,
     )
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.context import ForwardContext
+from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
 
 
 class DenseAttention(AttentionBackend):
@@ -40,7 +40,10 @@ class DenseAttention(AttentionBackend):
             k, v = (cache[start : start + length].float().repeat_interleave(repeats, 1) for cache in kv_cache)
             scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * scale
             at = torch.arange(length - (last - first), length)
-            scores.masked_fill_(torch.arange(length)[None, None] > at[None, :, None], float("-inf"))
+            ahead = torch.arange(length)[None, None] - at[None, :, None]
+            scores.masked_fill_(ahead > 0, float("-inf"))
+            if isinstance(self.spec, SlidingWindowSpec):
+                scores.masked_fill_(ahead <= -self.spec.sliding_window, float("-inf"))
             out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(out.dtype)
         return out
 
@@ -50,11 +53,13 @@ class DenseRun:
 
     def __init__(self, model, max_len: int, num_seqs: int, dtype: str = "float32") -> None:
         self.model, self.max_len = model, max_len
-        attention = model.attention_layers[0]
-        spec = attention.kv_cache_spec(max_len, dtype)
-        self.backend = DenseAttention(spec, attention.num_heads)
-        shape = self.backend.kv_cache_shape(num_seqs)
-        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in model.attention_layers)
+        layers = model.attention_layers
+        specs = [layer.kv_cache_spec(max_len, dtype) for layer in layers]
+        groups = list(dict.fromkeys(specs))
+        self.group_of_layer = tuple(groups.index(spec) for spec in specs)
+        self.backends = [DenseAttention(spec, layers[0].num_heads) for spec in groups]
+        shape = self.backends[0].kv_cache_shape(num_seqs)
+        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers)
         self.num_computed = [0] * num_seqs
 
     def step(self, tokens: dict[int, Sequence[int]]) -> torch.Tensor:
@@ -77,7 +82,8 @@ class DenseRun:
             block_table_cpu=np.array([[seq] for seq in tokens], np.int32),
             slot_mapping=torch.tensor(slots),
         )
-        ctx = ForwardContext(metadata, self.backend, self.backend.plan(metadata), self.kv_caches)
+        groups = tuple(GroupContext.of(metadata, backend) for backend in self.backends)
+        ctx = ForwardContext(groups, self.group_of_layer, self.kv_caches)
         with torch.inference_mode():
             hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), ctx)
             return self.model.compute_logits(hidden).clone()

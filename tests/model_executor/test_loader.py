@@ -7,7 +7,7 @@ import torch
 from dense_attention import DenseRun
 from safetensors.torch import load_file, save_file
 from thread_tp import ThreadRank
-from tiny_checkpoints import FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
+from tiny_checkpoints import FAMILIES, GGUF_FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
 from tiny_gguf import K_QUANTS, QUANTIZED, write_gguf
 
 from ringcore.checkpoint import find_model, read_model_spec
@@ -86,7 +86,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "n
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", [*QUANTIZED, *K_QUANTS])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf(tmp_path, family, kind, size):
     hf = hf_model(family, **WIDE, attention_bias=True) if family != "Qwen2" else hf_model(family, **WIDE)
     path = tmp_path / "model.gguf"
@@ -94,14 +94,30 @@ def test_gguf(tmp_path, family, kind, size):
     assert_loads(path, {name: torch.from_numpy(array.copy()) for name, array in expected.items()}, size)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_gguf_file_computes_what_its_model_does(tmp_path, family, tied):
-    hf = hf_model(family, tie_word_embeddings=tied)
-    write_gguf(tmp_path / "model.gguf", hf, family.lower())
+def assert_gguf_conforms(path, hf, architecture):
+    write_gguf(path, hf, architecture)
     ids = random_ids(40)
-    ours = DenseRun(load(tmp_path / "model.gguf"), MAX_LEN, 1).step({0: ids})
+    ours = DenseRun(load(path), MAX_LEN, 1).step({0: ids})
     torch.testing.assert_close(ours, hf_logits(hf, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_a_gguf_file_computes_what_its_model_does(tmp_path, family, tied):
+    own = {"query_pre_attn_scalar": 16} if family == "Gemma3" else {}  # the file has no word for another
+    hf = hf_model(family, tie_word_embeddings=tied, **own)
+    assert_gguf_conforms(tmp_path / "model.gguf", hf, family.lower())
+
+
+def test_a_gguf_file_of_gemma3_scales_the_layers_without_a_window_only(tmp_path):
+    hf = hf_model("Gemma3", "linear", query_pre_attn_scalar=16)
+    assert hf.config.rope_parameters["full_attention"]["factor"] == 3.0
+    assert_gguf_conforms(tmp_path / "model.gguf", hf, "gemma3")
+
+
+def test_a_gguf_file_of_a_mistral_is_a_llama(tmp_path):
+    hf = hf_model("Mistral", sliding_window=None, head_dim=32)
+    assert_gguf_conforms(tmp_path / "model.gguf", hf, "llama")
 
 
 def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
@@ -166,6 +182,22 @@ def test_a_missing_tensor_is_named(altered):
     ) as e:
         loaded(folder)
     assert e.value.details["tensor"] == "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_what_is_missing_or_too_much_in_any_layer_is_named(tmp_path, checkpoint, family):
+    _, folder = checkpoint(family)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    state = load_file(folder / "model.safetensors")
+    layer = "model.layers.2"
+    for name in [name for name in state if name.startswith(layer)]:
+        save_file({key: tensor for key, tensor in state.items() if key != name}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelLoadError, match=f"tensor '{name}' is missing"):
+            loaded(tmp_path)
+    for name in ("self_attn.q_proj.bias", "mlp.up_proj.bias", "self_attn.sinks"):
+        save_file(state | {f"{layer}.{name}": torch.ones(64)}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelLoadError, match=rf"tensor '{layer}\.{name}' has no place in the model"):
+            loaded(tmp_path)
 
 
 def test_a_wrong_shape_names_tensor_file_and_both_shapes(altered):

@@ -46,6 +46,27 @@ def test_both_forms_of_rms_norm_agree():
     torch.testing.assert_close(ops.rms_norm_by_gain(x, gain, floor), ops.rms_norm(x, weight, 1e-5), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 64), (3, 4, 256)])
+def test_rms_norm_by_one_plus_the_weight(shape, dtype):
+    """Rounded once, from float32: 1 + 2^-10 is 1 in bfloat16, and that would be some thousandths of a sum."""
+    x = randn(*shape).to(dtype)
+    weight = (0.3 * randn(*shape[1:], seed=1)).to(dtype)
+    weight[..., ::2] = 2.0**-10
+    ours = bind_rms_norm(weight, 1e-6, plus_one=True)(x)
+    assert ours.dtype == dtype
+    exact = norm_by_definition(x, 1 + weight.double(), 1e-6)
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=torch.finfo(dtype).eps)
+    assert (ours == exact.to(dtype)).double().mean() > (0.99 if dtype != torch.float32 else 0)
+
+
+def test_gelu_and_mul():
+    x = randn(3, 10)
+    gate, up = x.double()[:, :5], x.double()[:, 5:]
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(ops.gelu_tanh_and_mul(x).double(), gate / 2 * (1 + inner.tanh()) * up, atol=1e-6, rtol=0)
+
+
 def test_silu_and_mul():
     x = randn(3, 10)
     gate, up = x.double()[:, :5], x.double()[:, 5:]

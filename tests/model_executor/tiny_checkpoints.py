@@ -13,9 +13,12 @@ from ringcore.model_executor.models import model_class
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.registry import MODELS
 
-FAMILIES = ("Llama", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")
+# Those that a GGUF file tells apart: a Mistral is a llama there, and its window is not in the file.
+GGUF_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma3")
 VOCAB_SIZE = 131  # a prime: no number of ranks divides it
 MAX_LEN = 160
+WINDOW = 24  # shorter than the prompts
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -50,6 +53,10 @@ ROPES: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.6,
     },
 }
+# Both kinds of layers, with a rotary embedding each, and a scale of the scores that the head size does not give.
+GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+GEMMA3_OPTIONS: dict[str, Any] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 40}
 
 
 def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
@@ -69,14 +76,23 @@ def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-    } | overrides
-    config = getattr(transformers, f"{family}Config")(**options)
+    }
+    if family == "Mistral":
+        options["sliding_window"] = WINDOW
+    if family == "Gemma3":
+        options |= GEMMA3_OPTIONS
+        options["rope_parameters"] = GEMMA3_ROPES | {"full_attention": options["rope_parameters"]}
+        options["layer_types"] = GEMMA3_LAYERS[: overrides.get("num_hidden_layers")]
+    options |= overrides
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "bias" in name or "norm" in name else 0.12)
+                # Gemma's norms add 1 to their weight.
+                mean = 1.0 if "norm" in name and family != "Gemma3" else 0.0
+                parameter.normal_(mean, 0.3 if "bias" in name or "norm" in name else 0.12)
     return model
 
 

@@ -28,7 +28,17 @@ def write_gguf(path: Path, hf: Any, architecture: str, kind: str = "F32", skip: 
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope, gemma3 = config.rope_parameters, architecture == "gemma3"
+    if gemma3:
+        writer.add_sliding_window(config.sliding_window)
+        slides = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_array("gemma3.attention.sliding_window_pattern", slides)
+        writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, tensor in hf.state_dict().items():
         stem, suffix = name.rsplit(".", 1)
@@ -36,9 +46,10 @@ def write_gguf(path: Path, hf: Any, architecture: str, kind: str = "F32", skip: 
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.split(".")[-1])
         turned = heads if architecture == "llama" else None
-        raw, kept = _encode(_interleave(tensor.numpy(), turned), kind if tensor.ndim == 2 else "F32")
+        shift = 1 if gemma3 and name.endswith("norm.weight") else 0  # the file has 1 + weight
+        raw, kept = _encode(_interleave(tensor.numpy() + shift, turned), kind if tensor.ndim == 2 else "F32")
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", raw, raw_dtype=_type(kind if tensor.ndim == 2 else "F32"))
-        expected[name] = _deinterleave(kept, turned)
+        expected[name] = _deinterleave(kept, turned) - shift
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,34 +2,53 @@
 
 It knows only what a step tells it, by field names; nothing of the engine is imported. The model's next token is a
 function of all tokens before it. Its KV store holds in each slot a fingerprint of the whole prefix that was written
-there, so reading a slot that was reused, never written, or found for another prefix is an error at once.
+there, so reading a slot that was reused, never written, or found for another prefix is an error at once. All KV cache
+groups share the pages: what one group writes into a page, no other can read, and it is gone for the one before it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MASK = 2**61 - 1
-NO_SLOT_YET = "never written"
 
 
 class WorkersKilled(Exception):
     """A request took its worker down with it."""
 
 
+class Group(NamedTuple):
+    """One KV cache group: tokens in a block, and the tokens that one sees, itself among them (None: all before it)."""
+
+    block_size: int
+    window: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """The positions from begin to end, block by block: index in the block table, offset, begin, end."""
+        while begin < end:
+            index, offset = divmod(begin, self.block_size)
+            until = min(end, begin - offset + self.block_size)
+            yield index, offset, begin, until
+            begin = until
+
+
+class Sampled(NamedTuple):
+    """As `ModelRunnerOutput`: rows None where every row of the step sampled."""
+
+    rows: list[int] | None
+    token_ids: list[int]
+    failed: list[int]
+
+
 def fingerprint(before: int, token: int) -> int:
     """Of a prefix and one more token."""
     return ((before * 0x9E3779B97F4A7C15 + token + 1) ^ (before >> 29)) & MASK
-
-
-def fingerprints(tokens: list[int]) -> list[int]:
-    """Of every prefix: element i is that of tokens[: i + 1]."""
-    result, value = [], 1
-    for token in tokens:
-        value = fingerprint(value, token)
-        result.append(value)
-    return result
 
 
 def next_token(last_fingerprint: int, vocab_size: int, barred: list[int]) -> int:
@@ -43,15 +62,25 @@ def expected_completion(
     prompt: list[int], *, vocab_size: int, stop_token_ids: list[int], min_tokens: int, max_total_tokens: int
 ) -> tuple[list[int], str]:
     """What the model generates when it is asked alone, without a cache, and why it ends."""
-    tokens = list(prompt)
+    completion: list[int] = []
+    value = 1
+    for token in prompt:
+        value = fingerprint(value, token)
     while True:
-        generated = len(tokens) - len(prompt)
-        barred = stop_token_ids if generated < min_tokens else []
-        tokens.append(next_token(fingerprints(tokens)[-1], vocab_size, barred))
-        if generated + 1 >= min_tokens and tokens[-1] in stop_token_ids:
-            return tokens[len(prompt) :], "stop"
-        if len(tokens) >= max_total_tokens:
-            return tokens[len(prompt) :], "length"
+        token = next_token(value, vocab_size, stop_token_ids if len(completion) < min_tokens else [])
+        value = fingerprint(value, token)
+        completion.append(token)
+        if len(completion) >= min_tokens and token in stop_token_ids:
+            return completion, "stop"
+        if len(prompt) + len(completion) >= max_total_tokens:
+            return completion, "length"
+
+
+def completion(prompt: list[int], count: int) -> list[int]:
+    """The first `count` tokens that the model generates from a vocabulary of 50."""
+    return expected_completion(
+        prompt, vocab_size=50, stop_token_ids=[], min_tokens=0, max_total_tokens=len(prompt) + count
+    )[0]
 
 
 @dataclass
@@ -59,7 +88,8 @@ class Row:
     tokens: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
+    num_cached_tokens: int
+    block_tables: list[list[int]]  # by group
     stop_token_ids: list[int]
     min_tokens: int
     seed: int
@@ -67,43 +97,59 @@ class Row:
     poisoned: bool = False  # fails the next time it runs
 
     def catch_up(self) -> None:
-        self.prefixes += fingerprints(self.tokens)[len(self.prefixes) :]
+        value = self.prefixes[-1] if self.prefixes else 1
+        for token in self.tokens[len(self.prefixes) :]:
+            value = fingerprint(value, token)
+            self.prefixes.append(value)
 
 
-@dataclass
 class FakeWorker:
     """Rows, their block tables, and the KV store."""
 
-    num_blocks: int
-    block_size: int
-    num_rows: int
-    vocab_size: int
-    rows: dict[int, Row] = field(default_factory=dict)
-    slots: dict[int, int] = field(default_factory=dict)
-    num_computed_tokens: int = 0  # the work done, in tokens
-    killers: dict[int, int] = field(default_factory=dict)  # by seed: at so many computed tokens the row kills
+    def __init__(self, num_blocks: int, groups: list[Group], num_rows: int, vocab_size: int) -> None:
+        self.num_blocks, self.groups, self.num_rows, self.vocab_size = num_blocks, groups, num_rows, vocab_size
+        self.rows: dict[int, Row] = {}
+        self.work: dict[int, int] = {}  # of the last step: tokens by row, in its order
+        self.num_computed_tokens = 0  # the work done, in tokens
+        self.killers: dict[int, int] = {}  # by seed: at so many computed tokens the row kills
+        # By block: the group that wrote last, and by offset what is there.
+        self._pages: list[tuple[int, list[int | None]]] = [(-1, [])] * num_blocks
 
-    def execute(self, step) -> tuple[list[int], list[int], list[int]]:
-        """Applies the step; returns the rows that sampled, their tokens, and the rows that failed."""
+    def execute(self, step) -> Sampled:
+        """Applies the step, or steps; returns what they sampled and the rows that failed."""
+        rows_before = list(self.work)
         for row in step.finished_rows.tolist():
             del self.rows[row]
         for new in step.new_requests:
             self._start(new)
-        for row, block_id in zip(step.new_block_rows.tolist(), step.new_block_ids.tolist(), strict=True):
-            self._append_block(self.rows[row], block_id)
-        work = list(zip(step.rows.tolist(), step.num_scheduled_tokens.tolist(), strict=True))
-        assert len({row for row, _ in work}) == len(work), "a row is twice in one step"
-        self._kill(work)
-        for row, num_tokens in work:  # every key is written before any is read, as in a layer
-            self._write(self.rows[row], num_tokens)
-        for row, num_tokens in work:
-            self._read(self.rows[row], num_tokens)
-        return self._sample(work)
+        self._append_blocks(step.new_blocks)
+        rows = rows_before if step.rows is None else step.rows.tolist()
+        counts = [1] * len(rows) if step.num_scheduled_tokens is None else step.num_scheduled_tokens.tolist()
+        self.work = dict(zip(rows, counts, strict=True))
+        assert len(self.work) == len(rows), "a row is twice in one step"
+        assert step.num_tokens == sum(counts) * step.num_steps
+        is_steady = rows == rows_before and counts == [1] * len(counts)
+        if step.rows is None:
+            assert is_steady, "rows are left out only where they are those of the step before, with one token each"
+            assert step.num_scheduled_tokens is None
+        sampled = self._run(step.num_steps)
+        if is_steady and step.rows is not None and len(rows) == len(self.rows) and sampled.rows is None:
+            assert step.new_requests or len(step.finished_rows), "rows that the workers know are sent again"
+        return sampled
 
-    def _kill(self, work: list[tuple[int, int]]) -> None:
-        for row, num_tokens in ((self.rows[index], num_tokens) for index, num_tokens in work):
-            if row.num_computed_tokens + num_tokens >= self.killers.get(row.seed, math.inf):
-                raise WorkersKilled(row.seed)
+    def _run(self, num_steps: int) -> Sampled:
+        sampled: dict[int, list[int]] = {index: [] for index in self.work}
+        failed: list[int] = []
+        for _ in range(num_steps):
+            if num_steps > 1:
+                for index in self.work:
+                    assert len(self.rows[index].tokens) - self.rows[index].num_computed_tokens == 1
+            self._compute()
+            for index in self.work:
+                self._sample(index, sampled[index], failed)
+        gained = {index: tokens for index, tokens in sampled.items() if tokens and index not in failed}
+        token_ids = [token for tokens in gained.values() for token in tokens]
+        return Sampled(None if len(gained) == len(self.work) else list(gained), token_ids, failed)
 
     def _start(self, new) -> None:
         assert new.row not in self.rows, f"row {new.row} is given to two requests"
@@ -112,50 +158,90 @@ class FakeWorker:
             tokens=new.token_ids.tolist(),
             num_prompt_tokens=new.num_prompt_tokens,
             num_computed_tokens=new.num_computed_tokens,
-            block_ids=[],
+            num_cached_tokens=new.num_cached_tokens,
+            block_tables=[block_ids.tolist() for block_ids in new.block_ids],
             stop_token_ids=new.stop_token_ids,
             min_tokens=new.sampling_params.min_tokens,
             seed=new.seed,
         )
         assert new.num_computed_tokens < len(row.tokens), "nothing is left to compute"
-        for block_id in new.block_ids.tolist():
-            self._append_block(row, block_id)
+        assert new.num_computed_tokens == min(new.num_cached_tokens, len(row.tokens) - 1)
+        assert len(row.block_tables) == len(self.groups)
+        for group, table in zip(self.groups, row.block_tables, strict=True):
+            num_left_behind = group.first_seen(row.num_computed_tokens) // group.block_size
+            assert 0 not in table[num_left_behind:], "the null block where there is something to read"
+            assert all(0 <= block_id < self.num_blocks for block_id in table), "a block outside the cache"
+        self._check_each_once(row)
 
-    def _append_block(self, row: Row, block_id: int) -> None:
-        assert 0 < block_id < self.num_blocks, "the null block, or one outside the cache"
-        assert block_id not in row.block_ids
-        row.block_ids.append(block_id)
+    def _append_blocks(self, new_blocks) -> None:
+        assert len(new_blocks) in (0, len(self.groups))
+        changed = {}
+        for i, new in enumerate(new_blocks):
+            for index, block_id in zip(new.rows.tolist(), new.block_ids.tolist(), strict=True):
+                assert 0 < block_id < self.num_blocks, "the null block, or one outside the cache"
+                changed[index] = self.rows[index]
+                changed[index].block_tables[i].append(block_id)
+        assert changed or not new_blocks, "new blocks by group, and none in any"
+        for row in changed.values():
+            self._check_each_once(row)
 
-    def _slot(self, row: Row, position: int) -> int:
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _live_blocks(self, row: Row) -> list[int]:
+        """The blocks that the row may still read or write, of all groups."""
+        return [
+            block_id
+            for group, table in zip(self.groups, row.block_tables, strict=True)
+            for block_id in table[group.first_seen(row.num_computed_tokens) // group.block_size :]
+        ]
 
-    def _write(self, row: Row, num_tokens: int) -> None:
+    def _check_each_once(self, row: Row) -> None:
+        blocks = self._live_blocks(row)
+        assert len(set(blocks)) == len(blocks), "a block is twice in one row"
+
+    def _compute(self) -> None:
+        """Every key is written before any is read, as in a layer."""
+        for index, num_tokens in self.work.items():
+            row = self.rows[index]
+            if row.num_computed_tokens + num_tokens >= self.killers.get(row.seed, math.inf):
+                raise WorkersKilled(row.seed)
+        live = {index: self._live_blocks(row) for index, row in self.rows.items()}
+        for index, num_tokens in self.work.items():
+            others = {block_id for other, blocks in live.items() if other != index for block_id in blocks}
+            self._write(self.rows[index], num_tokens, others)
+        for index, num_tokens in self.work.items():
+            self._read(self.rows[index], num_tokens)
+
+    def _write(self, row: Row, num_tokens: int, others: set[int]) -> None:
+        """Writes what the row computes, but for what its prompt found: that may be another's too."""
         begin, end = row.num_computed_tokens, row.num_computed_tokens + num_tokens
         assert begin < end <= len(row.tokens), "a step computes tokens that the row does not have"
         row.catch_up()
-        for position in range(begin, end):
-            self.slots[self._slot(row, position)] = row.prefixes[position]
+        for i, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+            for index, offset, first, until in group.spans(max(begin, row.num_cached_tokens), end):
+                block_id = table[index]
+                assert block_id not in others, f"block {block_id} is written while another row has it"
+                if self._pages[block_id][0] != i:
+                    self._pages[block_id] = (i, [None] * group.block_size)
+                self._pages[block_id][1][offset : offset + until - first] = row.prefixes[first:until]
 
     def _read(self, row: Row, num_tokens: int) -> None:
+        begin = row.num_computed_tokens
         row.num_computed_tokens += num_tokens
         self.num_computed_tokens += num_tokens
-        for position in range(row.num_computed_tokens):
-            found = self.slots.get(self._slot(row, position), NO_SLOT_YET)
-            assert found == row.prefixes[position], f"position {position} reads another prefix's slot: {found}"
+        for i, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+            for index, offset, first, until in group.spans(group.first_seen(begin), row.num_computed_tokens):
+                writer, page = self._pages[table[index]]
+                assert writer == i, f"group {i} reads block {table[index]}, which group {writer} wrote"
+                found = page[offset : offset + until - first]
+                assert found == row.prefixes[first:until], f"positions from {first} read another prefix's slots"
 
-    def _sample(self, work: list[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
-        sampled, token_ids, failed = [], [], []
-        for index, _ in work:
-            row = self.rows[index]
-            if row.poisoned:
-                row.poisoned = False
-                failed.append(index)
-            if row.num_computed_tokens < len(row.tokens):
-                continue
-            barred = row.stop_token_ids if len(row.tokens) - row.num_prompt_tokens < row.min_tokens else []
-            token = next_token(row.prefixes[-1], self.vocab_size, barred)
-            row.tokens.append(token)
-            if index not in failed:
-                sampled.append(index)
-                token_ids.append(token)
-        return sampled, token_ids, failed
+    def _sample(self, index: int, sampled: list[int], failed: list[int]) -> None:
+        row = self.rows[index]
+        if row.poisoned:
+            row.poisoned = False
+            failed.append(index)
+        if row.num_computed_tokens < len(row.tokens):
+            return
+        barred = row.stop_token_ids if len(row.tokens) - row.num_prompt_tokens < row.min_tokens else []
+        token = next_token(row.prefixes[-1], self.vocab_size, barred)
+        row.tokens.append(token)
+        sampled.append(token)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
-from fake_model import FakeWorker, WorkersKilled
+from fake_model import FakeWorker, Group, Sampled, WorkersKilled
 
 from ringcore.config import SchedulerConfig
+from ringcore.engine_core.output_reader import OutputReader
 from ringcore.errors import EngineDeadError
 from ringcore.kv_cache.block_hash import BlockHasher
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 from ringcore.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     ModelRunnerOutput,
+    OutputColumns,
     RowError,
     SchedulerOutput,
     decoder,
@@ -35,123 +38,173 @@ class Death(NamedTuple):
     killer: int | None
 
 
+def kv_cache_config(
+    num_blocks: int, groups: list[Group], *, max_model_len: int, max_tokens_in_flight: int
+) -> KVCacheConfig:
+    """A cache whose groups have pages of one size, whatever their block sizes."""
+    page = math.lcm(*(group.block_size for group in groups))
+
+    def spec(group: Group) -> KVCacheSpec:
+        size = {"block_size": group.block_size, "num_kv_heads": 1, "head_size": page // group.block_size}
+        if group.window is None:
+            return FullAttentionSpec(dtype="float32", **size)
+        return SlidingWindowSpec(dtype="float32", sliding_window=group.window, **size)
+
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        groups=[KVCacheGroup(layer_names=[f"layer.{i}"], spec=spec(group)) for i, group in enumerate(groups)],
+        max_model_len=max_model_len,
+        max_tokens_in_flight=max_tokens_in_flight,
+    )
+
+
 class Driver:
-    """An engine without processes: `step` is schedule, execute, update, with `depth` steps in flight."""
+    """An engine without processes: `step` is schedule, execute, update, with `depth` steps in flight.
+
+    groups: of the KV cache, (block_size, window) each; one with full attention by default.
+    checks: whether `Scheduler.check` is called after every operation.
+    """
 
     def __init__(
         self,
         *,
         num_blocks: int = 9,
         block_size: int = 4,
+        groups: list[tuple[int, int | None]] | None = None,
         max_model_len: int = 1000,
         max_num_seqs: int = 8,
         budget: int = 100,
         chunk: int | None = None,
         caching: bool = True,
         depth: int = 1,
+        max_steps: int = 1,
+        policy: str = "fcfs",
+        preempt_lower_priority: bool = False,
+        max_skip_ahead: int = 0,
         vocab_size: int = 50,
         hasher: BlockHasher | None = None,
+        checks: bool = True,
     ) -> None:
-        self.depth = depth
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
+        self.depth, self.max_steps = depth, max_steps
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
+            scheduling_policy=policy,
+            preempt_lower_priority=preempt_lower_priority,
+            max_skip_ahead=max_skip_ahead,
             steps_in_flight=depth,
         )
-        self.spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
-        self.num_blocks, self.hasher = num_blocks, hasher
-        self.kv_cache = KVCacheManager(self.spec, num_blocks, caching, hasher=hasher)
+        self.groups = [Group(*group) for group in groups or [(block_size, None)]]
+        self.caching, self.hasher, self.checks = caching, hasher, checks
+        self.num_blocks = num_blocks
+        self.kv_cache = self._new_kv_cache()
         self.scheduler = Scheduler(
             self.config,
             kv_cache=self.kv_cache,
-            max_model_len=max_model_len,
             eos_token_ids=[EOS],
             vocab_size=vocab_size,
             seed=0,
             clock=iter(range(10**9)).__next__,
         )
-        self.worker = FakeWorker(num_blocks, block_size, max_num_seqs, vocab_size)
+        self.worker = FakeWorker(num_blocks, self.groups, max_num_seqs, vocab_size)
+        self.given_back: set[int] = set()  # the seeds of those whose rows the last step reported as finished
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._seeds_in_flight: deque[set[int]] = deque()
         self.deaths: list[Death] = []
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self._reader = OutputReader()
         self._encoder, self._decoder = encoder(), decoder(SchedulerOutput)
+        self._columns_decoder = decoder(OutputColumns)
 
-    def add(self, request_id: str, prompt: list[int], *, salt: str | None = None, **params) -> None:
-        params.setdefault("ignore_eos", True)
-        self.scheduler.add_request(
-            EngineCoreRequest(request_id, prompt, SamplingParams(**params), arrival_s=0.0, cache_salt=salt)
+    def _new_kv_cache(self) -> KVCacheManager:
+        config = kv_cache_config(
+            self.num_blocks,
+            self.groups,
+            max_model_len=self.max_model_len,
+            max_tokens_in_flight=self.config.max_tokens_in_flight,
         )
+        max_num_seqs = self.config.max_num_seqs
+        return KVCacheManager(
+            config, max_num_seqs=max_num_seqs, enable_prefix_caching=self.caching, hasher=self.hasher
+        )
+
+    def check(self) -> None:
+        if self.checks:
+            self.scheduler.check()
+
+    # Requests in and out.
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        arrival_s: float = 0.0,
+        **params,
+    ) -> None:
+        params.setdefault("ignore_eos", True)
+        request = EngineCoreRequest(
+            request_id, prompt, SamplingParams(**params), arrival_s=arrival_s, priority=priority, cache_salt=salt
+        )
+        self.scheduler.add_request(request)
         self.outputs[request_id] = []
-        self.scheduler.check()
+        self.check()
 
     def abort(self, *request_ids: str) -> list[EngineCoreOutput]:
         outputs = self._take(self.scheduler.abort(request_ids))
-        self.scheduler.check()
+        self.check()
         return outputs
+
+    # Steps.
 
     def schedule(self) -> SchedulerOutput | None:
         """Schedules, sends over the wire and executes a step; its result waits for `update`.
 
         If the step kills the workers, there are new ones afterwards, and nothing in flight.
         """
-        scheduled = self.scheduler.schedule()
-        self.scheduler.check()
-        if scheduled is not None:
-            self._check_step(scheduled)
-            try:
-                rows, token_ids, failed = self.worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
-            except WorkersKilled as kill:
-                self._seeds_in_flight.append(self._seeds(scheduled))
-                self.die(killer=kill.args[0])
-                return scheduled
-            self._seeds_in_flight.append(self._seeds(scheduled))
-            errors = [RowError(row, "logits are not finite") for row in failed]
-            output = ModelRunnerOutput(scheduled.step, int_array(rows), int_array(token_ids), row_errors=errors)
-            self.in_flight.append((scheduled, output))
+        scheduled = self.scheduler.schedule(self.max_steps)
+        self.check()
+        if scheduled is None:
+            return None
+        self.given_back = {self.worker.rows[row].seed for row in scheduled.finished_rows.tolist()}
+        try:
+            sampled = self.worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
+        except WorkersKilled as kill:
+            self._seeds_in_flight.append(set(self.work_by_seed()))
+            self.die(killer=kill.args[0])
+            return scheduled
+        self._check_step(scheduled)
+        self._seeds_in_flight.append(set(self.work_by_seed()))
+        self.in_flight.append((scheduled, _model_output(scheduled.step, sampled)))
         return scheduled
+
+    def launch(self) -> dict[int, int] | None:
+        """`schedule`, and what it came to: tokens by row."""
+        return None if self.schedule() is None else dict(self.worker.work)
 
     def update(self) -> list[EngineCoreOutput]:
         self._seeds_in_flight.popleft()
-        outputs = self._take(self.scheduler.update(*self.in_flight.popleft()))
-        self.scheduler.check()
+        columns = self.scheduler.update(*self.in_flight.popleft())
+        outputs = self._take(self._reader.read(self._columns_decoder.decode(self._encoder.encode(columns))))
+        self.check()
         return outputs
-
-    def schedule_unsent(self) -> None:
-        """Schedules a step that no worker gets, since they are dead."""
-        self.scheduler.schedule()
-        self.scheduler.check()
-
-    def die(self, killer: int | None = None, num_blocks: int | None = None) -> list[EngineCoreOutput]:
-        """The workers die with every step in flight; new ones come, with a cache of `num_blocks`."""
-        self.deaths.append(Death(list(self._seeds_in_flight), killer))
-        num_executed = len(self._seeds_in_flight)
-        self.in_flight.clear()
-        self._seeds_in_flight.clear()
-        self.num_blocks = num_blocks or self.num_blocks
-        caching = self.kv_cache.enable_prefix_caching
-        self.kv_cache = KVCacheManager(self.spec, self.num_blocks, caching, hasher=self.hasher)
-        old = self.worker
-        self.worker = FakeWorker(self.num_blocks, old.block_size, old.num_rows, old.vocab_size, killers=old.killers)
-        cause = EngineDeadError("worker 0 was killed", process="worker 0", rank=0)
-        outputs = self._take(self.scheduler.recover(self.kv_cache, cause, num_executed))
-        self.scheduler.check()
-        return outputs
-
-    def _seeds(self, scheduled: SchedulerOutput) -> set[int]:
-        return {self.worker.rows[row].seed for row in scheduled.rows.tolist()}
 
     def step(self) -> dict[int, int]:
         """Fills the steps in flight, takes in the oldest; what the last one scheduled, tokens by row."""
-        scheduled = None
-        while len(self.in_flight) < self.depth and (one := self.schedule()) is not None:
-            scheduled = one
+        work: dict[int, int] = {}
+        while len(self.in_flight) < self.depth and (launched := self.launch()) is not None:
+            work = launched
         if self.in_flight:
             self.update()
-        return {} if scheduled is None else tokens_by_row(scheduled)
+        return work
+
+    def work_by_seed(self) -> dict[int, int]:
+        """What the last step scheduled: tokens by the requests' seeds."""
+        return {self.worker.rows[row].seed: count for row, count in self.worker.work.items()}
 
     def drain(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, every step in flight included."""
@@ -161,6 +214,31 @@ class Driver:
             before = len(self.in_flight)
             assert self.step() or before, "nothing is in flight, and nothing was scheduled"
         raise AssertionError(f"not drained after {max_steps} steps")
+
+    # The workers' death.
+
+    def schedule_unsent(self) -> None:
+        """Schedules a step that no worker gets, since they are dead."""
+        self.scheduler.schedule(self.max_steps)
+        self.check()
+
+    def die(self, killer: int | None = None, num_blocks: int | None = None) -> list[EngineCoreOutput]:
+        """The workers die with every step in flight; new ones come, with a cache of `num_blocks`."""
+        self.deaths.append(Death(list(self._seeds_in_flight), killer))
+        num_executed = len(self._seeds_in_flight)
+        self.in_flight.clear()
+        self._seeds_in_flight.clear()
+        self.num_blocks = num_blocks or self.num_blocks
+        self.kv_cache = self._new_kv_cache()
+        old = self.worker
+        self.worker = FakeWorker(self.num_blocks, old.groups, old.num_rows, old.vocab_size)
+        self.worker.killers = old.killers
+        cause = EngineDeadError("worker 0 was killed", process="worker 0", rank=0)
+        outputs = self._take(self.scheduler.recover(self.kv_cache, cause, num_executed))
+        self.check()
+        return outputs
+
+    # What came of it.
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.new_token_ids]
@@ -177,11 +255,18 @@ class Driver:
         return outputs
 
     def _check_step(self, step: SchedulerOutput) -> None:
-        assert 0 < step.num_tokens <= self.config.max_num_batched_tokens
-        counts = step.num_scheduled_tokens.tolist()
+        counts = self.worker.work.values()
+        assert 1 <= step.num_steps <= self.max_steps
+        assert step.num_steps == 1 or set(counts) == {1}
+        assert 0 < sum(counts) <= self.config.max_num_batched_tokens
         assert all(1 <= count <= (self.config.long_prefill_token_threshold or count) for count in counts)
         assert len(counts) <= self.config.max_num_seqs
 
 
-def tokens_by_row(step: SchedulerOutput) -> dict[int, int]:
-    return dict(zip(step.rows.tolist(), step.num_scheduled_tokens.tolist(), strict=True))
+def _model_output(step: int, sampled: Sampled) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        step,
+        None if sampled.rows is None else int_array(sampled.rows),
+        int_array(sampled.token_ids),
+        row_errors=[RowError(row, "logits are not finite") for row in sampled.failed],
+    )

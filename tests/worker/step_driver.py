@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ringcore.config import EngineConfig
-from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from ringcore.protocol import ModelRunnerOutput, NewRequest, SchedulerOutput, int_array
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from ringcore.protocol import ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, int_array
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
@@ -20,8 +22,22 @@ def make_config(model: str, **options: Any) -> EngineConfig:
 
 
 def plan(worker: Worker, num_blocks: int) -> KVCacheConfig:
-    specs = worker.get_kv_cache_spec()
-    return KVCacheConfig(num_blocks=num_blocks, groups=[KVCacheGroup(list(specs), next(iter(specs.values())))])
+    """A group of the layers of each spec."""
+    layers: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in worker.get_kv_cache_spec().items():
+        layers.setdefault(spec, []).append(name)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        groups=[KVCacheGroup(names, spec) for spec, names in layers.items()],
+        max_model_len=worker.config.model.context_len,
+        max_tokens_in_flight=worker.config.scheduler.max_tokens_in_flight,
+    )
+
+
+def cache_of(*specs: KVCacheSpec, max_model_len: int) -> KVCacheConfig:
+    """A group of one layer for each spec."""
+    groups = [KVCacheGroup([f"layers.{i}.attention"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=40, groups=groups, max_model_len=max_model_len, max_tokens_in_flight=64)
 
 
 def start(worker: Worker, num_blocks: int = 40) -> Worker:
@@ -34,19 +50,21 @@ def start(worker: Worker, num_blocks: int = 40) -> Worker:
 def admit(
     row: int,
     tokens: Sequence[int],
-    blocks: Sequence[int],
-    *,
+    *blocks: Sequence[int],
     computed: int = 0,
+    cached: int | None = None,
     params: SamplingParams = GREEDY,
     num_prompt_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> NewRequest:
+    """`blocks`: by KV cache group; `cached`: None for as many as are computed."""
     return NewRequest(
         row=row,
         token_ids=int_array(tokens),
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
         num_computed_tokens=computed,
-        block_ids=int_array(blocks),
+        num_cached_tokens=computed if cached is None else cached,
+        block_ids=[int_array(ids) for ids in blocks],
         sampling_params=params,
         seed=params.seed or 0,
         stop_token_ids=list(stop_token_ids),
@@ -58,28 +76,39 @@ def make_step(
     *,
     new: Sequence[NewRequest] = (),
     finished: Sequence[int] = (),
-    blocks: Sequence[tuple[int, int]] = (),
+    blocks: Sequence[tuple[int, ...]] = (),
     number: int = 0,
+    num_steps: int = 1,
 ) -> SchedulerOutput:
-    """`scheduled`: tokens by row; `blocks`: (row, block id) to append."""
+    """`scheduled`: tokens by row; `blocks`: (row, block id in each KV cache group) to append, 0 for none."""
+    num_groups = len(blocks[0]) - 1 if blocks else 0
     return SchedulerOutput(
         step=number,
+        num_steps=num_steps,
         finished_rows=int_array(finished),
         new_requests=list(new),
-        new_block_rows=int_array([row for row, _ in blocks]),
-        new_block_ids=int_array([block for _, block in blocks]),
+        new_blocks=[_new_blocks([(row, ids[group]) for row, *ids in blocks]) for group in range(num_groups)],
         rows=int_array(list(scheduled)),
         num_scheduled_tokens=int_array(list(scheduled.values())),
+        num_tokens=sum(scheduled.values()) + (num_steps - 1) * len(scheduled),
     )
 
 
+def _new_blocks(pairs: Sequence[tuple[int, int]]) -> NewBlocks:
+    there = [(row, block) for row, block in pairs if block]
+    return NewBlocks(int_array([row for row, _ in there]), int_array([block for _, block in there]))
+
+
 def run(worker: Worker, scheduled: dict[int, int], **delta: Any) -> ModelRunnerOutput:
+    """The step's output, with the rows written out where they are all of the step's."""
     output = worker.execute_model(make_step(scheduled, **delta))
     assert output is not None
-    return output
+    return output if output.rows is not None else msgspec.structs.replace(output, rows=int_array(list(scheduled)))
 
 
 def sampled(output: ModelRunnerOutput) -> dict[int, int]:
+    """The token of each row that sampled, in one step."""
+    assert output.rows is not None
     return dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ringcore.errors import InvalidRequestError
 from ringcore.host_tensor import HostTensor
-from ringcore.protocol import SchedulerOutput, decoder, encoder, int_array
+from ringcore.protocol import NewBlocks, SchedulerOutput, decoder, encoder, int_array
 from ringcore.worker import rpc
 from ringcore.worker.rpc import call_rpc, find_rpc, read_only_names, rpc_names
 
@@ -253,10 +253,13 @@ print(call_rpc(Worker(), 'sum', [np.arange(3)]), 'torch' in sys.modules)
 
 
 def test_a_step_as_builtins(worker):
-    sent = SchedulerOutput(1, int_array([2]), [], int_array(), int_array(), int_array([3, 4]), int_array([1, 1]))
+    blocks = [NewBlocks(int_array([3]), int_array([8]))]
+    sent = SchedulerOutput(1, 1, int_array([2]), [], blocks, int_array([3, 4]), None, 2)
     got = call_rpc(worker, "step", [decoder(Any).decode(encoder().encode(sent))])
     assert isinstance(got, SchedulerOutput)
     assert (got.finished_rows.tolist(), got.rows.tolist(), got.num_tokens) == ([2], [3, 4], 2)
+    assert got.num_scheduled_tokens is None
+    assert [(new.rows.tolist(), new.block_ids.tolist()) for new in got.new_blocks] == [([3], [8])]
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,16 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def choose_backend(
-    name: str, spec: KVCacheSpec, num_heads: int, device: torch.device, order: Sequence[str] | None = None
+    name: str,
+    spec: KVCacheSpec,
+    num_heads: int,
+    device: torch.device,
+    order: Sequence[str] | None = None,
+    neighbours: Sequence[KVCacheSpec] = (),
 ) -> AttentionBackend:
     """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve `spec` on `device`.
 
-    `num_heads` query heads on this rank. Raises `ConfigError` with the reason of every backend that refused.
+    `num_heads` query heads on this rank; `neighbours` as `AttentionBackend` takes them. Raises `ConfigError` with the reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:
         raise _refused(name, f"no such backend; give auto or one of {', '.join(BACKENDS)}")
@@ -35,7 +40,7 @@ def choose_backend(
     for candidate in candidates:
         reason = BACKENDS[candidate].refusal(spec, device)
         if reason is None:
-            return BACKENDS[candidate](spec, num_heads)
+            return BACKENDS[candidate](spec, num_heads, neighbours)
         reasons.append(f"{candidate}: {reason}")
     raise _refused(name, f"no backend is left ({'; '.join(reasons)}); give attention_backend='auto' or another dtype")
 

@@ -1,6 +1,6 @@
 """Paged attention by torch's own kernels on a CPU: the reference of every other backend.
 
-Layout of one layer's cache: [2, num_kv_heads, num_blocks, block_size, head_size], keys then values. Head-major, so that
+The cache of a layer is head-major (`torch_sdpa_pages.PageLayout`), so that
 - the blocks of any set of sequences are gathered by one lookup of rows of block_size * head_size numbers
   (measured 3 times as fast as an index_select along the block dimension), and
 - consecutive blocks of a head are one [tokens, head_size] matrix, which is read in place.
@@ -12,21 +12,27 @@ A step's sequences fall into three kinds, told apart once a step by `plan`:
     all of it is new                prompt: this step's keys and values, the cache is not read
     a part is in the cache          chunk: tiles of query rows, each against the context up to its last row
 
+A sliding window of W tokens, itself among them: position p sees p - W + 1 to p. Length is then what a sequence sees,
+and no block that is wholly before the window is read. Each tile of a chunk is against the window of its rows alone, and
+a prompt longer than W is computed as such tiles of this step's keys and values.
+
 Nothing masked may be NaN or infinite: softmax gives it the weight 0, and 0 * NaN is NaN. Masked places are the null
-block and slots past a sequence's end, and they hold only finite numbers, because pages are zero when allocated and
-nothing but `forward` writes them, keys and values of tokens: finite, or the worker that saw a hidden state that is not
-finite overwrites them before the next step. (In float16 a finite hidden state can have a key that overflowed, so there
-`forward` bounds what it writes.)
+block, slots past a sequence's end and slots before its window in the window's first block. They hold only finite
+numbers, because pages are zero when allocated and nothing but `forward` writes them, keys and values of tokens: finite,
+or the worker that saw a hidden state that is not finite overwrites them before the next step. (In float16 a finite
+hidden state can have a key that overflowed, so there `forward` bounds what it writes.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
 from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.torch_sdpa_pages import PageLayout
 from ringcore.attention.backends.torch_sdpa_plan import (
     DTYPES,
     TILE_ROWS,
@@ -38,7 +44,7 @@ from ringcore.attention.backends.torch_sdpa_plan import (
     Prompts,
 )
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]
 
@@ -48,10 +54,12 @@ class TorchSdpaBackend(AttentionBackend):
 
     name: ClassVar[str] = "torch_sdpa"
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int) -> None:
-        super().__init__(spec, num_heads)
+    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(spec, num_heads, neighbours)
         self._group = num_heads // spec.num_kv_heads  # query heads that share a KV head
-        self._planner = Planner(spec)
+        self._layout = PageLayout(spec, neighbours)
+        self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        self._planner = Planner(spec, self._window, self._layout.has_runs)
         self._bounded = spec.dtype == "float16"
 
     @classmethod
@@ -63,7 +71,7 @@ class TorchSdpaBackend(AttentionBackend):
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, self.spec.num_kv_heads, num_blocks, self.spec.block_size, self.spec.head_size)
+        return self._layout.shape(num_blocks)
 
     def plan(self, metadata: AttentionMetadata) -> list[Part]:
         return self._planner.plan(metadata)
@@ -90,14 +98,13 @@ class TorchSdpaBackend(AttentionBackend):
                 case Prompts():
                     self._prompts_forward(part, query, key, value, scale, out)
                 case Chunk():
-                    self._chunk_forward(part, query, kv_cache, scale, out)
+                    self._chunk_forward(part, query, key, value, kv_cache, scale, out)
         return out
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-        pool = kv_cache.view(2, self.spec.num_kv_heads, -1, self.spec.head_size)
-        for kind, new in enumerate((key, value)):
-            finite = torch.nan_to_num(new) if self._bounded else new
-            pool[kind].index_copy_(1, slots, finite.transpose(0, 1))
+        if self._bounded:
+            key, value = torch.nan_to_num(key), torch.nan_to_num(value)
+        self._layout.write(kv_cache, slots, (key, value))
 
     def _decode_one_forward(
         self, part: DecodeOne, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
@@ -115,7 +122,7 @@ class TorchSdpaBackend(AttentionBackend):
         tokens = query if part.tokens is None else query.index_select(0, part.tokens)
         # The query heads that share a KV head as rows: a quarter faster than the kernel's own grouping.
         rows = tokens.view(shape)
-        keys, values = part.gather.read(kv_cache, part.batch)[:, :, :, : part.num_tokens].transpose(1, 2).unbind(0)
+        keys, values = part.gather.read(kv_cache, part.batch)[:, :, :, part.first : part.end].transpose(1, 2).unbind(0)
         attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=part.mask, scale=scale)
         if part.tokens is None:
             out.view(shape).copy_(attended)
@@ -141,18 +148,31 @@ class TorchSdpaBackend(AttentionBackend):
         )
 
     def _chunk_forward(
-        self, part: Chunk, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self,
+        part: Chunk,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
     ) -> None:
-        keys, values = part.context.read(kv_cache).transpose(1, 2).unbind(0)  # [1, num_kv_heads, num_tokens, head_size]
+        if part.context is not None:
+            keys, values = part.context.read(kv_cache).transpose(1, 2).unbind(0)
+        else:
+            new = slice(part.first_token, part.first_token + part.query_len)
+            keys, values = (x[new].transpose(0, 1).unsqueeze(0) for x in (key, value))
+        num_seen = keys.shape[2]  # [1, num_kv_heads, num_seen, head_size]
         for offset in range(0, part.query_len, TILE_ROWS):
             rows = min(TILE_ROWS, part.query_len - offset)
-            seen = part.context.num_tokens - part.query_len + offset + rows
+            end = num_seen - part.query_len + offset + rows
+            first = 0 if self._window is None else max(0, end - rows - self._window + 1)
             tokens = slice(part.first_token + offset, part.first_token + offset + rows)
             attended = functional.scaled_dot_product_attention(
                 query[tokens].transpose(0, 1).unsqueeze(0),
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                attn_mask=part.mask[-rows:, -seen:],
+                keys[:, :, first:end],
+                values[:, :, first:end],
+                attn_mask=part.mask[-rows:, first - end :],
                 scale=scale,
                 enable_gqa=self._group > 1,
             )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from ringcore.attention.backends.torch_sdpa_pages import Context, Gather
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import KVCacheSpec
 
@@ -15,10 +15,8 @@ __all__ = [
     "DTYPES",
     "TILE_ROWS",
     "Chunk",
-    "Context",
     "DecodeBatch",
     "DecodeOne",
-    "Gather",
     "Part",
     "Planner",
     "Prompts",
@@ -36,52 +34,6 @@ _BATCH_COST_BYTES = 256 * 1024
 TILE_ROWS = 256
 
 
-class Gather:
-    """Blocks of one or several sequences, copied out of the pool by one row lookup."""
-
-    __slots__ = ("_block_ids", "_num_blocks", "_rows")
-
-    def __init__(self, block_ids: np.ndarray) -> None:
-        self._block_ids = torch.from_numpy(block_ids.astype(np.int64).reshape(-1))  # [batch * blocks]
-        self._num_blocks = 0
-        self._rows = self._block_ids
-
-    def rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """[2 * num_kv_heads * batch * blocks] rows of the cache as [2 * num_kv_heads * num_blocks, ...].
-
-        The pool's size is in the caches alone, so the first layer of a step makes this for all.
-        """
-        kinds, num_kv_heads, num_blocks = kv_cache.shape[:3]
-        if self._num_blocks != num_blocks:
-            firsts = torch.arange(0, kinds * num_kv_heads * num_blocks, num_blocks)
-            self._rows = (firsts[:, None] + self._block_ids).view(-1)
-            self._num_blocks = num_blocks
-        return self._rows
-
-    def read(self, kv_cache: torch.Tensor, batch: int) -> torch.Tensor:
-        """-> [2, num_kv_heads, batch, blocks * block_size, head_size]"""
-        kinds, num_kv_heads, _, block_size, head_size = kv_cache.shape
-        gathered = functional.embedding(self.rows(kv_cache), kv_cache.view(-1, block_size * head_size))
-        return gathered.view(kinds, num_kv_heads, batch, -1, head_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Where one sequence's keys and values are: a run of the pool, or blocks to gather."""
-
-    num_tokens: int
-    first_slot: int  # of the run; unused with a gather
-    gather: Gather | None
-
-    def read(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """-> [2, num_kv_heads, 1, num_tokens, head_size]"""
-        kinds, num_kv_heads, _, _, head_size = kv_cache.shape
-        if self.gather is not None:
-            return self.gather.read(kv_cache, 1)[:, :, :, : self.num_tokens]
-        slots = kv_cache.view(kinds, num_kv_heads, 1, -1, head_size)
-        return slots[:, :, :, self.first_slot : self.first_slot + self.num_tokens]
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeOne:
     token: int
@@ -90,11 +42,14 @@ class DecodeOne:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
+    """The columns `first` to `end` of what `gather` reads are seen by all, but for what `mask` hides."""
+
     tokens: torch.Tensor | None  # [batch] int64; None: the batch is the whole step, in order
     batch: int
-    num_tokens: int  # of the longest context
+    first: int
+    end: int
     gather: Gather
-    mask: torch.Tensor | None  # [batch, 1, 1, num_tokens], 0 or -inf; None: all contexts are equally long
+    mask: torch.Tensor | None  # [batch, 1, 1, end - first], 0 or -inf; None: all see the same columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +63,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """Query tokens at the end of what they see, to be computed in tiles of rows."""
+
     first_token: int
     query_len: int
-    context: Context
+    context: Context | None  # None: all that they see is in this step, as its keys and values
     mask: torch.Tensor  # [rows, columns]: its last n rows and m columns are the mask of any such tile
 
 
@@ -118,39 +75,50 @@ Part = DecodeOne | DecodeBatch | Prompts | Chunk
 
 
 class Planner:
-    """Sorts the sequences of a step into parts that are one call (a chunk: a few) each, for layers of one spec."""
+    """Sorts the sequences of a step into parts that are one call (a chunk: a few) each, for layers of one spec.
 
-    def __init__(self, spec: KVCacheSpec) -> None:
+    window: tokens that a token sees, itself among them; None: all before it.
+    has_runs: whether consecutive blocks can be read where they lie.
+    """
+
+    def __init__(self, spec: KVCacheSpec, window: int | None, has_runs: bool) -> None:
         self._spec = spec
+        self._window = window
         self._dtype = DTYPES[spec.dtype]
+        self._has_runs = has_runs
 
     def plan(self, metadata: AttentionMetadata) -> list[Part]:
-        query_lens = np.diff(metadata.query_start_loc_cpu)
+        step = _Step(metadata, self._spec.block_size, self._window)
+        if metadata.max_query_len == 1:
+            return self._plan_decode(step, np.arange(metadata.num_seqs))
+        query_lens = step.query_lens
         fresh = metadata.seq_lens_cpu == query_lens
         decoding = query_lens == 1
-        parts: list[Part] = [*self._plan_decode(metadata, np.flatnonzero(decoding))]
-        parts += self._plan_prompts(metadata, query_lens, np.flatnonzero(~decoding & fresh))
-        parts += self._plan_chunks(metadata, query_lens, np.flatnonzero(~decoding & ~fresh))
+        # A prompt is one call unless the window hides a part of it: then tiles leave out what no row of theirs sees.
+        whole = fresh if step.window is None else fresh & (query_lens <= step.window)
+        parts: list[Part] = [*self._plan_decode(step, np.flatnonzero(decoding))]
+        parts += self._plan_prompts(step, np.flatnonzero(~decoding & whole))
+        parts += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
         return parts
 
-    def _plan_decode(self, metadata: AttentionMetadata, seqs: np.ndarray) -> list[Part]:
+    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[Part]:
         if not len(seqs):
             return []
-        num_blocks = -(-metadata.seq_lens_cpu[seqs] // self._spec.block_size)
-        alone = self._reads_in_place(metadata, seqs, num_blocks)
-        parts: list[Part] = [self._decode_one(metadata, seq) for seq in seqs[alone].tolist()]
+        num_blocks = step.num_blocks(seqs)
+        alone = self._reads_in_place(step, seqs, num_blocks)
+        parts: list[Part] = [self._decode_one(step, seq) for seq in seqs[alone].tolist()]
         seqs, num_blocks = seqs[~alone], num_blocks[~alone]
         for low, high in self._batches(num_blocks):
             members = seqs[(num_blocks >= low) & (num_blocks <= high)]
             one = len(members) == 1
-            parts.append(self._decode_one(metadata, int(members[0])) if one else self._decode_batch(metadata, members))
+            parts.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
         return parts
 
-    def _reads_in_place(self, metadata: AttentionMetadata, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
+    def _reads_in_place(self, step: _Step, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
         """[len(seqs)] bool: worth a call of its own, because its blocks are consecutive and many."""
-        long = num_blocks * self._spec.page_size_bytes > _BATCH_COST_BYTES
+        long = (num_blocks * self._spec.page_size_bytes > _BATCH_COST_BYTES) & self._has_runs
         for i in np.flatnonzero(long):
-            long[i] = _is_run(metadata.block_table_cpu[seqs[i], : num_blocks[i]])
+            long[i] = _is_run(step.blocks(seqs[i]))
         return long
 
     def _batches(self, num_blocks: np.ndarray) -> list[tuple[int, int]]:
@@ -168,36 +136,46 @@ class Planner:
                 padded = 0
         return ranges
 
-    def _decode_one(self, metadata: AttentionMetadata, seq: int) -> DecodeOne:
-        return DecodeOne(int(metadata.query_start_loc_cpu[seq]), self._context(metadata, seq))
+    def _decode_one(self, step: _Step, seq: int) -> DecodeOne:
+        return DecodeOne(int(step.metadata.query_start_loc_cpu[seq]), self._context(step, seq))
 
-    def _decode_batch(self, metadata: AttentionMetadata, seqs: np.ndarray) -> DecodeBatch:
-        lens = metadata.seq_lens_cpu[seqs]
-        longest, whole = int(lens.max()), len(seqs) == metadata.num_tokens
+    def _decode_batch(self, step: _Step, seqs: np.ndarray, num_blocks: int) -> DecodeBatch:
+        metadata = step.metadata
+        firsts, ends = step.seen_columns(seqs)
+        first, end = int(firsts.min()), int(ends.max())
         mask = None
-        if int(lens.min()) != longest:
-            past = torch.from_numpy(np.arange(longest) >= lens[:, None])
-            mask = torch.zeros(len(seqs), 1, 1, longest, dtype=self._dtype)
-            mask.masked_fill_(past[:, None, None], -torch.inf)
+        if int(ends.min()) != end or int(firsts.max()) != first:
+            columns = np.arange(first, end)
+            hidden = columns >= ends[:, None]
+            if firsts.any():
+                hidden |= columns < firsts[:, None]
+            mask = torch.zeros(len(seqs), 1, 1, end - first, dtype=self._dtype)
+            mask.masked_fill_(torch.from_numpy(hidden)[:, None, None], -torch.inf)
+        whole = len(seqs) == metadata.num_tokens
         return DecodeBatch(
             tokens=None if whole else torch.from_numpy(metadata.query_start_loc_cpu[seqs].astype(np.int64)),
             batch=len(seqs),
-            num_tokens=longest,
-            gather=Gather(metadata.block_table_cpu[seqs, : -(-longest // self._spec.block_size)]),
+            first=first,
+            end=end,
+            gather=Gather(step.block_table(seqs, num_blocks)),
             mask=mask,
         )
 
-    def _context(self, metadata: AttentionMetadata, seq: int) -> Context:
-        num_tokens = int(metadata.seq_lens_cpu[seq])
-        blocks = metadata.block_table_cpu[seq, : -(-num_tokens // self._spec.block_size)]
-        gather = None if _is_run(blocks) else Gather(blocks)
-        return Context(num_tokens, int(blocks[0]) * self._spec.block_size, gather)
+    def _context(self, step: _Step, seq: int) -> Context:
+        blocks, block_size = step.blocks(seq), self._spec.block_size
+        first_seen = 0 if step.first_seen is None else int(step.first_seen[seq])
+        num_skipped = first_seen % block_size
+        return Context(
+            num_tokens=int(step.metadata.seq_lens_cpu[seq]) - first_seen,
+            num_skipped=num_skipped,
+            first_slot=int(blocks[0]) * block_size + num_skipped,
+            gather=None if self._has_runs and _is_run(blocks) else Gather(blocks),
+        )
 
-    def _plan_prompts(self, metadata: AttentionMetadata, query_lens: np.ndarray, seqs: np.ndarray) -> list[Prompts]:
+    def _plan_prompts(self, step: _Step, seqs: np.ndarray) -> list[Prompts]:
         prompts: list[Prompts] = []
-        for first, query_len in zip(
-            metadata.query_start_loc_cpu[seqs].tolist(), query_lens[seqs].tolist(), strict=True
-        ):
+        firsts, query_lens = step.metadata.query_start_loc_cpu[seqs].tolist(), step.query_lens[seqs].tolist()
+        for first, query_len in zip(firsts, query_lens, strict=True):
             last = prompts[-1] if prompts else None
             if last and last.query_len == query_len and last.first_token + last.batch * query_len == first:
                 prompts[-1] = Prompts(last.first_token, last.batch + 1, query_len)
@@ -205,16 +183,79 @@ class Planner:
                 prompts.append(Prompts(first, 1, query_len))
         return prompts
 
-    def _plan_chunks(self, metadata: AttentionMetadata, query_lens: np.ndarray, seqs: np.ndarray) -> list[Chunk]:
+    def _plan_chunks(self, step: _Step, seqs: np.ndarray, fresh: np.ndarray) -> list[Chunk]:
         if not len(seqs):
             return []
-        rows, columns = min(TILE_ROWS, int(query_lens[seqs].max())), int(metadata.seq_lens_cpu[seqs].max())
-        # Row r from the bottom may see all but the last r columns, so the lower right corner of this mask is the
-        # mask of every smaller tile, whatever its sequence.
+        metadata, query_lens = step.metadata, step.query_lens
+        mask = self._tile_mask(int(query_lens[seqs].max()), int(metadata.seq_lens_cpu[seqs].max()), step.window)
+        return [
+            Chunk(
+                int(metadata.query_start_loc_cpu[seq]),
+                int(query_lens[seq]),
+                None if fresh[seq] else self._context(step, seq),
+                mask,
+            )
+            for seq in seqs.tolist()
+        ]
+
+    def _tile_mask(self, query_len: int, seq_len: int, window: int | None) -> torch.Tensor:
+        """Of the largest tile: [rows, columns], 0 or -inf.
+
+        Row r from the bottom may see all but the last r columns, and with a window so many before these, so the lower
+        right corner of this mask is the mask of every smaller tile, whatever its sequence.
+        """
+        rows = min(TILE_ROWS, query_len)
+        columns = seq_len if window is None else min(rows + window - 1, seq_len)
         mask = torch.zeros(rows, columns, dtype=self._dtype)
         mask[:, columns - rows :] = torch.full((rows, rows), -torch.inf, dtype=self._dtype).triu_(1)
-        firsts, lens = metadata.query_start_loc_cpu, query_lens
-        return [Chunk(int(firsts[s]), int(lens[s]), self._context(metadata, s), mask) for s in seqs.tolist()]
+        if window is not None:
+            mask += torch.full((rows, columns), -torch.inf, dtype=self._dtype).tril_(columns - rows - window)
+        return mask
+
+
+class _Step:
+    """The sequences of a step, and where that begins what they see."""
+
+    __slots__ = ("_block_size", "_first_blocks", "first_seen", "metadata", "query_lens", "window")
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int, window: int | None) -> None:
+        self.metadata = metadata
+        self.query_lens = np.diff(metadata.query_start_loc_cpu)
+        self._block_size = block_size
+        self.window = window if window is not None and window < metadata.max_seq_len else None  # None: hides nothing
+        # [num_seqs]: the first position that the first query token of each sequence sees; None: 0
+        self.first_seen: np.ndarray | None = None
+        if self.window is not None:
+            self.first_seen = np.maximum(metadata.seq_lens_cpu - self.query_lens - self.window + 1, 0)
+            self._first_blocks = self.first_seen // block_size
+
+    def num_blocks(self, seqs: np.ndarray) -> np.ndarray:
+        """[len(seqs)]: from the first block that each sees to its last."""
+        num_blocks: np.ndarray = -(-self.metadata.seq_lens_cpu[seqs] // self._block_size)
+        return num_blocks if self.first_seen is None else num_blocks - self._first_blocks[seqs]
+
+    def blocks(self, seq: int) -> np.ndarray:
+        """The ids of these blocks of one sequence."""
+        first = 0 if self.first_seen is None else self._first_blocks[seq]
+        end = -(-int(self.metadata.seq_lens_cpu[seq]) // self._block_size)
+        return self.metadata.block_table_cpu[seq, first:end]
+
+    def block_table(self, seqs: np.ndarray, num_blocks: int) -> np.ndarray:
+        """[len(seqs), num_blocks]: the ids of these blocks; behind a sequence's last one any that can be read."""
+        table = self.metadata.block_table_cpu
+        if self.first_seen is None:
+            return table[seqs, :num_blocks]
+        columns = self._first_blocks[seqs, None] + np.arange(num_blocks)
+        block_ids: np.ndarray = table[seqs[:, None], np.minimum(columns, table.shape[1] - 1)]
+        return block_ids
+
+    def seen_columns(self, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(first, end) of each of decoding `seqs`: what it sees, counted from the start of its first block."""
+        ends = self.metadata.seq_lens_cpu[seqs]
+        if self.first_seen is None:
+            return np.zeros_like(ends), ends
+        starts = self._first_blocks[seqs] * self._block_size
+        return self.first_seen[seqs] - starts, ends - starts
 
 
 def _is_run(blocks: np.ndarray) -> bool:

@@ -13,12 +13,24 @@ from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
 
 
-def bind_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`ops.rms_norm` with this weight, in the fastest form that works for its dtype and device."""
+def bind_rms_norm(
+    weight: torch.Tensor, eps: float, *, plus_one: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`ops.rms_norm` with this weight, in the fastest form that works for its dtype and device.
+
+    plus_one: by 1 + weight, as Gemma has it, and rounded once: x and the sum are taken in float32 whatever the dtype.
+    """
+    if plus_one:
+        normalise = bind_rms_norm(1 + weight.float(), eps)
+        return normalise if weight.dtype == torch.float32 else functools.partial(_in_float32, normalise)
     if weight.dtype == torch.float32 and weight.device.type == "cpu":
         gain, floor = ops.rms_norm_gain(weight, eps)
         return functools.partial(ops.rms_norm_by_gain, gain=gain, floor=floor)
     return functools.partial(ops.rms_norm, weight=weight, eps=eps)
+
+
+def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x.float()).to(x.dtype)
 
 
 def _norm_weight(name: str, checkpoint_name: str, size: int, dtype: torch.dtype) -> Weight:
@@ -27,11 +39,14 @@ def _norm_weight(name: str, checkpoint_name: str, size: int, dtype: torch.dtype)
 
 
 class RMSNorm:
-    """Normalises rows of `size`; whole on every rank."""
+    """Normalises rows of `size`; whole on every rank. `plus_one`: see `bind_rms_norm`."""
 
-    def __init__(self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False
+    ) -> None:
         self._weight = _norm_weight(name, checkpoint_name, size, dtype)
         self._eps = eps
+        self._plus_one = plus_one
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
 
     def weights(self) -> list[Weight]:
@@ -39,7 +54,7 @@ class RMSNorm:
 
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
-        self._normalise = bind_rms_norm(tensors.pop(self._weight.name), self._eps)
+        self._normalise = bind_rms_norm(tensors.pop(self._weight.name), self._eps, plus_one=self._plus_one)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size]."""
@@ -49,7 +64,8 @@ class RMSNorm:
 class HeadNorm:
     """Normalises each head of q and k, side by side in one tensor, q and k with a weight of their own.
 
-    `order`: a permutation of the entries of a head, as in `ColumnParallelLinear.output_order`.
+    `order`: a permutation of the entries of a head, as in `ColumnParallelLinear.output_order`. `plus_one`: see
+    `bind_rms_norm`.
     """
 
     def __init__(
@@ -61,6 +77,8 @@ class HeadNorm:
         eps: float,
         dtype: torch.dtype,
         order: torch.Tensor,
+        *,
+        plus_one: bool = False,
     ) -> None:
         self._weights = [
             _norm_weight(f"{name}.{which}", checkpoint_name, head_dim, dtype)
@@ -69,6 +87,7 @@ class HeadNorm:
         self._num_heads = num_heads
         self._eps = eps
         self._order = order
+        self._plus_one = plus_one
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
 
     def weights(self) -> Sequence[Weight]:
@@ -80,7 +99,7 @@ class HeadNorm:
             tensors.pop(weight.name)[self._order].expand(heads, -1)
             for weight, heads in zip(self._weights, self._num_heads, strict=True)
         ]
-        self._normalise = bind_rms_norm(torch.cat(rows), self._eps)
+        self._normalise = bind_rms_norm(torch.cat(rows), self._eps, plus_one=self._plus_one)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, q heads + k heads, head_dim] -> a new tensor of that shape."""

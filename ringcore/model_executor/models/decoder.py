@@ -1,8 +1,9 @@
-"""The dense decoder that Llama, Qwen2 and Qwen3 share: pre-norm, rotary attention over KV heads, a gated MLP."""
+"""The dense decoder that all families share: pre-norm, rotary attention over KV heads, a gated MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.weight import Tensors, Weight
 
-__all__ = ["DenseDecoder"]
+__all__ = ["Bindable", "DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
 
 
 class Bindable(Protocol):
@@ -35,16 +36,27 @@ class Bindable(Protocol):
     def bind(self, tensors: Tensors) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the code of a family fixes and its configuration does not say."""
+
+    head_norm: bool = False  # q and k are normalised per head before they are turned
+    norm_plus_one: bool = False  # norms multiply by 1 + weight: see `bind_rms_norm`
+    activate_and_multiply: Callable[[torch.Tensor], torch.Tensor] = ops.silu_and_mul  # gate beside up -> [n, size]
+
+
 class SelfAttention:
     """Projections, rotary embedding and attention of one layer, on this rank's heads."""
 
-    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, head_norm: bool) -> None:
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
         name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.self_attn"
         head_dim = spec.head_dim
         self.num_heads = spec.num_heads // tp.size
         self.num_kv_heads = max(1, spec.num_kv_heads // tp.size)
         self.head_dim = head_dim
-        self.attention = Attention(index, self.num_heads, self.num_kv_heads, head_dim, head_dim**-0.5)
+        scale = (spec.query_pre_attn_scalar or head_dim) ** -0.5
+        window = spec.sliding_windows.get(index)
+        self.attention = Attention(index, self.num_heads, self.num_kv_heads, head_dim, scale, window)
         names = (f"{checkpoint_name}.q_proj", f"{checkpoint_name}.k_proj", f"{checkpoint_name}.v_proj")
         self.qkv_proj = ColumnParallelLinear(
             f"{name}.qkv_proj",
@@ -55,7 +67,7 @@ class SelfAttention:
             output_order=self._qkv_order(),
         )
         self.head_norm: HeadNorm | None = None
-        if head_norm:
+        if family.head_norm:
             self.head_norm = HeadNorm(
                 f"{name}.head_norm",
                 (f"{checkpoint_name}.q_norm", f"{checkpoint_name}.k_norm"),
@@ -64,6 +76,7 @@ class SelfAttention:
                 spec.rms_norm_eps,
                 dtype,
                 interleaved(head_dim),
+                plus_one=family.norm_plus_one,
             )
         self.o_proj = RowParallelLinear(
             f"{name}.o_proj",
@@ -99,10 +112,11 @@ class SelfAttention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
         name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.mlp"
+        self._activate_and_multiply = family.activate_and_multiply
         self.gate_up_proj = ColumnParallelLinear(
             f"{name}.gate_up_proj",
             merged_outputs((f"{checkpoint_name}.gate_proj", f"{checkpoint_name}.up_proj"), spec.intermediate_size, tp),
@@ -125,17 +139,17 @@ class MLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, hidden_size] -> [n, hidden_size]."""
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self._activate_and_multiply(self.gate_up_proj(x)))
 
 
 class DecoderLayer:
-    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, head_norm: bool) -> None:
-        name, checkpoint_name = f"layers.{index}", f"model.layers.{index}"
-        size, eps = spec.hidden_size, spec.rms_norm_eps
-        self.input_norm = RMSNorm(f"{name}.input_norm", f"{checkpoint_name}.input_layernorm", size, eps, dtype)
-        self.self_attention = SelfAttention(index, spec, tp, dtype, head_norm)
-        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", f"{checkpoint_name}.post_attention_layernorm", size, eps, dtype)
-        self.mlp = MLP(index, spec, tp, dtype)
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # what a checkpoint calls the norm before the MLP
+
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
+        self.input_norm = layer_norm(index, "input_norm", "input_layernorm", spec, dtype, family)
+        self.self_attention = SelfAttention(index, spec, tp, dtype, family)
+        self.mlp_norm = layer_norm(index, "mlp_norm", self.mlp_norm_name, spec, dtype, family)
+        self.mlp = MLP(index, spec, tp, dtype, family)
 
     def layers(self) -> list[Bindable]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
@@ -146,27 +160,39 @@ class DecoderLayer:
         hidden += self.mlp(self.mlp_norm(hidden))
 
 
+def layer_norm(
+    index: int, name: str, checkpoint_name: str, spec: ModelSpec, dtype: torch.dtype, family: Family
+) -> RMSNorm:
+    """A norm of layer `index` over the hidden size."""
+    return RMSNorm(
+        f"layers.{index}.{name}",
+        f"model.layers.{index}.{checkpoint_name}",
+        spec.hidden_size,
+        spec.rms_norm_eps,
+        dtype,
+        plus_one=family.norm_plus_one,
+    )
+
+
 class DenseDecoder(CausalLM):
     """The whole model; a family says with class attributes what the configuration leaves open."""
 
-    head_norm: ClassVar[bool] = False  # q and k are normalised per head before they are turned
+    family: ClassVar[Family] = Family()
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
+        size = spec.hidden_size
         self.embed_tokens = VocabParallelEmbedding(
-            "embed_tokens", "model.embed_tokens", spec.vocab_size, spec.hidden_size, dtype=dtype, tp=tp
+            "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
         )
-        self.rotary = RotaryEmbedding(spec.head_dim, spec.rope, max_model_len)
-        self.layers = [DecoderLayer(i, spec, tp, dtype, self.head_norm) for i in range(spec.num_layers)]
-        self.norm = RMSNorm("norm", "model.norm", spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.lm_head = ParallelLMHead(
-            "lm_head",
-            "lm_head",
-            spec.vocab_size,
-            spec.hidden_size,
-            dtype=dtype,
-            tp=tp,
-            tied=self.embed_tokens if spec.tie_word_embeddings else None,
-        )
+        ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
+        self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
+        # By layer, the index of its rotary embedding: the last one is that of the layers with a window.
+        self.rotary_of_layer = [len(ropes) - 1 if i in spec.sliding_windows else 0 for i in range(spec.num_layers)]
+        self.layers = [self.layer_class(i, spec, tp, dtype, self.family) for i in range(spec.num_layers)]
+        self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
+        tied = self.embed_tokens if spec.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead("lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied)
         self.attention_layers = [layer.self_attention.attention for layer in self.layers]
 
     def _bindable(self) -> list[Bindable]:
@@ -181,15 +207,20 @@ class DenseDecoder(CausalLM):
         """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
         for layer in self._bindable():
             layer.bind(tensors)
-        self.rotary.bind(self.embed_tokens.table.device)
+        for rotary in self.rotaries:
+            rotary.bind(self.embed_tokens.table.device)
         assert not len(tensors), "a weight was declared and not taken"
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [n] int64 -> a new tensor [n, hidden_size], what the first layer takes."""
+        return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
-        rotation = self.rotary(positions)
-        hidden = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            layer(hidden, rotation, ctx)
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        hidden = self.embed(input_ids)
+        for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
+            layer(hidden, rotations[which], ctx)
         return self.norm(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

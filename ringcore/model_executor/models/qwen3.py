@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcore.model_executor.models.decoder import DenseDecoder
+from ringcore.model_executor.models.decoder import DenseDecoder, Family
 
 __all__ = ["Qwen3ForCausalLM"]
 
@@ -10,4 +10,4 @@ __all__ = ["Qwen3ForCausalLM"]
 class Qwen3ForCausalLM(DenseDecoder):
     """No biases; each head of q and k is normalised before it is turned."""
 
-    head_norm = True
+    family = Family(head_norm=True)

@@ -5,10 +5,12 @@ Tolerance in float32: 1e-4 on logits of size 1 to 10; sums of up to 80 products,
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from dense_attention import DenseRun
-from tiny_checkpoints import FAMILIES, MAX_LEN, ROPES, hf_logits, load, random_ids
+from tiny_checkpoints import FAMILIES, MAX_LEN, ROPES, WINDOW, hf_logits, hf_model, load, random_ids
 
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.models import model_class
@@ -27,9 +29,13 @@ def assert_conforms(hf, folder, atol=1e-4, dtype="float32"):
     torch.testing.assert_close(ours, hf_logits(hf, ids), atol=atol, rtol=1e-5)
 
 
+FAMILY_ROPES = [(family, rope) for family in FAMILIES for rope in ROPES]
+# transformers looks for `truncate` beside the parameters of the layer types, not in them.
+FAMILY_ROPES.remove(("Gemma3", "yarn untruncated"))
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rope"), FAMILY_ROPES)
 def test_rope_and_tying(checkpoint, family, rope, tied):
     assert_conforms(*checkpoint(family, rope, tie_word_embeddings=tied))
 
@@ -41,6 +47,7 @@ def test_rope_and_tying(checkpoint, family, rope, tied):
         ("Llama", {"mlp_bias": True}),
         ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("Qwen3", {"attention_bias": True}),
+        ("Gemma3", {"attention_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -57,11 +64,41 @@ def test_kv_heads(checkpoint, family, kv_heads):
 
 
 @pytest.mark.parametrize("head_dim", [8, 32])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral"])
 def test_explicit_head_dim(checkpoint, family, head_dim):
     hf, folder = checkpoint(family, head_dim=head_dim)
     assert hf.model.layers[0].self_attn.q_proj.out_features == 4 * head_dim != 64
     assert_conforms(hf, folder)
+
+
+def test_gemma3_with_heads_of_256(checkpoint):
+    assert_conforms(*checkpoint("Gemma3", head_dim=256, query_pre_attn_scalar=256, num_key_value_heads=1))
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS = {
+    "Mistral": ({}, {0: WINDOW, 1: WINDOW, 2: WINDOW}),
+    "Mistral without": ({"sliding_window": None}, {}),
+    "Mistral, one token": ({"sliding_window": 1}, {0: 1, 1: 1, 2: 1}),
+    "Mistral, longer than the prompt": ({"sliding_window": 500}, {0: 500, 1: 500, 2: 500}),
+    "Gemma3": ({}, {0: WINDOW, 2: WINDOW}),
+    "Gemma3, every second": ({"layer_types": None, "sliding_window_pattern": 2}, {0: WINDOW, 2: WINDOW}),
+    "Gemma3, every sixth": ({"layer_types": None}, {0: WINDOW, 1: WINDOW, 2: WINDOW}),
+    "Gemma3, full": ({"layer_types": [FULL] * 3}, {}),
+    "Qwen2": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, {1: 9, 2: 9}),
+    "Qwen3": ({"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL, FULL]}, {0: 9}),
+    "Qwen3, unused": ({"sliding_window": 9, "max_window_layers": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_sliding_windows(tmp_path, case):
+    options, windows = WINDOWS[case]
+    hf = hf_model(re.match(r"\w+", case)[0], **options)
+    hf.save_pretrained(tmp_path)
+    assert_conforms(hf, tmp_path)
+    layers = load(tmp_path).attention_layers
+    assert {layer.index: layer.sliding_window for layer in layers if layer.sliding_window is not None} == windows
 
 
 def test_several_shards(checkpoint):
@@ -80,6 +117,18 @@ def test_16_bits(checkpoint, family, dtype):
     reference = hf_logits(hf, ids)
     error = (ours - reference).norm() / reference.norm()
     assert error < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_bfloat16_log_probabilities(tmp_path, family):
+    """Of the same bfloat16 weights, computed in float32, we are hardly further off than transformers in bfloat16."""
+    hf = hf_model(family, tie_word_embeddings=True).bfloat16()
+    hf.save_pretrained(tmp_path)
+    ids = random_ids(LENGTH)
+    ours = DenseRun(load(tmp_path, dtype=torch.bfloat16), MAX_LEN, 1, "bfloat16").step({0: ids}).log_softmax(-1)
+    theirs = hf_logits(hf, ids).log_softmax(-1)
+    exact = hf_logits(hf.float(), ids).log_softmax(-1)
+    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
 def test_sequences_in_one_step_do_not_touch_each_other(checkpoint):

@@ -36,7 +36,7 @@ def test_biases_are_added_once(checkpoint):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Gemma3"])
 def test_more_ranks_than_kv_heads(checkpoint, family, kv_heads):
     """KV heads are replicated, and 131 tokens over 4 ranks are padded."""
     assert_same_on_ranks(checkpoint(family, num_key_value_heads=kv_heads)[1], 4)

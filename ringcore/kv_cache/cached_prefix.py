@@ -1,0 +1,64 @@
+"""What of a request's first tokens the cache holds: the longest prefix that every KV cache group has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from ringcore.kv_cache.group_manager import GroupManager
+
+__all__ = ["CachedPrefix", "find_longest_prefix"]
+
+
+class CachedPrefix(NamedTuple):
+    """A prefix that the cache holds, a whole number of blocks in every group."""
+
+    num_computed_tokens: int  # at most all but one: something has to be computed for there to be a next token
+    num_cached_tokens: int  # whose slots hold: num_computed_tokens, or one more where all tokens are cached
+    block_ids: tuple[list[int], ...]  # by group; 0 where a window has left the block behind
+    is_awaited: bool  # a running request is computing the block after these: to wait saves computing it twice
+
+    def held_block_ids(self) -> np.ndarray:
+        """Over all groups, each once. [n] int64."""
+        ids = np.array([*chain.from_iterable(self.block_ids)], np.int64)
+        held: np.ndarray = ids[ids != 0]
+        return held
+
+
+def find_longest_prefix(
+    groups: Sequence[GroupManager], hashes: list[bytes], token_ids: np.ndarray, limit: int, alignment: int
+) -> list[np.ndarray]:
+    """By group, the blocks of the longest prefix of `token_ids`, of at most `limit` tokens. Each [n] int64.
+
+    A group of full attention needs all blocks of the prefix, one with a sliding window those that the next token sees.
+    A hit is confirmed by the blocks' tokens; that what was before a block is the same, its hash vouches for.
+
+    hashes: of the first `limit` tokens. token_ids: [num_tokens] int32, all of the request's. limit: a multiple of
+    `alignment`, as the result is.
+    """
+    while True:
+        found = _find_by_hash(groups, hashes, len(token_ids), limit, alignment)
+        confirmed = min(group.num_confirmed_tokens(found[group.index], token_ids) for group in groups)
+        if len(found[0]) * groups[0].block_size == confirmed:
+            return found
+        limit = confirmed // alignment * alignment
+
+
+def _find_by_hash(
+    groups: Sequence[GroupManager], hashes: list[bytes], num_tokens: int, limit: int, alignment: int
+) -> list[np.ndarray]:
+    """Each group may shorten what the others found, until all have the same length."""
+    found: list[np.ndarray] = []
+    for group in groups:
+        found.append(group.find(hashes, num_tokens, limit))
+        limit = len(found[-1]) * group.block_size // alignment * alignment
+    while True:
+        longer = [group for group in groups if len(found[group.index]) * group.block_size > limit]
+        if not longer:
+            return found
+        for group in longer:
+            found[group.index] = group.shorten(found[group.index], hashes, num_tokens, limit)
+            limit = len(found[group.index]) * group.block_size // alignment * alignment

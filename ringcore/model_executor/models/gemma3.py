@@ -1,0 +1,49 @@
+"""Gemma 3, text only."""
+
+from __future__ import annotations
+
+import torch
+
+from ringcore.attention.context import ForwardContext
+from ringcore.checkpoint import ModelSpec
+from ringcore.model_executor import ops
+from ringcore.model_executor.models.decoder import Bindable, DecoderLayer, DenseDecoder, Family, layer_norm
+from ringcore.model_executor.parallel import TensorParallel
+
+__all__ = ["Gemma3ForCausalLM"]
+
+
+class Gemma3Layer(DecoderLayer):
+    """Both contributions are normalised once more before they are added."""
+
+    mlp_norm_name = "pre_feedforward_layernorm"
+
+    def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
+        super().__init__(index, spec, tp, dtype, family)
+        self.attention_out_norm = layer_norm(
+            index, "attention_out_norm", "post_attention_layernorm", spec, dtype, family
+        )
+        self.mlp_out_norm = layer_norm(index, "mlp_out_norm", "post_feedforward_layernorm", spec, dtype, family)
+
+    def layers(self) -> list[Bindable]:
+        return [*super().layers(), self.attention_out_norm, self.mlp_out_norm]
+
+    def __call__(self, hidden: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> None:
+        """Adds the layer's two contributions to the residual stream `hidden` [n, hidden_size], in place."""
+        hidden += self.attention_out_norm(self.self_attention(self.input_norm(hidden), rotation, ctx))
+        hidden += self.mlp_out_norm(self.mlp(self.mlp_norm(hidden)))
+
+
+class Gemma3ForCausalLM(DenseDecoder):
+    """Layers with a sliding window between some that see all tokens, each kind with a rotary embedding of its own."""
+
+    family = Family(head_norm=True, norm_plus_one=True, activate_and_multiply=ops.gelu_tanh_and_mul)
+    layer_class = Gemma3Layer
+
+    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
+        super().__init__(spec, tp, dtype, max_model_len)
+        # Rounded as the model was trained: the root of 1152 is 34 in bfloat16.
+        self._embedding_scale = float(torch.tensor(spec.hidden_size**0.5).to(dtype))
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids).mul_(self._embedding_scale)

@@ -1,0 +1,97 @@
+"""Who gets how much of a step: pure arithmetic on the columns of those that run, and on the blocks that are free."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
+from ringcore.scheduler.request import Request
+from ringcore.scheduler.running_table import RunningTable
+from ringcore.scheduler.step import StepPlan
+
+__all__ = ["num_victims_needed", "share_budget", "steps_at_once", "take_blocks", "victims"]
+
+
+def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
+    """Gives each that runs what it can compute, the oldest first, as far as `plan.token_budget` goes."""
+    if not running.has_prefill and running.num <= plan.token_budget and running.room() > 0:
+        plan.positions = plan.counts = None
+        return
+    counts = running.total - running.computed
+    counts[running.total >= running.max_total] = 0  # the tokens in flight are the last it can have
+    if long_prefill_token_threshold is not None:
+        np.minimum(counts, long_prefill_token_threshold, out=counts)
+    taken_before = np.cumsum(counts) - counts
+    counts = np.clip(plan.token_budget - taken_before, 0, counts)
+    plan.positions = np.flatnonzero(counts)
+    plan.counts = counts[plan.positions]
+
+
+def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:
+    """Blocks for every share; False, and nothing changed, where too few are free."""
+    if plan.positions is None or plan.counts is None:
+        lacking = (running.computed >= running.capacity).nonzero()[0]
+        num_tokens = running.computed[lacking] + 1
+    else:
+        after = running.computed[plan.positions] + plan.counts
+        short = after > running.capacity[plan.positions]
+        lacking, num_tokens = plan.positions[short], after[short]
+    if not len(lacking):
+        return True
+    rows = running.row[lacking]
+    if kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
+        return False
+    plan.append_blocks(kv_cache.extend(rows, num_tokens))
+    running.capacity[lacking] = kv_cache.capacity[rows]
+    return True
+
+
+def steps_at_once(plan: StepPlan, max_steps: int, running: RunningTable, kv_cache: KVCacheManager) -> int:
+    """How many steps a step in which all decode may be, at most `max_steps`; the blocks for them are taken."""
+    most = min(max_steps, running.room())
+    if kv_cache.has_windows:
+        most = min(most, kv_cache.config.max_tokens_in_flight)
+
+    def too_many(num_steps: int) -> bool:
+        missing: int = kv_cache.blocks_missing(running.row, running.computed + num_steps)
+        return missing > kv_cache.num_free_blocks
+
+    num_steps = most
+    if too_many(most):
+        num_steps = bisect.bisect_left(range(2, most), True, key=too_many) + 1
+    if num_steps > 1:
+        plan.append_blocks(kv_cache.extend(running.row, running.computed + num_steps))
+        running.capacity[:] = kv_cache.capacity[running.row]
+    return num_steps
+
+
+def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
+    """The positions of all that run, in the order in which they would be preempted.
+
+    The worst priority, where that counts; then the one with least to compute again; then the last to arrive.
+    """
+    keys = [-running.sequence, running.computed]
+    if by_priority:
+        keys.append(-running.priority)
+    return np.lexsort(keys)
+
+
+def num_victims_needed(
+    request: Request, prefix: CachedPrefix, rows: Sequence[int], has_row: bool, kv_cache: KVCacheManager
+) -> int:
+    """How many of `rows`, in their order, have to be given up for the request to start; 0 also where all are too few.
+
+    has_row: whether a row is free. Of the blocks of a row, those count that it shares with nobody.
+    """
+    num_free = kv_cache.num_free_blocks
+    needed = kv_cache.blocks_to_start(request.num_tokens_to_hold, prefix)
+    for num_victims in range(len(rows) + 1):
+        if has_row and needed <= num_free:
+            return num_victims
+        if num_victims < len(rows):
+            num_free += kv_cache.num_unshared_blocks(rows[num_victims])
+            has_row = True
+    return 0

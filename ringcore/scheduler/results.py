@@ -1,0 +1,138 @@
+"""What a step came to: matched with the requests that still run, appended, and searched for ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ringcore.protocol import EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
+from ringcore.scheduler.failures import failure, row_failed
+from ringcore.scheduler.request import Request
+from ringcore.scheduler.running_table import RunningTable
+from ringcore.scheduler.step import StepInFlight
+from ringcore.scheduler.stop_tokens import StopTokens
+
+__all__ = ["StepResults", "take_in"]
+
+_ALL = slice(None)
+
+
+class StepResults(NamedTuple):
+    """The tokens of requests that run: `token_ids` [n, num_steps], its i-th row of the request at positions[i]."""
+
+    positions: np.ndarray | slice  # [n] in the running table; a slice: all of it, in its order
+    rows: np.ndarray  # [n] int32
+    token_ids: np.ndarray  # [n, num_steps] int32
+    logprobs: list[TokenLogprobs | None] | None  # [n * num_steps]
+    failed: list[tuple[int, str]]  # positions of requests that cannot go on, and the worker's messages
+
+    def append_to(self, running: RunningTable) -> None:
+        """The tokens are known from now on."""
+        num_steps = self.token_ids.shape[1]
+        known = running.known[self.positions]
+        if num_steps == 1:
+            running.token_ids[self.rows, known] = self.token_ids[:, 0]
+        else:
+            running.token_ids[self.rows[:, None], known[:, None] + np.arange(num_steps)] = self.token_ids
+        running.known[self.positions] += num_steps
+
+    def ends(
+        self, running: RunningTable, stop_tokens: StopTokens
+    ) -> tuple[list[int], list[Request], list[EngineCoreOutput]]:
+        """Of those that are complete or failed: the indices of the complete ones, all requests, their last outputs.
+
+        The tokens have been appended.
+        """
+        requests = [running.request_at(position) for position, _ in self.failed]
+        outputs = [
+            failure(request, row_failed(request, message))
+            for request, (_, message) in zip(requests, self.failed, strict=True)
+        ]
+        indices = []
+        for index in self._candidates(running, stop_tokens):
+            position = index if isinstance(self.positions, slice) else int(self.positions[index])
+            request = running.request_at(position)
+            last = self._last_output(index, request, int(running.known[position]))
+            if last is not None:
+                indices.append(index)
+                requests.append(request)
+                outputs.append(last)
+        return indices, requests, outputs
+
+    def _candidates(self, running: RunningTable, stop_tokens: StopTokens) -> list[int]:
+        """The indices of those that may be complete, ascending."""
+        suspects = stop_tokens.suspects(self.token_ids.reshape(-1))
+        candidates = set() if suspects is None else set((suspects // self.token_ids.shape[1]).tolist())
+        if running.num and running.room() <= 0:
+            full = running.known[self.positions] >= running.max_total[self.positions]
+            candidates.update(np.flatnonzero(full).tolist())
+        return sorted(candidates)
+
+    def _last_output(self, index: int, request: Request, num_known: int) -> EngineCoreOutput | None:
+        """The last output of a request that is complete with one of its new tokens; None where it goes on."""
+        token_ids = self.token_ids[index].tolist()
+        for count, token_id in enumerate(token_ids, 1):
+            num_tokens = num_known - len(token_ids) + count
+            finish_reason, stop_reason = request.finish_reason(token_id, num_tokens)
+            if finish_reason is not None:
+                return request.to_output(
+                    token_ids[:count],
+                    logprobs=self._logprobs_of(index, count),
+                    finish_reason=finish_reason,
+                    stop_reason=stop_reason,
+                )
+        return None
+
+    def _logprobs_of(self, index: int, num_tokens: int) -> list[TokenLogprobs] | None:
+        """Those of the first num_tokens tokens of one request, if it asked for any."""
+        if self.logprobs is None:
+            return None
+        first = index * self.token_ids.shape[1]
+        return [one for one in self.logprobs[first : first + num_tokens] if one is not None] or None
+
+    def columns_without(self, indices: list[int]) -> tuple[np.ndarray, np.ndarray, list[TokenLogprobs | None] | None]:
+        """Rows, token ids and logprobs of all others, as `OutputColumns` has them."""
+        if not indices:
+            return self.rows, self.token_ids.reshape(-1), self.logprobs
+        keep = np.ones(len(self.rows), dtype=bool)
+        keep[indices] = False
+        logprobs = _kept(self.logprobs, keep, self.token_ids.shape[1])
+        return self.rows[keep], self.token_ids[keep].reshape(-1), logprobs
+
+
+def take_in(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
+    """Confirms what the step computed, and drops what belongs to requests that were preempted or ended since."""
+    token_ids = output.token_ids.reshape(-1, step.num_steps)
+    if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
+        assert len(token_ids) == running.num, f"step {step.step}: a token too many or too few"
+        running.confirmed += step.num_steps
+        return StepResults(_ALL, step.rows, token_ids, output.logprobs, [])
+    positions = running.positions_of_runs(step.rows, step.runs)
+    alive = positions >= 0
+    erring = np.isin(step.rows, [error.row for error in output.row_errors])
+    good = alive & ~erring  # what an erring row wrote is not to be found by others
+    running.confirmed[positions[good]] += step.num_steps if step.counts is None else step.counts[good]
+    sampled = ~erring if step.samples is None else step.samples & ~erring
+    _check_output(step, output, sampled)
+    messages = {error.row: error.message for error in output.row_errors}
+    failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
+    here, kept = alive & sampled, alive[sampled]
+    logprobs = _kept(output.logprobs, kept, step.num_steps)
+    return StepResults(positions[here], step.rows[here], token_ids[kept], logprobs, failed)
+
+
+def _kept(
+    logprobs: list[TokenLogprobs | None] | None, keep: np.ndarray, num_steps: int
+) -> list[TokenLogprobs | None] | None:
+    """Of logprobs [n * num_steps] those of the rows in keep [n]."""
+    if logprobs is None or keep.all():
+        return logprobs
+    return [one for one, is_kept in zip(logprobs, np.repeat(keep, num_steps), strict=True) if is_kept]
+
+
+def _check_output(step: StepInFlight, output: ModelRunnerOutput, sampled: np.ndarray) -> None:
+    """Asserts that the output has the tokens of exactly those of the step's rows in `sampled` [n] bool."""
+    rows = step.rows if output.rows is None else output.rows
+    assert np.array_equal(rows, step.rows[sampled]), f"step {step.step}: the workers sampled other rows than those due"
+    assert len(output.token_ids) == len(rows) * step.num_steps, f"step {step.step}: a token too many or too few"

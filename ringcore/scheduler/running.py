@@ -1,0 +1,114 @@
+"""Who runs, and what that takes: a row, blocks, columns. Taken together by `start`, given back together by `stop`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
+from ringcore.protocol import NewRequest
+from ringcore.scheduler.request import Request
+from ringcore.scheduler.running_table import RunningTable
+from ringcore.scheduler.stop_tokens import StopTokens
+
+__all__ = ["RunningRequests"]
+
+
+class RunningRequests:
+    """The owner of the rows and of the KV cache's bookkeeping.
+
+    Invariant: every row belongs to one running request or is in the heap `_free_rows`; the workers have yet to be told
+    of those in `finished_rows`. A request that runs has its columns in `table`, its blocks in `kv_cache`, and its stop
+    tokens counted in `stop_tokens`; one that does not has none of these.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, kv_cache: KVCacheManager) -> None:
+        self.kv_cache = kv_cache
+        self.table = RunningTable(max_num_seqs, kv_cache.config.max_model_len)
+        self.stop_tokens = StopTokens(vocab_size)
+        self.finished_rows: list[int] = []
+        self._free_rows = list(range(max_num_seqs))
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def start(self, request: Request, prefix: CachedPrefix, num_tokens: int, now_s: float) -> NewRequest | None:
+        """Lets a request run, whose first step computes `num_tokens` after the cached ones; what the workers need to
+        know of it. None, and nothing changed, where its blocks are not free.
+
+        All tokens that it comes with get their blocks at once: a prompt admitted on the room for its first chunk alone
+        could run out of blocks half way, and its work be lost.
+        """
+        row, num_computed = self._free_rows[0], prefix.num_computed_tokens
+        if not self.kv_cache.start(row, request, request.num_tokens_to_hold, num_computed + num_tokens, prefix):
+            return None
+        heapq.heappop(self._free_rows)
+        run = self.table.add(request, row, num_computed, int(self.kv_cache.capacity[row]))
+        request.start(row, run, num_computed, now_s)
+        self.stop_tokens.add(request.stop_token_ids)
+        return NewRequest(
+            row=row,
+            token_ids=self.table.token_ids[row, : len(request.tokens)].copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_computed,
+            num_cached_tokens=prefix.num_cached_tokens,
+            block_ids=self.kv_cache.block_ids(row),
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+        )
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Takes everything from them. What they computed stays to be found until its memory is needed."""
+        if not requests:
+            return
+        table = self.table
+        positions = [table.position_of(request) for request in requests]
+        rows = table.row[positions]
+        self.kv_cache.publish(rows, table.token_ids, table.confirmed[positions])
+        for request, row in zip(requests, rows.tolist(), strict=True):
+            self.kv_cache.free(row)
+            self.stop_tokens.remove(request.stop_token_ids)
+            heapq.heappush(self._free_rows, row)
+            self.finished_rows.append(row)
+        table.remove(positions)
+
+    def preempt(self, position: int, now_s: float) -> Request:
+        """Stops one, which keeps its tokens and has nothing computed."""
+        request = self.table.request_at(position)
+        tokens = self.table.tokens_of(position)
+        num_total, num_computed = int(self.table.total[position]), int(self.table.computed[position])
+        self.stop([request])
+        request.preempt(tokens, num_total_tokens=num_total, num_computed_tokens=num_computed, now_s=now_s)
+        return request
+
+    def publish(self) -> None:
+        """Lets those that wait find all that has been computed."""
+        if self.table.num:
+            self.kv_cache.publish(self.table.row, self.table.token_ids, self.table.confirmed)
+
+    def release_windows(self) -> bool:
+        """Frees what sliding windows have left behind; whether there was any."""
+        if not self.kv_cache.has_windows or not self.table.num:
+            return False
+        self.publish()
+        return self.kv_cache.release_window(self.table.row, self.table.confirmed)
+
+    def change_workers(self, kv_cache: KVCacheManager) -> None:
+        """Other workers, who know no row, and another cache. Nobody runs."""
+        assert self.table.num == 0, "it would run on with blocks of a cache that is gone"
+        self.kv_cache = kv_cache
+        self.finished_rows.clear()
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        table = self.table
+        table.check()
+        rows = table.row.tolist()
+        assert sorted([*rows, *self._free_rows]) == list(range(len(table.requests))), "a row is lost, or twice"
+        assert len(set(self.finished_rows)) == len(self.finished_rows), "a row is to be reported twice"
+        assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "slots that nobody told of"
+        self.stop_tokens.check(token_id for request in table.in_order() for token_id in request.stop_token_ids)
+        confirmed = dict(zip(rows, table.confirmed.tolist(), strict=True))
+        self.kv_cache.check(dict(zip(rows, table.computed.tolist(), strict=True)), confirmed)

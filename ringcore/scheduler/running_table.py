@@ -1,0 +1,153 @@
+"""The requests that run, as columns: what a step changes of each is changed of all by a few numpy calls.
+
+    position     0     1     2    ...  num - 1       dense, in the order of admission; moves up when one leaves
+    row          3     0     7    ...                the worker's row, the request's for as long as it runs
+    known        ...                                 tokens that are known
+    total        ...                                 and those that steps in flight will sample: known <= total
+    computed     ...                                 scheduled so far: confirmed <= computed <= total
+    confirmed    ...                                 of these, computed by steps that have come back
+    ...
+
+Matrices by row, like the token ids, stay where they are.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from ringcore.scheduler.request import Request
+
+__all__ = ["RunningTable"]
+
+_COLUMNS = ("row", "run", "known", "total", "computed", "confirmed", "capacity", "max_total", "priority", "sequence")
+
+
+class RunningTable:
+    """Columns of `num` int64 each, as attributes; they are views, valid until `add` or `remove`.
+
+    row: the worker's row. run: a number of its own for each start of a request, so that what is in flight for a row is
+    told apart from what is in flight for its last owner. capacity: tokens that have slots in the KV cache.
+    max_total: where the request ends. priority, sequence: the request's.
+
+    `version` is another after each `add` and `remove`. `min_room` is at most the least `max_total - total` of all.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self._matrix = np.zeros((len(_COLUMNS), max_num_seqs), dtype=np.int64)
+        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # by row: the known tokens
+        self.requests: list[Request | None] = [None] * max_num_seqs  # by row
+        self._positions = np.zeros(max_num_seqs, dtype=np.int64)  # by row, of rows in use
+        self._runs = np.full(max_num_seqs, -1, dtype=np.int64)  # by row; -1 of rows not in use
+        self._num_runs = 0
+        self.num = 0
+        self.version = 0
+        self.min_room = 0
+        self.has_prefill = False  # whether one may have more than one token to compute
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        (
+            self.row,
+            self.run,
+            self.known,
+            self.total,
+            self.computed,
+            self.confirmed,
+            self.capacity,
+            self.max_total,
+            self.priority,
+            self.sequence,
+        ) = self._matrix[:, : self.num]
+        self.row_ids = self.row.astype(np.int32)  # as messages have them; with `run_ids` never changed in place
+        self.run_ids = self.run.copy()
+
+    def add(self, request: Request, row: int, num_computed_tokens: int, capacity: int) -> int:
+        """Appends a request that starts in `row` with its known tokens; its run."""
+        num_tokens, position, run = len(request.tokens), self.num, self._num_runs
+        self._num_runs += 1
+        self._matrix[:, position] = (
+            row,
+            run,
+            num_tokens,
+            num_tokens,
+            num_computed_tokens,
+            num_computed_tokens,
+            capacity,
+            request.max_total_tokens,
+            request.priority,
+            request.sequence,
+        )
+        self.token_ids[row, :num_tokens] = request.tokens
+        self.requests[row], self._positions[row], self._runs[row] = request, position, run
+        self.min_room = min(self.min_room, request.max_total_tokens - num_tokens) if self.num else 0
+        self.num += 1
+        self._changed()
+        return run
+
+    def remove(self, positions: list[int]) -> None:
+        """Takes these out; the others keep their order."""
+        keep = np.ones(self.num, dtype=bool)
+        keep[positions] = False
+        left = self.row[~keep]
+        self._runs[left] = -1
+        for row in left.tolist():
+            self.requests[row] = None
+        begin, num = min(positions), self.num - len(positions)
+        self._matrix[:, begin:num] = self._matrix[:, begin : self.num][:, keep[begin:]]
+        self.num = num
+        self._changed()
+        self._positions[self.row[begin:]] = np.arange(begin, num)
+
+    def position_of(self, request: Request) -> int:
+        assert request.row is not None
+        return int(self._positions[request.row])
+
+    def request_at(self, position: int) -> Request:
+        request = self.requests[int(self.row[position])]
+        assert request is not None
+        return request
+
+    def positions_of_runs(self, rows: np.ndarray, runs: np.ndarray) -> np.ndarray:
+        """[n] int64: where each of these (row, run) pairs runs; -1: it does not run any more."""
+        return np.where(self._runs[rows] == runs, self._positions[rows], -1)
+
+    def tokens_of(self, position: int) -> array[int]:
+        """A copy of its known tokens."""
+        tokens = array("i")
+        tokens.frombytes(self.token_ids[self.row[position], : self.known[position]].tobytes())
+        return tokens
+
+    def room(self) -> int:
+        """The least number of tokens that one of them may still sample, beside those in flight. It is not empty."""
+        if self.min_room <= 0:
+            self.min_room = int((self.max_total - self.total).min())
+        return self.min_room
+
+    def in_order(self) -> list[Request]:
+        return [self.request_at(position) for position in range(self.num)]
+
+    def check(self) -> None:
+        """Asserts what holds between two operations."""
+        rows = self.row.tolist()
+        assert len(set(rows)) == self.num, "a row twice"
+        assert self._positions[rows].tolist() == list(range(self.num)), "rows and positions disagree"
+        assert self._runs[rows].tolist() == self.run.tolist() == self.run_ids.tolist(), "rows and runs disagree"
+        assert self.row_ids.tolist() == rows, "the message's rows are old"
+        in_use = {row for row, request in enumerate(self.requests) if request is not None}
+        assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use and nobody's"
+        for position, row in enumerate(rows):
+            request = self.requests[row]
+            assert request is not None, "nobody's row runs"
+            assert (request.row, request.run) == (row, self.run[position]), "not its row's owner"
+        assert (self.confirmed <= self.computed).all()
+        assert (self.computed <= self.total).all()
+        assert (self.known <= self.total).all()
+        assert (self.total <= self.max_total).all(), "a step in flight samples past the last token"
+        assert (self.known < self.max_total).all(), "it has all its tokens and is not finished"
+        assert (self.computed <= self.capacity).all(), "computed tokens without a slot"
+        assert not self.num or self.min_room <= (self.max_total - self.total).min(), "min_room is too large"
+        assert self.has_prefill or (self.total - self.computed <= 1).all(), "a prefill was missed"

@@ -1,0 +1,318 @@
+"""The executor that a test or a simulation puts behind a real engine: no model, no device, no process.
+
+EngineCore ──SchedulerOutput──▶ FakeExecutor ──▶ FakeWorker: checks it, keeps rows, makes tokens up
+     ▲                               │
+     └───── done when the step's cost has passed on the clock; or failed, where a fault says so
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ringcore.config import EngineConfig
+from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
+from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
+from ringcore.executor.calls import joined_error
+from ringcore.executor.child_stacks import process_state
+from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.timing import timed
+from ringcore.executor.value_codec import decode_error, portable_error
+from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
+from ringcore.executor.worker_calls import perform_call
+from ringcore.executor.worker_proc import create_worker, shut_down
+from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput
+from ringcore.testing.alarm import Alarm
+from ringcore.testing.clock import HostClock, VirtualClock
+from ringcore.testing.fake_futures import CallValues, FailedCall, StepFuture, Timer, too_late
+from ringcore.testing.fake_worker import FakeWorker
+from ringcore.testing.faults import Fault, check_faults
+from ringcore.testing.hardware import Hardware, find_hardware
+from ringcore.testing.step_cost import StepCost
+from ringcore.testing.tokens import Script
+from ringcore.worker.thread_stacks import thread_stacks
+
+__all__ = ["FakeExecutor"]
+
+
+class FakeExecutor(Executor):
+    """One `FakeWorker` a rank, in the caller's process and thread; rank 0 executes the steps.
+
+    It stands where a real executor does: `EngineCore(config, FakeExecutor(config, ...), clock=clock.now)`, or by name
+    (`executor=FakeExecutor` or "ringcore.testing:FakeExecutor") with the defaults of everything, or a subclass that
+    gives other ones to this constructor. The model needs no more than a config.json, with load_format="dummy".
+
+    A step is executed when it is submitted, and done when its cost has passed; steps follow one another. Calls take no
+    time. Values and errors are those of the real executors.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tokens: Script | None = None,
+        clock: VirtualClock | None = None,
+        cost: StepCost | None = None,
+        faults: Sequence[Fault] = (),
+        hardware: str | Hardware = "h200",
+        worker_factory: str | None = None,
+    ) -> None:
+        """tokens: a function of (tokens so far, position, seed), the completion of every prompt, or completions by
+        prompt; by default pseudo-random ones, by seed and position alone.
+        clock: virtual time; None is the host's, in which steps take as long as they cost.
+        cost: of a step; None is nothing.
+        faults: what goes wrong.
+        hardware: whose memory the KV cache is planned for, a name of `testing.HARDWARE` or one of your own.
+        worker_factory: "module:function", called as (config, rank, None), for workers of your own in place of fake
+        ones; tokens, cost and row errors are then their business.
+
+        Raises `ConfigError`.
+        """
+        super().__init__(config)
+        _check_options(config, worker_factory, tokens, cost)
+        device = find_hardware(hardware) if isinstance(hardware, str) else hardware
+        self._make_worker = (
+            partial(FakeWorker, config, hardware=device, script=tokens)
+            if worker_factory is None
+            else lambda rank: create_worker(worker_factory, config, rank, None)
+        )
+        self._num_ranks = config.parallel.tensor_parallel_size
+        self._cost = cost
+        self._faults = check_faults(faults, config.parallel.step_timeout_s)
+        is_timed = clock is None and (cost is not None or bool(faults))
+        self._timer = Timer(clock or HostClock(), Alarm() if is_timed else None)
+        self._workers: list[Any] = []
+        self._dead: EngineDeadError | None = EngineDeadError("the workers were not started; call start()")
+        self._is_shut = False
+        self._forget_steps()
+        self._num_calls = 0
+        self.num_steps = 0  # that were submitted, over all workers' lives
+        self.busy_s = 0.0  # what they took
+
+    def _forget_steps(self) -> None:
+        """Invariant: `_pending` holds every future that is not due, oldest first; `_failed` is what a step of these
+        workers came to, since which they do no more."""
+        self._pending: deque[StepFuture] = deque()
+        self._failed: StepFuture | None = None
+        self._is_killed = False  # by that step
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Start and end.
+
+    def start(self) -> dict[str, float]:
+        assert not self._workers, "start() was called twice"
+        try:
+            return self._start()
+        except BaseException as error:
+            self.shutdown()
+            if not isinstance(error, Exception):
+                raise
+            raise portable_error(error, 0, "create_worker") from error
+
+    def restart(self) -> dict[str, float]:
+        if self._is_shut:
+            self._check_alive()
+        self._end(EngineDeadError("the workers were replaced", process="workers"))
+        try:
+            return self._start()
+        except BaseException as error:
+            self._end(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))
+            if not isinstance(error, Exception):
+                raise
+            raise portable_error(error, 0, "create_worker") from error
+
+    def _start(self) -> dict[str, float]:
+        phases: dict[str, float] = {}
+        with timed(phases, "start_workers"):
+            self._workers = [self._make_worker(rank) for rank in range(self._num_ranks)]
+        self._dead, self._num_calls = None, 0
+        for method in ("init_device", "load_model"):
+            with timed(phases, method):
+                self.collective_rpc(method)
+        return phases
+
+    def shutdown(self) -> None:
+        self._is_shut = True
+        self._end(EngineDeadError("the workers were shut down", process="workers"))
+        self._timer.close()
+
+    def _end(self, error: EngineDeadError) -> None:
+        workers, self._workers = self._workers, []
+        self._dead = error
+        for future in self._pending:
+            if not future.is_due():
+                future.fail(error)
+        self._forget_steps()
+        for worker in workers:
+            shut_down(worker)
+
+    def check(self) -> None:
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise copy.copy(self._dead)
+        if self._is_killed and self._failed is not None and self._failed.is_due():
+            assert isinstance(self._failed.outcome, RingcoreError)
+            raise copy.copy(self._failed.outcome)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Calls.
+
+    def forward(self, call: EncodedCall) -> RpcFuture:
+        check_reply_rank(call.unique_reply_rank, self._num_ranks)
+        self._check_alive()
+        head = CallHead(0, CALLABLE if call.is_callable else CALL, call.unique_reply_rank, call.method)
+        started = HostClock().now()
+        outcomes = {rank: perform_call(worker, rank, head, call.parts) for rank, worker in enumerate(self._workers)}
+        self._num_calls += 1
+        if call.timeout is not None and HostClock().now() - started >= call.timeout:
+            return FailedCall(too_late(call.method, call.timeout, self._num_ranks))
+        errors = {
+            rank: decode_error(outcome.parts[0], rank, call.method)
+            for rank, outcome in outcomes.items()
+            if outcome is not None and outcome.is_error
+        }
+        if errors:
+            return FailedCall(joined_error(errors))
+        values: dict[int, list[Buffer]] = {}
+        for rank, outcome in outcomes.items():
+            if outcome is not None:
+                values[rank] = [bytes(part) for part in outcome.parts]  # the worker may change what it returned
+        return CallValues(values, call.method, is_unique=call.unique_reply_rank is not None)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Steps.
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
+        self._check_alive()
+        self.num_steps += scheduler_output.num_steps
+        self._num_calls += 1
+        while self._pending and self._pending[0].is_due():
+            self._pending.popleft()
+        now = self._timer.clock.now()
+        started_s = max(now, self._pending[-1].end_s) if self._pending else now
+        if self._failed is not None:
+            future = StepFuture(self._timer, started_s, started_s, copy.copy(self._failed.outcome))
+        else:
+            future = self._execute(scheduler_output, started_s, self._next_fault())
+        self.busy_s += future.end_s - started_s
+        if not future.is_due():
+            self._pending.append(future)
+        return future
+
+    def _next_fault(self) -> Fault | None:
+        """The next one that is due in the steps submitted so far. Where several are due in one message, the others are
+        in the messages after it."""
+        step = min(self._faults, default=self.num_steps)
+        return self._faults.pop(step) if step < self.num_steps else None
+
+    def _execute(self, step: SchedulerOutput, started_s: float, fault: Fault | None) -> StepFuture:
+        delay_s = 0.0 if fault is None else fault.seconds
+        match fault.kind if fault is not None else None:
+            case "death" | "hang" | "error" as kind:
+                assert fault is not None
+                if kind == "hang":
+                    assert self.config.parallel.step_timeout_s is not None
+                    delay_s = self.config.parallel.step_timeout_s
+                error = joined_error({0: portable_error(self._failure(kind), 0, STEP_METHOD)})
+                self._is_killed = kind != "error"
+                self._failed = StepFuture(self._timer, started_s, started_s + delay_s, error)
+                return self._failed
+        failing_row = None
+        if fault is not None and fault.kind == "row_error":
+            failing_row = -1 if fault.row is None else fault.row
+        try:
+            output = self._run(step, failing_row)
+        except Exception as error:
+            failed = joined_error({0: portable_error(error, 0, STEP_METHOD)})
+            return StepFuture(self._timer, started_s, started_s + delay_s, failed)
+        seconds = 0.0 if self._cost is None else self._cost.run_seconds(self._workers[0].last_work, step.num_steps)
+        return StepFuture(self._timer, started_s, started_s + delay_s + seconds, output)
+
+    def _run(self, step: SchedulerOutput, failing_row: int | None) -> ModelRunnerOutput:
+        worker = self._workers[0]
+        is_fake = isinstance(worker, FakeWorker)
+        output: ModelRunnerOutput | None
+        output = worker.execute(step, failing_row) if is_fake else worker.execute_model(step)
+        if output is None:
+            raise TypeError("execute_model returned None on the output rank")
+        return output
+
+    def _failure(self, kind: str) -> Exception:
+        if kind == "error":
+            return ArithmeticError("the step failed, as it was told to")
+        why = "was killed by SIGKILL, as it was told to"
+        if kind == "hang":
+            why = f"hung for step_timeout_s={self.config.parallel.step_timeout_s} and was killed"
+        return EngineDeadError(
+            f"worker 0 {why}", process="worker 0", rank=0, exit_code=None, signal="SIGKILL", last_log=[]
+        )
+
+    @property
+    def worker(self) -> FakeWorker:
+        """Rank 0's, whose rows say how far it is."""
+        worker = self._workers[0]
+        assert isinstance(worker, FakeWorker), "the workers are somebody else's"
+        return worker
+
+    # -----------------------------------------------------------------------------------------------------------
+    # How it does.
+
+    def wait_fds(self) -> list[int]:
+        self._check_alive()
+        return self._timer.fds()
+
+    def pids(self) -> dict[str, int]:
+        return {}
+
+    def oldest_step_s(self) -> float | None:
+        oldest = next((future for future in self._pending if self._timer.clock.now() < future.end_s), None)
+        return None if oldest is None else self._timer.clock.now() - oldest.started_s
+
+    def health(self) -> list[RankHealth]:
+        busy_s, pid = self.oldest_step_s(), os.getpid()
+        return [
+            RankHealth(
+                rank=rank,
+                pid=pid,
+                process_state=process_state(pid),
+                heartbeat_age_s=0.0,  # who asks is the process
+                method=None if busy_s is None else STEP_METHOD,
+                busy_s=busy_s or 0.0,
+                num_calls=self._num_calls,
+            )
+            for rank in range(len(self._workers))
+        ]
+
+    def diagnose(self) -> str:
+        lines = [
+            f"rank {rank.rank} (a fake one in this process, pid {rank.pid}): "
+            + (f"in {rank.method!r} for {rank.busy_s:.1f} s" if rank.method else "idle")
+            + f", {rank.num_calls} calls executed"
+            for rank in self.health()
+        ]
+        return "\n".join([*lines, thread_stacks()]) if lines else "no workers"
+
+
+def _check_options(
+    config: EngineConfig, worker_factory: str | None, tokens: Script | None, cost: StepCost | None
+) -> None:
+    extension = config.parallel.worker_extension
+    if extension is not None:
+        raise ConfigError(
+            f"worker_extension={extension!r}: a fake worker takes none; give FakeExecutor a worker_factory",
+            option="worker_extension",
+            value=extension,
+        )
+    if worker_factory is not None and not (tokens is None and cost is None):
+        raise ConfigError(
+            f"worker_factory={worker_factory!r}: workers of your own make their tokens and take their time themselves; "
+            "give no tokens and no cost",
+            option="worker_factory",
+            value=worker_factory,
+        )

@@ -1,0 +1,191 @@
+"""A worker without a model and a device: it keeps rows, checks what it is told of them, and makes tokens up."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+import psutil
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.testing.fake_rows import FakeRows
+from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
+from ringcore.testing.step_cost import StepWork
+from ringcore.testing.tokens import Script, make_token_source
+from ringcore.worker.rpc import rpc
+from ringcore.worker.thread_stacks import thread_stacks
+
+__all__ = ["FakeWorker"]
+
+_NO_WORK = StepWork(0, 0, 0)
+
+
+class FakeWorker:
+    """One rank. Its methods are those of `ringcore.worker.worker.Worker`; rank 0 executes the steps.
+
+    last_work: what the last step had to do; its first one, where it was several.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, hardware: Hardware, script: Script | None = None) -> None:
+        self.config, self.rank = config, rank
+        self.last_work = _NO_WORK
+        self._hardware, self._script = hardware, script
+        self._stage = "new"
+        self._kv_cache_bytes = 0
+        self._rows: FakeRows | None = None
+        self._num_steps = self._num_tokens = 0
+        self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
+
+    @rpc
+    def init_device(self) -> None:
+        self._stage = "device"
+
+    @rpc
+    def load_model(self) -> dict[str, float]:
+        """-> {"weights_bytes", "load_s"}: what the weights would take, and that they took no time."""
+        self._stage = "model"
+        return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "load_s": 0.0}
+
+    @rpc
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each attention layer of the model stores, by the layer's name."""
+        return kv_cache_spec(self.config)
+
+    @rpc
+    def determine_available_memory(self) -> dict[str, int]:
+        """The memory table of `testing.hardware` in bytes."""
+        return self._memory_table()
+
+    @rpc
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Makes the rows. No pages: there is nothing to keep in them."""
+        scheduler, spec = self.config.scheduler, self.config.model.spec
+        self._rows = FakeRows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, kv_cache_config)
+        self._tokens = make_token_source(self._script, spec.vocab_size, next(iter(spec.eos_token_ids), None))
+        self._kv_cache_bytes = kv_cache_config.total_bytes
+        self._stage = "ready"
+
+    @rpc
+    def reset_rows(self) -> None:
+        """Forgets every row, as if all had finished."""
+        self.rows.clear()
+
+    @property
+    def rows(self) -> FakeRows:
+        if self._rows is None:
+            method = "initialize_from_config"
+            raise InvalidRequestError(f"the worker is not that far; call {method} first", field="method", value=method)
+        return self._rows
+
+    def _memory_table(self) -> dict[str, int]:
+        return memory_table(self.config, self._hardware)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The step.
+
+    @rpc
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """One step, or several; what they sampled on rank 0, None on the others.
+
+        Raises AssertionError for a step that no worker could do.
+        """
+        return self.execute(scheduler_output)
+
+    def execute(self, step: SchedulerOutput, failing_row: int | None = None) -> ModelRunnerOutput | None:
+        """`execute_model`, in which the request of `failing_row` (-1: of the step's first row) fails."""
+        scheduled = self.rows.apply(step)
+        for request in step.new_requests:
+            self._note(request)
+        self.last_work = scheduled.work
+        self._num_steps += step.num_steps
+        self._num_tokens += step.num_tokens
+        sampling = self.rows.advance(scheduled.rows, scheduled.num_scheduled_tokens)
+        all_sample = bool(sampling.all())
+        rows = scheduled.rows if all_sample else scheduled.rows[sampling]
+        sampled = self._sample(rows, step.num_steps)
+        if self.rank != 0:
+            return None
+        errors: list[RowError] = []
+        if failing_row is not None and len(scheduled.rows):
+            failing = int(scheduled.rows[0]) if failing_row < 0 else failing_row
+            errors.append(RowError(failing, f"row {failing} failed in step {step.step}, as it was told to"))
+            good = rows != failing
+            rows, sampled, all_sample = rows[good], sampled[good], False
+        return ModelRunnerOutput(
+            step=step.step,
+            rows=None if all_sample else int_array(rows),
+            token_ids=sampled.reshape(-1),
+            logprobs=self._logprobs(rows, sampled),
+            row_errors=errors,
+        )
+
+    def _note(self, request: NewRequest) -> None:
+        self._tokens.start(request)
+        self._num_logprobs.pop(request.row, None)
+        if request.sampling_params.logprobs is not None:
+            self._num_logprobs[request.row] = request.sampling_params.logprobs
+
+    def _sample(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
+        """-> [num_rows, num_steps] int32, which the rows have from now on."""
+        if not len(rows):
+            return np.zeros((0, num_steps), dtype=np.int32)
+        sampled = self._tokens.sample(rows, self.rows.seed[rows], self.rows.num_tokens[rows], num_steps)
+        self.rows.append_tokens(rows, num_steps)
+        return sampled
+
+    def _logprobs(self, rows: np.ndarray, sampled: np.ndarray) -> list[TokenLogprobs | None] | None:
+        """All tokens are equally likely: the sampled one, then those that follow it in the vocabulary."""
+        if not self._num_logprobs or not any(row in self._num_logprobs for row in rows.tolist()):
+            return None
+        vocab_size = self.config.model.spec.vocab_size
+        return [
+            self._token_logprobs(token, self._num_logprobs[row], vocab_size) if row in self._num_logprobs else None
+            for row, tokens in zip(rows.tolist(), sampled.tolist(), strict=True)
+            for token in tokens
+        ]
+
+    def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+        top = [(token + i) % vocab_size for i in range(num_top)]
+        return TokenLogprobs([token, *top], [-math.log(vocab_size)] * (1 + num_top), [1, *range(1, num_top + 1)])
+
+    # -----------------------------------------------------------------------------------------------------------
+    # How it does.
+
+    @rpc(read_only=True)
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and the process's resident bytes."""
+        return {
+            "rank": self.rank,
+            "num_steps": self._num_steps,
+            "num_tokens": self._num_tokens,
+            "resident_bytes": _resident_bytes(),
+        }
+
+    @rpc(read_only=True)
+    def memory(self) -> dict[str, int]:
+        """The table of `determine_available_memory`, `resident_bytes`, and what the pages would take."""
+        own = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": self._kv_cache_bytes}
+        return own if self._stage in ("new", "device") else self._memory_table() | own
+
+    @rpc(read_only=True)
+    def stack(self) -> str:
+        """The Python stack of every thread."""
+        return thread_stacks()
+
+    @rpc(read_only=True)
+    def health(self) -> dict[str, Any]:
+        """Who answers, and how far it has come: "new", "device", "model" or "ready"."""
+        return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage}
+
+    @rpc
+    def shutdown(self) -> None:
+        self._rows, self._kv_cache_bytes, self._stage = None, 0, "new"
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)

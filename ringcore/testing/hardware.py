@@ -1,0 +1,123 @@
+"""What a device can do, as a small table, and how much of its memory a model leaves to the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringcore.checkpoint import ModelSpec
+from ringcore.config import EngineConfig
+from ringcore.errors import ConfigError
+from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+__all__ = ["HARDWARE", "Hardware", "ModelSize", "find_hardware", "kv_cache_spec", "memory_table", "model_dtype"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device. The rates are those that large plain copies and matrix products reach on it; kernels of a model
+    reach `read_efficiency` and `flops_efficiency` of these.
+    """
+
+    memory_bytes: int
+    read_bytes_per_s: float
+    flops_per_s: float  # bfloat16
+    link_bytes_per_s: float  # to the other devices of the host, one way
+    all_reduce_s: float = 12e-6  # of a small one
+    step_s: float = 0.4e-3  # of a step whatever is in it: scheduling, launching, sampling
+    read_efficiency: float = 0.85
+    flops_efficiency: float = 0.70
+
+
+# The H200's rates were measured (4.8 TB/s and 989 TFLOP/s are printed on it). The others have the printed ones times
+# the same shares, 0.977 and 0.689.
+HARDWARE = {
+    "h200": Hardware(memory_bytes=141 * 10**9, read_bytes_per_s=4.69e12, flops_per_s=681e12, link_bytes_per_s=450e9),
+    "h100": Hardware(memory_bytes=80 * 10**9, read_bytes_per_s=3.27e12, flops_per_s=681e12, link_bytes_per_s=450e9),
+    "a100": Hardware(memory_bytes=80 * 10**9, read_bytes_per_s=1.99e12, flops_per_s=215e12, link_bytes_per_s=300e9),
+    "l40s": Hardware(memory_bytes=48 * 10**9, read_bytes_per_s=0.844e12, flops_per_s=249e12, link_bytes_per_s=32e9),
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Raises `ConfigError` for a name that is not in the table."""
+    if name not in HARDWARE:
+        raise ConfigError(
+            f"hardware={name!r}: give one of {', '.join(HARDWARE)}, or fit the costs of a step to measurements",
+            option="hardware",
+            value=name,
+        )
+    return HARDWARE[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The numbers that a model has on each of `ranks` devices. Norms and biases are left out: they are nothing."""
+
+    layer_params: float  # of all layers together
+    head_params: float  # of the language-model head
+    embedding_params: float  # 0 where they are the head's
+    dtype_bytes: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, dtype: str, ranks: int) -> ModelSize:
+        attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + max(spec.num_kv_heads, ranks))
+        mlp = 3 * spec.hidden_size * spec.intermediate_size
+        vocabulary = spec.vocab_size * spec.hidden_size
+        return cls(
+            spec.num_layers * (attention + mlp) / ranks,
+            vocabulary / ranks,
+            0.0 if spec.tie_word_embeddings else vocabulary / ranks,
+            DTYPE_BYTES[dtype],
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        return int((self.layer_params + self.head_params + self.embedding_params) * self.dtype_bytes)
+
+
+def model_dtype(config: EngineConfig) -> str:
+    """The dtype to compute in: the option's, or the checkpoint's."""
+    return config.model.spec.dtype if config.model.dtype == "auto" else config.model.dtype
+
+
+def kv_cache_spec(config: EngineConfig) -> dict[str, KVCacheSpec]:
+    """What each attention layer stores on one rank, by the layer's name."""
+    spec, ranks = config.model.spec, config.parallel.tensor_parallel_size
+    full = FullAttentionSpec(
+        block_size=config.cache.block_size,
+        num_kv_heads=max(1, spec.num_kv_heads // ranks),
+        head_size=spec.head_dim,
+        dtype=model_dtype(config),
+    )
+
+    def of_layer(index: int) -> KVCacheSpec:
+        window = spec.sliding_windows.get(index)
+        if window is None:
+            return full
+        return SlidingWindowSpec(full.block_size, full.num_kv_heads, full.head_size, full.dtype, window)
+
+    return {f"layers.{index}": of_layer(index) for index in range(spec.num_layers)}
+
+
+def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:
+    """The memory of one rank in bytes, as a worker's: `available_kv_cache_bytes` is what the KV cache may have.
+
+    No more than can be of use: twice what max_num_seqs requests of the greatest length take, once for them and once
+    for the prefixes of others.
+    """
+    spec, dtype = config.model.spec, model_dtype(config)
+    weights = ModelSize.of(spec, dtype, config.parallel.tensor_parallel_size).weights_bytes
+    wide = max(4 * spec.hidden_size, 3 * spec.intermediate_size // config.parallel.tensor_parallel_size)
+    activations = config.scheduler.max_num_batched_tokens * (4 * spec.hidden_size + wide) * DTYPE_BYTES[dtype]
+    table = {"total_bytes": hardware.memory_bytes, "weights_bytes": weights, "activations_bytes": activations}
+    if config.cache.kv_cache_bytes is not None:
+        return table | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
+    budget = int(hardware.memory_bytes * (config.cache.gpu_memory_utilization or 0.9))
+    available = max(0, budget - weights - activations)
+    return table | {"budget_bytes": budget, "available_kv_cache_bytes": min(available, _useful_bytes(config))}
+
+
+def _useful_bytes(config: EngineConfig) -> int:
+    specs = list(kv_cache_spec(config).values())
+    num_blocks = -(-config.model.context_len // config.cache.block_size)
+    return (2 * config.scheduler.max_num_seqs * num_blocks + 1) * sum(spec.page_size_bytes for spec in specs)

@@ -1,0 +1,92 @@
+"""Draws a simulation's result as a PNG. Needs matplotlib: `pip install ringcore[simulate]`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from ringcore.errors import ConfigError
+from ringcore.testing.log_histogram import LogHistogram
+from ringcore.testing.simulation_result import SimulationResult
+
+__all__ = ["check_can_draw", "draw_png"]
+
+_NUM_BINS = 120
+
+
+def check_can_draw() -> None:
+    """Raises `ConfigError` with the remedy where there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "png: drawing needs matplotlib, which is not installed; pip install 'ringcore[simulate]'",
+            option="png",
+            value=None,
+        ) from error
+
+
+def draw_png(result: SimulationResult, file: str | os.PathLike[str], title: str = "") -> None:
+    """Four panels: requests and output tokens over time, TTFT and ITL as distributions, utilisation by replica.
+
+    Raises `ConfigError` where there is no matplotlib, and where the file cannot be written.
+    """
+    check_can_draw()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to memory, with no display and no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    (over_time, ttft), (utilisation, itl) = figure.subplots(2, 2)
+    _draw_over_time(over_time, result)
+    _draw_distribution(ttft, np.sort(result.ttft_s[~np.isnan(result.ttft_s)]), None, "TTFT")
+    used = np.flatnonzero(result.records.itl.counts)
+    values = np.array([LogHistogram.bucket_value(int(bucket)) for bucket in used])
+    _draw_distribution(itl, values, result.records.itl.counts[used], "time between tokens (ITL)")
+    _draw_utilisation(utilisation, result)
+    figure.suptitle(title)
+    try:
+        figure.savefig(file, format="png", dpi=110)
+    except OSError as error:
+        raise ConfigError(
+            f"png={os.fspath(file)!r}: cannot be written: {error}", option="png", value=str(file)
+        ) from error
+
+
+def _draw_over_time(axes: Any, result: SimulationResult) -> None:
+    """Rates in bins of the whole duration; a request's tokens count where it ends."""
+    records, begin = result.records, float(result.trace.time_s[0])
+    bins = np.linspace(begin, begin + max(result.duration_s, 1e-9), _NUM_BINS + 1)
+    width = bins[1] - bins[0]
+    finished = ~np.isnan(records.finish_s)
+    arrived, _ = np.histogram(result.trace.time_s, bins)
+    tokens, _ = np.histogram(records.finish_s[finished], bins, weights=records.num_tokens[finished])
+    axes.stairs(arrived / width, bins, color="tab:blue")
+    axes.set(xlabel="time (s)", ylabel="arrivals (requests/s)", title="load and throughput")
+    axes.yaxis.label.set_color("tab:blue")
+    right = axes.twinx()
+    right.stairs(tokens / width, bins, color="tab:orange")
+    right.set_ylabel("output of finished requests (tokens/s)", color="tab:orange")
+
+
+def _draw_distribution(axes: Any, values: np.ndarray, counts: np.ndarray | None, name: str) -> None:
+    """values: [n] ascending, each counted once or `counts` times."""
+    axes.set(xlabel="seconds", ylabel="share of all", title=name, ylim=(0, 1.02))
+    if not len(values):
+        return
+    total = np.arange(1, len(values) + 1) if counts is None else np.cumsum(counts)
+    if len(values) > 10_000:  # more points than pixels
+        kept = np.unique(np.linspace(0, len(values) - 1, 10_000).astype(np.int64))
+        values, total = values[kept], total[kept]
+    axes.plot(values, total / total[-1])
+    axes.set_xscale("log")
+    axes.grid(True, which="both", alpha=0.3)
+    for share, style in ((0.5, ":"), (0.99, "--")):
+        axes.axhline(share, color="gray", linestyle=style, linewidth=0.8)
+
+
+def _draw_utilisation(axes: Any, result: SimulationResult) -> None:
+    axes.bar(range(len(result.utilisation)), [100 * share for share in result.utilisation], width=0.9)
+    axes.set(xlabel="replica", ylabel="busy (%)", title="utilisation", ylim=(0, 102))

@@ -1,0 +1,181 @@
+"""Replays an arrival trace over engine replicas in virtual time.
+
+Each replica is the real EngineCore, with its scheduler and prefix cache, behind which nothing computes. What is wrong
+in a result is wrong in the cost of a step, the lengths or the arrivals; not in the scheduling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringcore.config import EngineConfig
+from ringcore.errors import ConfigError
+from ringcore.testing.hardware import Hardware, find_hardware, model_dtype
+from ringcore.testing.prompts import PromptMaker
+from ringcore.testing.replica import MAX_STEPS, Records, Replica, ReplicaTotals
+from ringcore.testing.routing import ReplicaLoads, Router, make_router, route_all
+from ringcore.testing.shards import Shard, run_shards
+from ringcore.testing.simulation_result import SimulationResult, summarize
+from ringcore.testing.step_cost import StepCost
+from ringcore.testing.trace import Trace
+
+__all__ = ["Simulator"]
+
+
+class Simulator:
+    """`num_replicas` engines of one configuration, and a router before them.
+
+        config = EngineConfig.from_options(model=write_model_config("model"), load_format="dummy")
+        result = Simulator(config, num_replicas=4, routing="least-loaded").run(read_trace("trace.jsonl"))
+
+    Engines run with steps_in_flight=1: in virtual time scheduling takes none, so that there is nothing to overlap.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_replicas: int,
+        *,
+        routing: str = "round-robin",
+        load_bound: float | None = 1.25,
+        cost: StepCost | None = None,
+        hardware: str | Hardware = "h200",
+        num_processes: int | None = None,
+        max_steps: int = MAX_STEPS,
+    ) -> None:
+        """routing: "round-robin", "least-loaded" or "prefix-affinity"; load_bound is the last one's.
+        cost: of a step; None computes it from the model and the hardware.
+        hardware: whose memory each rank has.
+        num_processes: to run in, where the routing needs to know nothing of the replicas; None is one a core.
+        max_steps: taken as one, at most. The result is the same for any; 1 is the slow proof of that.
+
+        Raises `ConfigError`.
+        """
+        if num_replicas < 1:
+            raise ConfigError(
+                f"num_replicas={num_replicas}: give at least 1", option="num_replicas", value=num_replicas
+            )
+        self.config = dataclasses.replace(
+            config,
+            scheduler=dataclasses.replace(config.scheduler, steps_in_flight=1),
+            parallel=dataclasses.replace(config.parallel, max_worker_restarts=0, worker_extension=None),
+        )
+        self.hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
+        self.cost = cost or StepCost.from_model(
+            config.model.spec,
+            self.hardware,
+            dtype=model_dtype(config),
+            tensor_parallel_size=config.parallel.tensor_parallel_size,
+        )
+        self.num_replicas, self.routing = num_replicas, routing
+        self._load_bound, self._max_steps = load_bound, max_steps
+        self._num_processes = num_processes or len(os.sched_getaffinity(0))
+        self._make_router()  # what is wrong with it is said now
+
+    def _make_router(self) -> Router:
+        return make_router(self.routing, self.num_replicas, self._load_bound)
+
+    def run(self, trace: Trace) -> SimulationResult:
+        """Every request of the trace, from its arrival to its end.
+
+        Raises `CapacityError` where a replica's memory does not hold one request of max_model_len.
+        """
+        router = self._make_router()
+        if router.needs_loads:
+            records, totals = self._run_with_loads(trace, router)
+        else:
+            records, totals = self._run_apart(trace, route_all(router, trace, self.num_replicas))
+        return summarize(trace, records, totals)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Routed beforehand: no replica needs to know of another.
+
+    def _run_apart(self, trace: Trace, replica_of: np.ndarray) -> tuple[Records, list[ReplicaTotals]]:
+        num_shards = min(self._num_processes, self.num_replicas)
+        parts = [np.flatnonzero(replica_of % num_shards == shard) for shard in range(num_shards)]
+        shards = [
+            Shard(
+                config=self.config,
+                cost=self.cost,
+                hardware=self.hardware,
+                trace=trace.part(part),
+                replica_of=replica_of[part] // num_shards,
+                num_replicas=len(range(shard, self.num_replicas, num_shards)),
+                max_steps=self._max_steps,
+            )
+            for shard, part in enumerate(parts)
+        ]
+        records = Records.empty(len(trace))
+        totals: dict[int, ReplicaTotals] = {}
+        for shard, (part, result) in enumerate(zip(parts, run_shards(shards), strict=True)):
+            records.place(part, result.records)
+            totals |= {shard + num_shards * i: total for i, total in enumerate(result.totals)}
+        return records, [totals[number] for number in range(self.num_replicas)]
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Routed by load: at each arrival it must be known which requests have ended by then.
+
+    def _run_with_loads(self, trace: Trace, router: Router) -> tuple[Records, list[ReplicaTotals]]:
+        """A replica runs up to an arrival only if the arrival is its own, or if one of its requests may have ended by
+        then: it says until when none does. So each is called about as often as if it were alone.
+        """
+        records = Records.empty(len(trace))
+        prompts = PromptMaker(self.config.model.spec.vocab_size, len(trace) + len(trace.prefix_ids))
+        replicas = [
+            Replica(self.config, self.cost, self.hardware, trace, prompts, records, self._max_steps)
+            for _ in range(self.num_replicas)
+        ]
+        loads, watch = ReplicaLoads(self.num_replicas), _Watch(replicas)
+        tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
+        for index, time_s in enumerate(trace.time_s.tolist()):
+            for number, ended in watch.ended_by(time_s):
+                loads.remove(number, tokens[ended])
+            number = router.pick(trace, index, loads)
+            replicas[number].run_until(time_s)
+            if replicas[number].add(index):
+                loads.add(number, tokens[index])
+            watch.look_at(number)
+        return records, [replica.finish() for replica in replicas]
+
+
+class _Watch:
+    """Which requests of which replicas have ended at a given time, with as little running ahead as can be.
+
+    Invariant: what a replica's `ended` has had is in `_ends` until its time has come; of each replica that has work
+    there is one valid entry in `_wake`, the one with its latest version, not after its next unknown end.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._wake: list[tuple[float, int, int]] = []  # (time, replica, version)
+        self._versions = [0] * len(replicas)
+        self._ends: list[tuple[float, int, int]] = []  # (time, replica, request)
+
+    def look_at(self, number: int) -> None:
+        """The replica has run, or was given a request."""
+        replica = self._replicas[number]
+        for time_s, request in replica.ended:
+            heapq.heappush(self._ends, (time_s, number, request))
+        replica.ended.clear()
+        self._versions[number] += 1
+        if (next_end_s := replica.next_end_s()) < math.inf:
+            heapq.heappush(self._wake, (next_end_s, number, self._versions[number]))
+
+    def ended_by(self, time_s: float) -> list[tuple[int, int]]:
+        """(replica, request) of those that have ended since the last call."""
+        while self._wake and self._wake[0][0] < time_s:
+            _, number, version = heapq.heappop(self._wake)
+            if version == self._versions[number]:
+                self._replicas[number].run_until(time_s)
+                self.look_at(number)
+        ended = []
+        while self._ends and self._ends[0][0] <= time_s:
+            _, number, request = heapq.heappop(self._ends)
+            ended.append((number, request))
+        return ended

@@ -1,0 +1,56 @@
+"""Which blocks each row has in one KV cache group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["BlockTable"]
+
+
+class BlockTable:
+    """The first num_blocks[row] of block_ids[row] are the row's blocks, the others 0.
+
+    A block that a sliding window has left behind keeps its place: as 0, where it was left behind before the row began,
+    else as an id that may be another row's by now.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        self.block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def clear(self, rows: np.ndarray) -> None:
+        """`rows`: at least one."""
+        self.block_ids[rows, : int(self.num_blocks[rows].max())] = 0
+        self.num_blocks[rows] = 0
+
+    def set(self, row: int, block_ids: np.ndarray) -> None:
+        """Of a row that has none."""
+        self.block_ids[row, : len(block_ids)] = block_ids
+        self.num_blocks[row] = len(block_ids)
+
+    def append(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
+        """A row may come several times: its blocks are appended in the order of the arrays."""
+        if not len(rows):
+            return
+        order = np.argsort(rows, kind="stable")
+        by_row = rows[order]
+        distinct, first, counts = np.unique(by_row, return_index=True, return_counts=True)
+        nth = np.arange(len(by_row)) - np.repeat(first, counts)
+        self.block_ids[by_row, self.num_blocks[by_row] + nth] = block_ids[order]
+        self.num_blocks[distinct] += counts
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray, is_cached: np.ndarray | None) -> np.ndarray:
+        """[n] int64: where token positions[i] of row rows[i] is written: block_id * block_size + offset in the block.
+
+        is_cached: [n] bool. Such a token is computed for its logits; its keys and values are there, in a block that
+        other rows may be reading. What this step makes of them can differ in the last bit, so it goes to the null block
+        and a shared block keeps the numbers that it was shared with.
+        """
+        blocks, offsets = np.divmod(positions, self.block_size)
+        block_ids = self.block_ids[rows, blocks].astype(np.int64)
+        if is_cached is not None:
+            block_ids[is_cached] = 0
+        slots: np.ndarray = block_ids * self.block_size + offsets
+        return slots
