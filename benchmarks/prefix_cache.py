@@ -33,7 +33,9 @@ class PrefixCache(Benchmark):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--tokens", default=TOKENS, help=f"lengths of prompts (default: {TOKENS})")
-        parser.add_argument("--taken", type=int, default=4096, help="tokens of prompts that take blocks (default: 4096)")
+        parser.add_argument(
+            "--taken", type=int, default=4096, help="tokens of a prompt that takes blocks (default: 4096)"
+        )
 
     def run(self, plan: Plan) -> Findings:
         sizes = numbers("--tokens", plan.options.tokens)
@@ -55,13 +57,13 @@ class PrefixCache(Benchmark):
 
 def _conditions() -> list[str]:
     return [
-        f"Prompts of random tokens in blocks of {BLOCK_SIZE}; a sample is the median of calls for 20 ms, of five at least.",
+        f"Prompts of random tokens in blocks of {BLOCK_SIZE}. A sample is the median of calls for 20 ms, of five at least.",
         "Hash: the chain over all full blocks of a prompt of which nothing was hashed before.",
-        "Lookup: what is cached of a prompt that is hashed; beside it the cache holds another prompt as long. Of a prompt "
-        "that is wholly cached ringcore computes one token again, vLLM one block.",
-        "Blocks taken and published: given to a hashed request for all its tokens, and made known by their hashes. None "
-        f"cached: nobody knew any block. All cached: the pool holds {POOL_PROMPTS} other prompts, and those used longest "
-        "ago are evicted.",
+        "Lookup: what is cached of a prompt that is hashed; beside it the cache holds another prompt as long. Of a "
+        "prompt that is wholly cached ringcore computes one token again, vLLM one block.",
+        "Blocks taken and published: given to a hashed request for all its tokens, and made known by their hashes. "
+        f"None cached: nobody knew any block. All cached: the pool holds {POOL_PROMPTS} other prompts, and the blocks used "
+        "longest ago are evicted.",
         "All caches but the one whose turn it is are stopped.",
     ]
 

@@ -70,7 +70,7 @@ class LLM:
         """Completes prompts; one output a prompt, in their order.
 
         prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt" or
-            "prompt_token_ids" and optionally "request_id" and "cache_salt", or a list of these.
+            "prompt_token_ids" and optionally "request_id", "cache_salt" and "priority", or a list of these.
         sampling_params: one for all, or a list with one for each; None means `SamplingParams()`.
         use_tqdm: a progress bar on stderr.
         on_error: "raise" checks every prompt before any is sent, and raises a later error once the others are

@@ -9,38 +9,35 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import Any, ClassVar, Protocol
 
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import Row, facts, forget_garbage
 
-__all__ = ["BLOCK_SIZE", "PROMPT_TOKENS", "Engine", "Load", "NullChild", "run"]
+__all__ = ["BLOCK_SIZE", "PROMPT_TOKENS", "VOCAB_SIZE", "Engine", "Load", "NullChild", "run"]
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 16
+VOCAB_SIZE = 1000
 MAX_NUM_BATCHED_TOKENS = 1 << 16  # all prompts are computed in the step that they arrive in
-NUM_LAPS = 8
-STEP_BUDGET, MIN_STEPS, MAX_STEPS = 1 << 12, 8, 256  # of a lap
+NUM_LAPS = 3
+TOKEN_BUDGET, MIN_TOKENS, MAX_TOKENS = 1 << 16, 64, 2048  # new ones: of all requests, and of one
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is made for. `num_steps`: of a lap."""
+    """What an engine is made for."""
 
     num_requests: int
-    num_steps: int
     has_process: bool  # whether the engine has a process of its own
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
 
-    @classmethod
-    def of(cls, num_requests: int, has_process: bool) -> Load:
-        return cls(num_requests, min(max(STEP_BUDGET // num_requests, MIN_STEPS), MAX_STEPS), has_process)
-
     @property
     def max_tokens(self) -> int:
-        """More than are counted: the engine is ahead of who counts, and nothing ends meanwhile."""
-        return 2 * NUM_LAPS * self.num_steps + 256
+        """Of each request: many, so that the first step, which computes the prompts, hardly counts."""
+        return min(max(TOKEN_BUDGET // self.num_requests, MIN_TOKENS), MAX_TOKENS)
 
     @property
     def max_model_len(self) -> int:
@@ -71,6 +68,11 @@ class NullChild(ABC):
 
     packages: ClassVar[tuple[str, ...]]
 
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._load: Load | None = None  # the engine's
+        self._numbers = count()
+
     @abstractmethod
     def load(self, model: str) -> None:
         """Imports what engines need. `model`: a folder with a config.json."""
@@ -79,43 +81,49 @@ class NullChild(ABC):
     def start(self, load: Load) -> Engine: ...
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {"load": self._load, "decode": self.decode}
+        return {"load": self.prepare, "decode": self.decode}
 
-    def _load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def prepare(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         began_s = time.perf_counter()
         self.load(model)
         return facts(self.packages, construct_s=time.perf_counter() - began_s)
 
     def decode(self, num_requests: int, has_process: bool) -> list[Row]:
-        """All requests decode, from the first tokens of all on; then the engine is ended."""
-        load = Load.of(num_requests, has_process)
-        engine = self.start(load)
+        """Requests that all arrive and end together. The engine stays until there is to be another one."""
+        load = Load(num_requests, has_process)
+        if load != self._load:
+            self.close()
+            self._engine, self._load = self.start(load), load
         forget_garbage()
-        try:
-            prompt = list(range(PROMPT_TOKENS))
-            engine.add([[i % 1000, *prompt[1:]] for i in range(num_requests)], load.max_tokens)
-            _count(engine, num_requests * BLOCK_SIZE)
-            a_token_us = median(_lap(engine, num_requests * load.num_steps) for _ in range(NUM_LAPS))
-        finally:
-            engine.close()
-        return [("steps", "steps/s", 1e6 / a_token_us / num_requests), ("a token", "µs", a_token_us)]
+        a_step_us = median(self._lap(load) for _ in range(NUM_LAPS))
+        return [("steps", "steps/s", 1e6 / a_step_us), ("a token", "µs", a_step_us / num_requests)]
 
+    def _lap(self, load: Load) -> float:
+        """Microseconds a step, from the arrival of the requests to the last token of all: whoever is the slowest, the
+        engine or its client, sets the pace, and none is ahead in the end."""
+        assert self._engine is not None
+        prompts = [self._next_prompt() for _ in range(load.num_requests)]
+        began_s = time.perf_counter()
+        self._engine.add(prompts, load.max_tokens)
+        num_tokens = 0
+        while num_tokens < load.num_requests * load.max_tokens:
+            num_tokens += self._engine.get()
+        return (time.perf_counter() - began_s) * 1e6 / load.max_tokens
 
-def _lap(engine: Engine, num_tokens: int) -> float:
-    """Microseconds a token."""
-    began_s = time.perf_counter()
-    num_tokens = _count(engine, num_tokens)
-    return (time.perf_counter() - began_s) * 1e6 / num_tokens
+    def _next_prompt(self) -> list[int]:
+        """One that shares no prefix with those before."""
+        number = next(self._numbers)
+        return [number // VOCAB_SIZE % VOCAB_SIZE, number % VOCAB_SIZE, *range(PROMPT_TOKENS - 2)]
 
-
-def _count(engine: Engine, at_least: int) -> int:
-    """Takes outputs with at least so many tokens; how many there were."""
-    num_tokens = 0
-    while num_tokens < at_least:
-        num_tokens += engine.get()
-    return num_tokens
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._load = None
 
 
 def run(child: NullChild) -> None:
     """Serves its commands until the parent says quit or is gone."""
-    serve(child.commands())
+    try:
+        serve(child.commands())
+    finally:
+        child.close()

@@ -1,4 +1,4 @@
-"""Rows: what a child that measures many things at once replies with. Run by the Python of each peer's own environment."""
+"""What children that measure many things at once share. Run by the Python of each peer's own environment."""
 
 from __future__ import annotations
 

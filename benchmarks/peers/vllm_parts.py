@@ -1,4 +1,4 @@
-"""vLLM's configuration and cache of a model that is never loaded: what its Scheduler and its EngineCore are made from."""
+"""What vLLM's Scheduler, its KVCacheManager and its EngineCore are made from, for a model that is never loaded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def vllm_config(
     the numbers of blocks have the null block in them, the first is for whoever makes a scheduler alone."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
-    cache = CacheConfig(
-        block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks_override
-    )
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks_override)
     cache.num_gpu_blocks = num_blocks
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -37,9 +35,7 @@ def vllm_config(
         is_encoder_decoder=False,
     )
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
-        ),
+        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len),
         cache_config=cache,
         scheduler_config=scheduler,
         parallel_config=ParallelConfig(**parallel),

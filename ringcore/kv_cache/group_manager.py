@@ -204,12 +204,12 @@ class SlidingWindowManager(GroupManager):
         step, cached = self._hashes_per_block, self._pool.hashes(self.index)
         end, num_unneeded = self._needed(num_tokens, limit)
         begin = end  # from here to the end all are cached
-        while begin > num_unneeded:
+        while begin > max(min(num_unneeded, end - 1), 0):  # the last block is there, also if a window of 1 hides it
             begin -= 1
             if hashes[(begin + 1) * step - 1] in cached:
                 continue
-            while self._spec.sliding_window > 1 and begin > 0 and hashes[begin * step - 1] not in cached:
-                begin -= 1  # a prefix that ends here sees a block that is missing
+            while begin > 0 and hashes[begin * step - 1] not in cached:
+                begin -= 1
             aligned = begin * self.block_size // self.alignment * self.alignment
             end, num_unneeded = self._needed(num_tokens, aligned)
             begin = end

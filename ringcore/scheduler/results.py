@@ -27,16 +27,6 @@ class StepResults(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None  # [n * num_steps]
     failed: list[tuple[int, str]]  # positions of requests that cannot go on, and the worker's messages
 
-    def append_to(self, running: RunningTable) -> None:
-        """The tokens are known from now on."""
-        num_steps = self.token_ids.shape[1]
-        known = running.known[self.positions]
-        if num_steps == 1:
-            running.token_ids[self.rows, known] = self.token_ids[:, 0]
-        else:
-            running.token_ids[self.rows[:, None], known[:, None] + np.arange(num_steps)] = self.token_ids
-        running.known[self.positions] += num_steps
-
     def ends(
         self, running: RunningTable, stop_tokens: StopTokens
     ) -> tuple[list[int], list[Request], list[EngineCoreOutput]]:

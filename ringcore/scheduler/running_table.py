@@ -38,6 +38,7 @@ class RunningTable:
         self._matrix = np.zeros((len(_COLUMNS), max_num_seqs), dtype=np.int64)
         # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # by row: the known tokens
+        self._all_token_ids = self.token_ids.reshape(-1)  # the same numbers
         self.requests: list[Request | None] = [None] * max_num_seqs  # by row
         self._positions = np.zeros(max_num_seqs, dtype=np.int64)  # by row, of rows in use
         self._runs = np.full(max_num_seqs, -1, dtype=np.int64)  # by row; -1 of rows not in use
@@ -64,6 +65,7 @@ class RunningTable:
         ) = self._matrix[:, : self.num]
         self.row_ids = self.row.astype(np.int32)  # as messages have them; with `run_ids` never changed in place
         self.run_ids = self.run.copy()
+        self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
 
     def add(self, request: Request, row: int, num_computed_tokens: int, capacity: int) -> int:
         """Appends a request that starts in `row` with its known tokens; its run."""
@@ -101,6 +103,15 @@ class RunningTable:
         self.num = num
         self._changed()
         self._positions[self.row[begin:]] = np.arange(begin, num)
+
+    def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray) -> None:
+        """token_ids [n, k]: k tokens of each of these are known from now on."""
+        ends = (self._begins + self.known)[positions]
+        if token_ids.shape[1] == 1:
+            self._all_token_ids[ends] = token_ids[:, 0]
+        else:
+            self._all_token_ids[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
+        self.known[positions] += token_ids.shape[1]
 
     def position_of(self, request: Request) -> int:
         assert request.row is not None

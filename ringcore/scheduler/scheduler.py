@@ -173,7 +173,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
         results = take_in(step, model_output, self._table)
-        results.append_to(self._table)
+        self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         self._finish(ended)
         if self._running.release_windows():

@@ -30,8 +30,8 @@ class StopTokens:
         """The places in `token_ids` [n] of tokens at which some request stops, theirs or another; None: no such."""
         if not self._num:
             return None
-        hits = self._counts[token_ids]
-        return np.flatnonzero(hits) if hits.any() else None
+        hits = self._counts.take(token_ids)
+        return np.flatnonzero(hits) if np.count_nonzero(hits) else None
 
     def check(self, token_ids: Iterable[int]) -> None:
         counts = np.bincount(np.fromiter(token_ids, np.int64), minlength=len(self._counts))

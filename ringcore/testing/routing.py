@@ -12,7 +12,16 @@ import numpy as np
 from ringcore.errors import ConfigError
 from ringcore.testing.trace import NO_PREFIX, Trace
 
-__all__ = ["ROUTINGS", "LeastLoaded", "PrefixAffinity", "ReplicaLoads", "RoundRobin", "Router", "make_router"]
+__all__ = [
+    "ROUTINGS",
+    "LeastLoaded",
+    "PrefixAffinity",
+    "ReplicaLoads",
+    "RoundRobin",
+    "Router",
+    "make_router",
+    "route_all",
+]
 
 
 class ReplicaLoads:
@@ -60,18 +69,20 @@ class RoundRobin:
 
 class LeastLoaded:
     """The one with the fewest unfinished requests; of these, whose requests have the fewest tokens, prompt and asked
-    for; of these, the first.
+    for; of these, the one that was picked the longest ago.
     """
 
     needs_loads = True
 
     def __init__(self, num_replicas: int) -> None:
-        self._replicas = range(num_replicas)
+        self._picked_at = [-1] * num_replicas
 
     def pick(self, trace: Trace, index: int, loads: ReplicaLoads) -> int:
         fewest = min(loads.num_requests)
         least = [i for i, num_requests in enumerate(loads.num_requests) if num_requests == fewest]
-        return min(least, key=loads.num_tokens.__getitem__)
+        picked = min(least, key=lambda i: (loads.num_tokens[i], self._picked_at[i]))
+        self._picked_at[picked] = index
+        return picked
 
 
 class PrefixAffinity:
@@ -126,7 +137,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-ROUTINGS = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix-affinity": PrefixAffinity}
+ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")
 
 
 def make_router(routing: str, num_replicas: int, load_bound: float | None = 1.25) -> Router:

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ringcore.checkpoint import ModelSpec
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.kv_cache.spec import DTYPE_BYTES
 from ringcore.testing.hardware import Hardware, ModelSize, find_hardware
+from ringcore.testing.jsonl import read_jsonl
 
-__all__ = ["StepCost", "StepWork"]
+__all__ = ["StepCost", "StepWork", "read_measurements"]
+
+
+class _Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    num_tokens: float
+    num_seqs: float
+    num_context_tokens: float
+    seconds: float
+
+
+def read_measurements(file: str | os.PathLike[str]) -> list[tuple[float, float, float, float]]:
+    """The rows that `StepCost.fit` takes, of a file with one JSON object a line:
+
+        {"num_tokens": 8, "num_seqs": 8, "num_context_tokens": 4096, "seconds": 0.0052}
+
+    Raises `InvalidRequestError` naming file, line and field.
+    """
+    lines = read_jsonl(file, _Measurement, "measurements")
+    return [(m.num_tokens, m.num_seqs, m.num_context_tokens, m.seconds) for _, m in lines]
 
 
 class StepWork(NamedTuple):

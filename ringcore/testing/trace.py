@@ -19,10 +19,12 @@ import msgspec
 import numpy as np
 
 from ringcore.errors import InvalidRequestError
+from ringcore.testing.jsonl import bad_line, read_jsonl
 
-__all__ = ["Trace", "poisson_trace", "read_trace", "write_trace"]
+__all__ = ["NO_PREFIX", "Trace", "poisson_trace", "read_trace", "write_trace"]
 
 NO_PREFIX = -1
+MAX_TOKENS = 10**8  # of a prompt or an output; what claims more is a broken file
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -67,51 +69,26 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
 
     Raises `InvalidRequestError` naming file, line and field.
     """
-    path = Path(file)
-    decoder = msgspec.json.Decoder(_Line)
-    lines: list[_Line] = []
-    try:
-        with path.open("rb") as source:
-            for number, text in enumerate(source, start=1):
-                if text.strip():
-                    lines.append(_checked(_decode(decoder, text, path, number), path, number))
-    except OSError as error:
-        raise InvalidRequestError(
-            f"trace {str(path)!r}: cannot be read: {error.strerror or error}", field="trace", value=str(path)
-        ) from error
+    where = f"trace {os.fspath(file)!r}"
+    lines = [_checked(line, where, number) for number, line in read_jsonl(file, _Line, "trace")]
     if not lines:
-        raise InvalidRequestError(f"trace {str(path)!r}: has no requests", field="trace", value=str(path))
+        raise InvalidRequestError(f"{where}: has no requests", field="trace", value=os.fspath(file))
     return _as_columns(lines)
 
 
-def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> _Line:
-    try:
-        return decoder.decode(text)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        raise _bad(path, number, where.removesuffix("`") or "request", what) from error
-    except msgspec.DecodeError as error:
-        raise _bad(path, number, "request", f"it is no JSON: {error}") from error
-
-
-def _checked(line: _Line, path: Path, number: int) -> _Line:
+def _checked(line: _Line, where: str, number: int) -> _Line:
     if not 0 <= line.time < math.inf:
-        raise _bad(path, number, "time", f"is {line.time}; give seconds, 0 or more")
+        raise bad_line(where, number, "time", f"is {line.time}; give seconds, 0 or more")
     for name, tokens in (("prompt_tokens", line.prompt_tokens), ("output_tokens", line.output_tokens)):
-        if tokens < 1:
-            raise _bad(path, number, name, f"is {tokens}; give at least 1")
+        if not 1 <= tokens <= MAX_TOKENS:
+            raise bad_line(where, number, name, f"is {tokens}; give 1 to {MAX_TOKENS}")
     if line.prefix_tokens is not None:
         if line.prefix_id is None:
-            raise _bad(path, number, "prefix_tokens", "stands without a prefix_id; give the id of what is shared")
+            raise bad_line(where, number, "prefix_tokens", "stands without a prefix_id; give the id of what is shared")
         if not 1 <= line.prefix_tokens <= line.prompt_tokens:
-            raise _bad(
-                path, number, "prefix_tokens", f"is {line.prefix_tokens}; give 1 to prompt_tokens, {line.prompt_tokens}"
-            )
+            most = f"1 to prompt_tokens, {line.prompt_tokens}"
+            raise bad_line(where, number, "prefix_tokens", f"is {line.prefix_tokens}; give {most}")
     return line
-
-
-def _bad(path: Path, number: int, name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"trace {str(path)!r}, line {number}: {name}: {what}", field=name, value=number)
 
 
 def _as_columns(lines: list[_Line]) -> Trace:
@@ -167,7 +144,7 @@ def poisson_trace(
     prefix_tokens: int = 0,
     seed: int = 0,
 ) -> Trace:
-    """Requests that come independently of each other, at a mean rate, with exponential lengths of these means.
+    """Requests that come independently of each other, at a mean rate, their lengths exponential with these means.
 
     With prefixes each request begins with one of `num_prefixes`, of `prefix_tokens` tokens, the first ones more often
     (Zipf's law); its own tokens come on top. Raises `InvalidRequestError`.

@@ -60,10 +60,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("Mistral", {"sliding_window": None}),
     # Three groups of two layers each.
     "gemma3": ("Gemma3", GEMMA3 | {"layer_types": [SLIDING, SLIDING, FULL] * 2}),
-    # Five layers of one kind and two of the other: groups that are not full.
-    "gemma3 of seven layers": (
+    # Seven layers of one kind and four of the other: groups of four, and one of three.
+    "gemma3 of eleven layers": (
         "Gemma3",
-        GEMMA3 | {"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]},
+        GEMMA3
+        | {"num_hidden_layers": 11, "layer_types": [*[SLIDING, FULL, SLIDING] * 3, FULL, SLIDING], "head_dim": 16},
     ),
     "gemma3 with heads of 256": (
         "Gemma3",
@@ -114,7 +115,7 @@ def reference(tmp_path_factory):
         model.save_pretrained(folder)
         entries = [continued(model, prompt) for prompt in PROMPTS]
         decisive = sum(entry.num_decisive for entry in entries)
-        assert decisive > 0.8 * NEW_TOKENS * len(PROMPTS), "the reference must say enough to be compared with"
+        assert decisive > 0.7 * NEW_TOKENS * len(PROMPTS), "the reference must say enough to be compared with"
         return str(folder), entries
 
     return make
@@ -150,7 +151,7 @@ def test_chunked_prefill(reference, name, budget):
         check(core, entries)
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("mistral", 20), ("gemma3", 52), ("gemma3 of seven layers", 64)])
+@pytest.mark.parametrize(("name", "num_blocks"), [("mistral", 20), ("gemma3", 52), ("gemma3 of eleven layers", 52)])
 def test_preemption_in_a_small_pool(reference, name, num_blocks):
     """A preempted request is computed again from what the cache still holds of it."""
     folder, entries = reference(name)

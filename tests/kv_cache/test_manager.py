@@ -1,178 +1,307 @@
-"""A cache of 8 blocks of 4 tokens, one of them the null block: 28 slots."""
+"""A cache of full attention: 8 blocks of 4 tokens, one of them the null block, so 28 slots."""
 
 from __future__ import annotations
 
-from array import array
-
+import numpy as np
 import pytest
+from cache_driver import CacheDriver, User, cache_config, full
 
-from ringcore.kv_cache.block_hash import BlockHasher
-from ringcore.kv_cache.block_pool import Block
+from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
+from ringcore.kv_cache.cached_prefix import CachedPrefix
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.kv_cache.spec import FullAttentionSpec
-
-SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-
-
-class User:
-    """A request, as far as the cache sees one."""
-
-    def __init__(self, tokens, salt: str | None = None) -> None:
-        self.tokens = array("i", tokens)
-        self.num_computed_tokens = 0
-        self.num_confirmed_tokens = 0
-        self.cache_salt = salt
-        self.blocks: list[Block] = []
-        self.block_hashes: list[bytes] = []
-        self.num_published_blocks = 0
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block.id for block in self.blocks]
-
-
-def manager(num_blocks: int = 8, caching: bool = True, **kwargs) -> KVCacheManager:
-    return KVCacheManager(SPEC, num_blocks, caching, **kwargs)
-
-
-def run(cache: KVCacheManager, user: User, num_computed: int | None = None) -> User:
-    """Computes the user's tokens, or the first `num_computed` of them, and publishes."""
-    blocks, num_cached = cache.find_cached_prefix(user)
-    assert cache.allocate(user, len(user.tokens) - num_cached, blocks) is not None
-    user.num_computed_tokens = user.num_confirmed_tokens = len(user.tokens) if num_computed is None else num_computed
-    cache.publish(user)
-    cache.check([user])
-    return user
 
 
 def test_what_fits():
-    cache = manager()
-    assert (cache.num_usable_blocks, cache.max_num_tokens) == (7, 28)
+    cache = CacheDriver().cache
+    assert (cache.num_usable_blocks, cache.max_num_tokens, cache.has_windows) == (7, 28, False)
     assert [cache.blocks_needed(n) for n in (0, 1, 4, 5, 28, 29)] == [0, 1, 1, 2, 7, 8]
     assert [cache.can_ever_fit(n) for n in (28, 29)] == [True, False]
+    assert CacheDriver(max_model_len=10).cache.max_num_tokens == 10
 
 
-def test_allocate_appends_what_is_missing():
-    cache, user = manager(), User(range(6))
-    assert cache.allocate(user, 6) == [1, 2]
-    user.num_computed_tokens = 6
-    assert cache.allocate(user, 2) == []
-    assert cache.allocate(user, 3) == [3]
-    assert user.block_ids == [1, 2, 3]
+def test_a_row_begins_with_slots_for_all_tokens():
+    driver = CacheDriver()
+    assert driver.start(2, User(range(9)), num_now=4)
+    assert driver.tables(2) == [[1, 2, 3]]
+    assert driver.cache.capacity.tolist() == [0, 0, 12, 0]
+    assert driver.cache.num_free_blocks == 4
+    assert driver.start(0, User(range(20, 24)), num_tokens=16)
+    assert driver.tables(0) == [[4, 5, 6, 7]]
+    assert driver.cache.capacity.tolist() == [16, 0, 12, 0]
+    driver.free(2)
+    assert driver.cache.capacity.tolist() == [16, 0, 0, 0]
 
 
-def test_allocate_refuses_and_changes_nothing():
-    cache, user = manager(), User(range(29))
-    assert cache.allocate(user, 29) is None
-    assert (user.blocks, cache.num_free_blocks) == ([], 7)
+def test_a_row_that_does_not_fit_changes_nothing():
+    driver = CacheDriver()
+    assert not driver.start(0, User(range(29)))
+    assert (driver.cache.num_free_blocks, driver.cache.capacity.any()) == (7, False)
+    assert driver.start(0, User(range(28)))
 
 
-@pytest.mark.parametrize(("length", "hit"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (20, 12)])
-def test_a_hit_covers_whole_blocks_and_leaves_a_token(length, hit):
-    cache = manager(num_blocks=20)
-    cache.free(run(cache, User(range(12))))
-    blocks, num_tokens = cache.find_cached_prefix(User(range(length)))
-    assert (len(blocks) * 4, num_tokens) == (hit, hit)
+def test_rows_are_extended_by_what_they_miss():
+    driver = CacheDriver()
+    for row, length in ((0, 4), (1, 3), (3, 4)):
+        driver.start(row, User(range(10 * row, 10 * row + length)))
+    wanted = (3, 5), (0, 11), (1, 4)
+    assert driver.missing(*wanted) == 3
+    assert driver.extend(*wanted) == [([3, 0, 0], [4, 5, 6])]
+    assert [driver.tables(row) for row in (0, 1, 3)] == [[[1, 5, 6]], [[2]], [[3, 4]]]
+    assert driver.cache.capacity.tolist() == [12, 4, 0, 8]
+    assert driver.missing(*wanted) == 0
+    assert driver.extend(*wanted) == [([], [])]
+    assert driver.extend((0, 11), (1, 5)) == [([1], [7])]
+
+
+def test_new_blocks_are_int32_on_the_wire():
+    driver = CacheDriver()
+    driver.start(0, User(range(4)))
+    ((rows, ids),) = driver.cache.extend(np.array([0]), np.array([5]))
+    (table,) = driver.cache.block_ids(0)
+    assert (rows.dtype, ids.dtype, table.dtype) == (np.int32, np.int32, np.int32)
+    table[:] = 9
+    assert driver.tables(0) == [[1, 2]], "a copy"
+
+
+@pytest.mark.parametrize(
+    ("length", "computed", "cached"),
+    [(3, 0, 0), (4, 3, 4), (5, 4, 4), (7, 4, 4), (8, 7, 8), (9, 8, 8), (12, 11, 12), (13, 12, 12), (20, 12, 12)],
+)
+def test_a_hit_covers_whole_blocks_and_leaves_a_token(length, computed, cached):
+    driver = CacheDriver(num_blocks=20)
+    driver.run(User(range(12)))
+    prefix = driver.find(range(length))
+    blocks = [1, 2, 3][: cached // 4]
+    assert prefix == CachedPrefix(computed, cached, (blocks,), is_awaited=False)
+
+
+def test_48_cached_tokens_in_blocks_of_16_are_a_hit_of_47():
+    driver = CacheDriver(full(16))
+    driver.run(User(range(48)))
+    user = User(range(48))
+    assert driver.cache.find_cached_prefix(user)[:3] == (47, 48, ([1, 2, 3],))
+    assert driver.start(0, user)
+    assert driver.tables(0) == [[1, 2, 3]], "one token is computed, and no block taken"
+    driver.confirm(0, 48)
+    assert driver.extend((0, 49)) == [([0], [4])]
 
 
 def test_a_hit_ends_at_the_first_difference():
-    cache = manager()
-    cache.free(run(cache, User([*range(8), 1, 2, 3, 4])))
-    blocks, num_tokens = cache.find_cached_prefix(User([*range(8), 1, 2, 3, 5, 6]))
-    assert ([block.id for block in blocks], num_tokens) == ([1, 2], 8)
+    driver = CacheDriver()
+    driver.run(User([*range(8), 1, 2, 3, 4]))
+    assert driver.find([*range(8), 1, 2, 3, 5, 6])[:3] == (8, 8, ([1, 2],))
 
 
-def test_a_hit_takes_cached_blocks_out_of_the_free_ones():
-    cache = manager(num_blocks=4)
-    cache.free(run(cache, User(range(8))))
-    user = User(range(16))
-    blocks, num_tokens = cache.find_cached_prefix(user)
-    assert (len(blocks), num_tokens, cache.num_free_blocks) == (2, 8, 3)
-    assert cache.allocate(user, 8, blocks) is None, "two of the three free blocks are the cached ones"
-    assert (user.blocks, cache.num_free_blocks) == ([], 3)
-    assert cache.allocate(user, 4, blocks) == [3]
-    assert (user.block_ids, user.num_published_blocks) == ([1, 2, 3], 2)
+def test_the_gate_counts_cached_blocks_that_nobody_uses():
+    driver = CacheDriver(num_blocks=4)
+    driver.run(User(range(8)))
+    cache, user = driver.cache, User(range(16))
+    prefix = cache.find_cached_prefix(user)
+    assert (prefix.num_cached_tokens, cache.num_free_blocks) == (8, 3)
+    assert cache.blocks_to_start(16, prefix) == 4, "two new ones, and two of the three free ones are the cached ones"
+    assert not driver.start(0, user)
+    assert cache.num_free_blocks == 3
+    assert cache.blocks_to_start(12, prefix) == 3
+    assert driver.start(0, User(range(12)))
+    assert driver.tables(0) == [[1, 2, 3]]
 
 
 def test_shared_while_in_use():
-    cache = manager(num_blocks=5)
-    first = run(cache, User(range(9)))
+    driver = CacheDriver(num_blocks=5)
+    driver.start(0, User(range(9)))
+    driver.confirm(0)
     second = User([*range(8), 50])
-    blocks, num_tokens = cache.find_cached_prefix(second)
-    assert cache.allocate(second, 1, blocks) == [4]
-    second.num_computed_tokens = second.num_confirmed_tokens = num_tokens + 1
-    cache.check([first, second])
-    cache.free(first)
-    cache.check([second])
-    assert second.block_ids == [1, 2, 4]
-    assert cache.num_free_blocks == 1
+    assert driver.cache.blocks_to_start(9, driver.cache.find_cached_prefix(second)) == 1
+    assert driver.start(1, second)
+    assert driver.tables(1) == [[1, 2, 4]]
+    assert [driver.cache.num_unshared_blocks(row) for row in (0, 1)] == [1, 1]
+    driver.free(0)
+    assert driver.cache.num_free_blocks == 1
+    assert driver.cache.num_unshared_blocks(1) == 3
+
+
+def test_a_prefix_is_not_evicted_by_the_blocks_above_it():
+    driver = CacheDriver(num_blocks=5)
+    driver.run(User(range(16)))
+    assert driver.start(0, User([*range(4), *range(50, 62)]))
+    assert driver.tables(0) == [[1, 4, 3, 2]]
 
 
 def test_only_confirmed_tokens_are_published():
-    cache = manager(num_blocks=20)
-    user = run(cache, User(range(12)), num_computed=0)
-    user.num_computed_tokens, user.num_confirmed_tokens = 12, 7  # the rest is in a step in flight
-    cache.publish(user)
-    assert cache.find_cached_prefix(User(range(12)))[1] == 4
-    user.num_confirmed_tokens = 12
-    cache.publish(user)
-    assert cache.find_cached_prefix(User(range(20)))[1] == 12
+    driver = CacheDriver(num_blocks=20)
+    driver.start(0, User(range(12)))
+    assert driver.find(range(12)).num_cached_tokens == 0
+    driver.confirm(0, 7)  # the rest is in a step in flight
+    assert driver.find(range(12)).num_cached_tokens == 4
+    driver.confirm(0, 12)
+    assert driver.find(range(20)).num_cached_tokens == 12
+
+
+def test_rows_are_published_together_each_as_far_as_it_is():
+    driver = CacheDriver(num_blocks=20)
+    prompts = [list(range(100 * row, 100 * row + 12)) for row in range(3)]
+    for row, prompt in enumerate(prompts):
+        driver.start(row, User(prompt))
+    driver.confirmed = {2: 12, 0: 5, 1: 3}
+    driver.publish()
+    assert [driver.find(prompt).num_cached_tokens for prompt in prompts] == [4, 0, 12]
+    assert driver.cache.num_cached_blocks == 4
 
 
 def test_generated_tokens_are_published():
-    cache = manager(num_blocks=20)
-    user = run(cache, User(range(6)))
-    user.tokens.extend([70, 71, 72])
-    cache.allocate(user, 2)
-    user.num_computed_tokens = user.num_confirmed_tokens = 8
-    cache.publish(user)
-    cache.free(user)
-    assert cache.find_cached_prefix(User([*range(6), 70, 71, 99]))[1] == 8
-    assert cache.find_cached_prefix(User([*range(6), 70, 72, 99]))[1] == 4
+    driver = CacheDriver(num_blocks=20)
+    driver.start(0, User(range(6)))
+    driver.confirm(0)
+    driver.extend((0, 9))
+    driver.token_ids[0, 6:9] = [70, 71, 72]
+    driver.confirm(0, 8)
+    driver.free(0)
+    assert driver.find([*range(6), 70, 71, 99]).num_cached_tokens == 8
+    assert driver.find([*range(6), 70, 72, 99]).num_cached_tokens == 4
 
 
-def test_salts_are_kept_apart():
-    cache = manager(num_blocks=20)
-    run(cache, User(range(8), salt="a"))
-    assert [cache.find_cached_prefix(User(range(9), salt))[1] for salt in ("a", "b", None)] == [8, 0, 0]
+def test_what_was_not_published_is_not_found():
+    driver = CacheDriver()
+    driver.start(0, User(range(8)))
+    driver.confirm(0, publish=False)
+    driver.free(0)
+    assert driver.find(range(8)).num_cached_tokens == 0
+    assert driver.cache.num_cached_blocks == 0
+
+
+def test_of_twins_the_first_stays_the_one_found():
+    """Both began before either had anything to share."""
+    driver = CacheDriver()
+    for row in (0, 1):
+        assert driver.cache.start(row, User(range(9)), 9, 9, driver.cache.no_prefix())
+        driver.token_ids[row, :9] = range(9)
+        driver.computed[row], driver.confirmed[row] = 9, 4
+    driver.publish()
+    driver.confirmed = {0: 4, 1: 9}
+    driver.publish()
+    driver.confirm(0, 9)
+    assert driver.tables(0) + driver.tables(1) == [[1, 2, 3], [4, 5, 6]]
+    assert driver.find(range(9)).block_ids == ([1, 5],)
+    driver.free(1)
+    driver.free(0)
+    assert driver.cache.num_cached_blocks == 2
+    assert driver.start(0, User(range(50, 70)))
+    assert driver.tables(0) == [[2, 3, 4, 6, 7]], "the two that are found are taken last"
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (ExtraKeys("a"), [ExtraKeys(), ExtraKeys("b"), ExtraKeys("")]),
+        (ExtraKeys(), [ExtraKeys("a"), ExtraKeys(adapter="a")]),
+        (ExtraKeys(adapter="a"), [ExtraKeys(), ExtraKeys("a"), ExtraKeys("a", "a")]),
+    ],
+)
+def test_salts_and_adapters_are_kept_apart(own, others):
+    driver = CacheDriver()
+    driver.run(User(range(8), own))
+    assert driver.find(range(9), own).num_cached_tokens == 8
+    assert [driver.find(range(9), other).num_cached_tokens for other in others] == [0] * len(others)
+
+
+def test_images_are_kept_apart_from_the_block_that_shows_them():
+    driver = CacheDriver()
+    driver.run(User(range(12), ExtraKeys(item_hashes=((6, 3, b"cat"),))))
+    hits = [driver.find(range(13), ExtraKeys(item_hashes=((6, 3, image),))) for image in (b"cat", b"dog")]
+    assert [hit.num_cached_tokens for hit in hits] == [12, 4]
 
 
 class CollidingHasher(BlockHasher):
-    """Gives every first block the same name."""
+    """Gives the blocks of one number the same name, whatever they hold."""
 
-    def digest(self, parent: bytes, block_token_bytes: bytes, extra_key: bytes = b"") -> bytes:
-        return b"the same"
+    def extend(self, hashes, tokens, num_blocks, extra_keys=ExtraKeys()):  # noqa: B008
+        hashes.extend(str(number).encode() for number in range(len(hashes), num_blocks))
 
 
 def test_a_collision_is_no_hit():
-    cache = manager(hasher=CollidingHasher(4))
-    run(cache, User(range(4)))
-    assert cache.find_cached_prefix(User([*range(4), 9]))[1] == 4
-    assert cache.find_cached_prefix(User([9, 1, 2, 3, 9]))[1] == 0
+    driver = CacheDriver()
+    driver.cache = KVCacheManager(driver.config, max_num_seqs=4, hasher=CollidingHasher(4))
+    driver.run(User(range(12)))
+    assert driver.find([*range(12), 9]).num_cached_tokens == 12
+    assert driver.find([*range(8), 1, 2, 3, 4]).num_cached_tokens == 8
+    assert driver.find([9, *range(1, 12)]).num_cached_tokens == 0
+    assert driver.find([*range(7), 1, *range(8, 12)]).block_ids == ([1],)
 
 
-def test_off():
-    cache = manager(caching=False)
-    user = run(cache, User(range(8)))
+def test_a_block_that_a_running_row_computes_is_awaited():
+    driver = CacheDriver(num_blocks=20)
+    driver.start(0, User(range(14)), num_now=8)
+    assert driver.find(range(9)) == CachedPrefix(0, 0, ([],), is_awaited=True)
+    assert driver.find([*range(4), 9]).is_awaited
+    assert not driver.find([*range(3), 9]).is_awaited, "another block"
+    assert not driver.find(range(3)).is_awaited, "no full block"
+    assert not driver.find(range(9), ExtraKeys("salt")).is_awaited
+    driver.confirm(0)
+    assert driver.find(range(14)) == CachedPrefix(8, 8, ([1, 2],), is_awaited=True)
+    assert driver.find(range(8)) == CachedPrefix(7, 8, ([1, 2],), is_awaited=False)
+    assert driver.find(range(11)) == CachedPrefix(8, 8, ([1, 2],), is_awaited=False)
+    assert driver.find([*range(8), *range(4)]) == CachedPrefix(8, 8, ([1, 2],), is_awaited=False)
+    driver.extend((0, 14))
+    driver.confirm(0)
+    assert not driver.find(range(16)).is_awaited, "it does not compute a fourth full block of what is known"
+
+
+def test_a_row_that_goes_computes_nothing_more():
+    driver = CacheDriver(num_blocks=20)
+    for row in (0, 1):
+        assert driver.cache.start(row, User(range(8)), 8, 8, driver.cache.no_prefix())
+        driver.computed[row], driver.confirmed[row] = 8, 0
+    for row, is_awaited in ((1, True), (0, False)):
+        driver.free(row)
+        assert driver.find(range(8)).is_awaited == is_awaited
+
+
+def test_without_caching():
+    driver, user = CacheDriver(caching=False), User(range(8))
+    driver.start(0, user)
+    assert driver.find(range(9)) == driver.cache.no_prefix() == CachedPrefix(0, 0, ([],), is_awaited=False)
+    driver.confirm(0)
+    driver.free(0)
     assert user.block_hashes == []
-    cache.free(user)
-    assert cache.find_cached_prefix(User(range(9))) == ([], 0)
+    assert driver.find(range(9)) == driver.cache.no_prefix()
+    assert driver.cache.num_cached_blocks == 0
 
 
-def test_reset():
-    cache = manager()
-    user = run(cache, User(range(8)))
-    assert cache.reset_prefix_cache() is False
-    cache.free(user)
-    assert cache.reset_prefix_cache() is True
-    assert cache.find_cached_prefix(User(range(9))) == ([], 0)
+def test_reset_only_while_no_row_is_in_use():
+    driver = CacheDriver()
+    driver.start(0, User(range(8)))
+    driver.confirm(0)
+    assert driver.cache.reset_prefix_cache() is False
+    assert driver.find(range(9)).num_cached_tokens == 8
+    driver.free(0)
+    assert driver.cache.reset_prefix_cache() is True
+    assert driver.find(range(9)).num_cached_tokens == 0
+    driver.check()
 
 
-def test_check_notices_a_wrong_table():
-    cache = manager()
-    user = run(cache, User(range(8)))
-    with pytest.raises(AssertionError, match="users"):
-        cache.check([])
-    user.num_computed_tokens = 9
+def test_a_large_pool_costs_little():
+    cache = KVCacheManager(cache_config(full(16), num_blocks=1_000_000, max_model_len=100_000), max_num_seqs=256)
+    assert cache.num_free_blocks == 999_999
+    user = User(range(64))
+    assert cache.start(255, user, 64, 64, cache.find_cached_prefix(user))
+    assert cache.block_ids(255)[0].tolist() == [1, 2, 3, 4]
+
+
+def test_check_notices():
+    driver = CacheDriver()
+    driver.start(0, User(range(8)))
+    driver.confirm(0)
+    cache = driver.cache
+    with pytest.raises(AssertionError, match="rows in use"):
+        cache.check({}, {})
     with pytest.raises(AssertionError, match="without a slot"):
-        cache.check([user])
+        cache.check({0: 9}, {0: 8})
+    with pytest.raises(AssertionError, match="published before"):
+        cache.check({0: 8}, {0: 7})
+    cache.capacity[0] = 12
+    with pytest.raises(AssertionError, match="capacity"):
+        cache.check({0: 8}, {0: 8})
+    cache.capacity[0] = 8
+    cache.capacity[1] = 4
+    with pytest.raises(AssertionError, match="not in use has slots"):
+        cache.check({0: 8}, {0: 8})

@@ -109,6 +109,8 @@ class Driver:
             clock=iter(range(10**9)).__next__,
         )
         self.worker = FakeWorker(num_blocks, self.groups, max_num_seqs, vocab_size)
+        self.work: dict[int, int] = {}  # of the last step: tokens by row, in its order
+        self.work_by_seed: dict[int, int] = {}  # and by the requests' seeds
         self.given_back: set[int] = set()  # the seeds of those whose rows the last step reported as finished
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._seeds_in_flight: deque[set[int]] = deque()
@@ -171,20 +173,24 @@ class Driver:
         if scheduled is None:
             return None
         self.given_back = {self.worker.rows[row].seed for row in scheduled.finished_rows.tolist()}
+        worker, sampled, killer = self.worker, None, None
         try:
-            sampled = self.worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
+            sampled = worker.execute(self._decoder.decode(self._encoder.encode(scheduled)))
         except WorkersKilled as kill:
-            self._seeds_in_flight.append(set(self.work_by_seed()))
-            self.die(killer=kill.args[0])
-            return scheduled
+            killer = kill.args[0]
+        self.work = worker.work
+        self.work_by_seed = {worker.rows[row].seed: count for row, count in self.work.items()}
         self._check_step(scheduled)
-        self._seeds_in_flight.append(set(self.work_by_seed()))
-        self.in_flight.append((scheduled, _model_output(scheduled.step, sampled)))
+        self._seeds_in_flight.append(set(self.work_by_seed))
+        if sampled is None:
+            self.die(killer)
+        else:
+            self.in_flight.append((scheduled, _model_output(scheduled.step, sampled)))
         return scheduled
 
     def launch(self) -> dict[int, int] | None:
         """`schedule`, and what it came to: tokens by row."""
-        return None if self.schedule() is None else dict(self.worker.work)
+        return None if self.schedule() is None else self.work
 
     def update(self) -> list[EngineCoreOutput]:
         self._seeds_in_flight.popleft()
@@ -201,10 +207,6 @@ class Driver:
         if self.in_flight:
             self.update()
         return work
-
-    def work_by_seed(self) -> dict[int, int]:
-        """What the last step scheduled: tokens by the requests' seeds."""
-        return {self.worker.rows[row].seed: count for row, count in self.worker.work.items()}
 
     def drain(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, every step in flight included."""
@@ -255,7 +257,7 @@ class Driver:
         return outputs
 
     def _check_step(self, step: SchedulerOutput) -> None:
-        counts = self.worker.work.values()
+        counts = self.work.values()
         assert 1 <= step.num_steps <= self.max_steps
         assert step.num_steps == 1 or set(counts) == {1}
         assert 0 < sum(counts) <= self.config.max_num_batched_tokens

@@ -58,7 +58,7 @@ class TestRows:
         step = engine.schedule()
         assert step.finished_rows.tolist() == [1]
         assert [new.row for new in step.new_requests] == [1]
-        assert list(engine.worker.work) == [0, 2, 1], "those that run first, in the order in which they were admitted"
+        assert list(engine.work) == [0, 2, 1], "those that run first, in the order in which they were admitted"
         engine.update()
         assert engine.schedule().finished_rows.tolist() == [1], "reported once, by the step after"
 

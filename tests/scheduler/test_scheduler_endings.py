@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from fake_model import expected_completion
+from fake_model import completion
 from scheduler_driver import EOS, Driver
 
 from ringcore.errors import WorkerError, error_from_wire
@@ -11,12 +12,6 @@ from ringcore.protocol import TokenLogprobs
 
 A = list(range(1, 9))  # two blocks of 4
 B = list(range(11, 19))
-
-
-def completion(prompt: list[int], count: int) -> list[int]:
-    return expected_completion(
-        prompt, vocab_size=50, stop_token_ids=[], min_tokens=0, max_total_tokens=len(prompt) + count
-    )[0]
 
 
 class TestTheEnd:
@@ -91,9 +86,22 @@ class TestTheEnd:
         engine.add("b", B, max_tokens=2)
         engine.schedule()
         step, output = engine.in_flight[0]
-        entry = TokenLogprobs([output.token_ids[0]], [-0.5], [1])
-        outputs = engine.scheduler.update(step, type(output)(step.step, output.rows, output.token_ids, [entry, None]))
-        assert [output.logprobs for output in outputs] == [[entry], None]
+        entry = TokenLogprobs([int(output.token_ids[0])], [-0.5], [1])
+        engine.in_flight[0] = step, msgspec.structs.replace(output, logprobs=[entry, None])
+        assert [output.logprobs for output in engine.update()] == [[entry], None]
+
+    def test_logprobs_of_the_last_tokens_too(self):
+        stop = completion(A, 3)[2]
+        engine = Driver(num_blocks=20, max_steps=4)
+        engine.add("a", A, max_tokens=9, logprobs=1, stop_token_ids=[stop])
+        engine.add("b", B, max_tokens=9)
+        engine.step()
+        assert engine.schedule().num_steps == 4
+        step, output = engine.in_flight[0]
+        entries = [TokenLogprobs([int(token_id)], [-0.5], [1]) for token_id in output.token_ids[:4]]
+        engine.in_flight[0] = step, msgspec.structs.replace(output, logprobs=[*entries, None, None, None, None])
+        engine.update()
+        assert [engine.outputs[name][-1].logprobs for name in "ab"] == [entries[:2], None]
 
     def test_abort(self):
         engine = Driver(max_num_seqs=1)

@@ -18,7 +18,7 @@ class TestPreemption:
         assert engine.step() == {0: 8, 1: 8}
         engine.add("c", [1], max_tokens=3)
         step = engine.schedule()  # a's third block is the last one
-        assert engine.worker.work == {0: 1}
+        assert engine.work == {0: 1}
         assert step.finished_rows.tolist() == [1]
         assert engine.scheduler.stats().num_preemptions == 1
         assert engine.scheduler.stats().num_waiting == 2
@@ -95,7 +95,7 @@ class TestTheVictim:
             engine.add(name, [10 * seed + n for n in range(1, 9)], max_tokens=2, seed=seed)
         engine.step()
         engine.step()
-        assert (engine.given_back, engine.work_by_seed()) == ({2}, {0: 1, 1: 1}), "six blocks: all want a third"
+        assert (engine.given_back, engine.work_by_seed) == ({2}, {0: 1, 1: 1}), "six blocks: all want a third"
 
     def test_goes_back_to_its_place_in_the_queue(self):
         engine = Driver(num_blocks=6, caching=False, max_num_seqs=2)
@@ -107,7 +107,7 @@ class TestTheVictim:
         assert engine.given_back == {0}
         engine.abort("b")
         engine.step()
-        assert list(engine.work_by_seed()) == [0, 2], "before c, which came after it"
+        assert list(engine.work_by_seed) == [0, 2], "before c, which came after it"
 
     def test_the_worst_priority_goes_first(self):
         engine = Driver(num_blocks=6, caching=False, policy="priority")
@@ -136,7 +136,7 @@ class TestTheVictim:
             engine.add(name, [10 * seed + n for n in range(1, 5)], max_tokens=3, seed=seed)
         engine.step()
         engine.step()
-        assert (engine.given_back, engine.work_by_seed()) == ({1, 2}, {0: 1})
+        assert (engine.given_back, engine.work_by_seed) == ({1, 2}, {0: 1})
         engine.drain()
         assert engine.scheduler.stats().num_preemptions == 2
 
@@ -148,7 +148,7 @@ class TestPriority:
             engine.add(f"r{seed}", [seed], max_tokens=1, priority=priority, arrival_s=arrival_s, seed=seed)
         order = []
         while engine.step():
-            order += engine.work_by_seed()
+            order += engine.work_by_seed
         assert order == [4, 2, 3, 1, 0]
 
     def test_means_nothing_to_first_come_first_served(self):
@@ -156,7 +156,7 @@ class TestPriority:
         engine.add("a", [1], max_tokens=1, priority=1, arrival_s=2.0, seed=0)
         engine.add("b", [2], max_tokens=1, priority=0, arrival_s=1.0, seed=1)
         engine.step()
-        assert engine.work_by_seed() == {0: 1}
+        assert engine.work_by_seed == {0: 1}
 
     def test_a_better_one_does_not_take_a_row(self):
         engine = Driver(max_num_seqs=1, policy="priority")
@@ -164,7 +164,7 @@ class TestPriority:
         engine.step()
         engine.add("b", [2], max_tokens=3, priority=0, seed=1)
         engine.step()
-        assert engine.work_by_seed() == {0: 1}
+        assert engine.work_by_seed == {0: 1}
 
 
 class TestPreemptLowerPriority:
@@ -178,7 +178,7 @@ class TestPreemptLowerPriority:
         engine.step()
         engine.add("c", [7], max_tokens=3, priority=0, seed=2)
         engine.step()
-        assert (engine.given_back, engine.work_by_seed()) == ({0}, {1: 1, 2: 1}), "the worst gives way, at once"
+        assert (engine.given_back, engine.work_by_seed) == ({0}, {1: 1, 2: 1}), "the worst gives way, at once"
         engine.drain()
         assert [engine.tokens(name) for name in "abc"] == [completion(A, 3), completion(B, 3), completion([7], 3)]
 
@@ -190,7 +190,7 @@ class TestPreemptLowerPriority:
         engine.step()
         engine.add("d", [1] * 11, max_tokens=1, priority=2, seed=3)  # three blocks
         engine.step()
-        assert (engine.given_back, engine.work_by_seed()) == ({1, 2}, {0: 1, 3: 11}), "not the first of equals"
+        assert (engine.given_back, engine.work_by_seed) == ({1, 2}, {0: 1, 3: 11}), "not the first of equals"
 
     def test_not_from_equals_or_better(self):
         engine = self.make(num_blocks=5)
@@ -199,7 +199,7 @@ class TestPreemptLowerPriority:
         engine.step()
         engine.add("c", [7], max_tokens=3, priority=1, seed=2)
         engine.step()
-        assert engine.work_by_seed() == {0: 1, 1: 1}
+        assert engine.work_by_seed == {0: 1, 1: 1}
         assert engine.scheduler.stats().num_preemptions == 0
 
     def test_not_where_it_would_not_be_enough(self):
@@ -209,7 +209,7 @@ class TestPreemptLowerPriority:
         engine.step()
         engine.add("c", [1] * 9, max_tokens=3, priority=0, seed=2)  # three blocks, of which b does not give one
         engine.step()
-        assert engine.work_by_seed() == {0: 1, 1: 1}
+        assert engine.work_by_seed == {0: 1, 1: 1}
 
     def test_off_unless_asked_for(self):
         engine = Driver(max_num_seqs=1, policy="priority")
@@ -240,4 +240,4 @@ class TestPreemptLowerPriority:
         engine.add("c", [*A[:4], *B], max_tokens=3, priority=1, seed=2)  # three blocks, one of them a's first
         engine.step()
         assert engine.scheduler.stats().num_preemptions == 0
-        assert engine.work_by_seed() == {0: 1, 1: 1}
+        assert engine.work_by_seed == {0: 1, 1: 1}

@@ -25,7 +25,7 @@ class TestHits:
         assert (b.num_computed_tokens, b.num_cached_tokens) == (7, 8), "the last slot is read, and not written"
         assert (c.num_computed_tokens, c.num_cached_tokens) == (8, 8)
         assert b.block_ids[0].tolist() == c.block_ids[0].tolist()[:2], "nothing is copied"
-        assert engine.worker.work == {0: 1, 1: 1}
+        assert engine.work == {0: 1, 1: 1}
         engine.update()
         engine.drain()
         assert num_cached(engine, "abc") == [0, 7, 8]
@@ -143,9 +143,9 @@ class TestAwaited:
         engine.add("b", A, max_tokens=3, seed=1)
         engine.add("c", B, max_tokens=3, seed=2)
         engine.step()
-        assert engine.work_by_seed() == {0: 8, 2: 8}
+        assert engine.work_by_seed == {0: 8, 2: 8}
         engine.step()
-        assert engine.work_by_seed() == {0: 1, 2: 1, 1: 1}
+        assert engine.work_by_seed == {0: 1, 2: 1, 1: 1}
 
     def test_none_passes_where_none_may(self):
         engine = Driver(num_blocks=20, max_skip_ahead=0)
@@ -153,7 +153,7 @@ class TestAwaited:
         engine.add("b", A, max_tokens=3, seed=1)
         engine.add("c", B, max_tokens=3, seed=2)
         engine.step()
-        assert engine.work_by_seed() == {0: 8}
+        assert engine.work_by_seed == {0: 8}
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_when_the_first_is_aborted_meanwhile_the_second_computes_it(self, depth):
@@ -163,7 +163,7 @@ class TestAwaited:
         assert engine.launch() == {0: 4}
         engine.abort("a")
         engine.schedule()
-        assert engine.work_by_seed() == {1: 4}
+        assert engine.work_by_seed == {1: 4}
         engine.drain()
         assert engine.tokens("b") == completion(A, 3)
 
@@ -175,9 +175,9 @@ class TestAwaited:
         engine.abort("a")
         engine.update()
         engine.step()
-        assert engine.work_by_seed() == {1: 8}
+        assert engine.work_by_seed == {1: 8}
         engine.step()
-        assert engine.work_by_seed() == {1: 1, 2: 1}
+        assert engine.work_by_seed == {1: 1, 2: 1}
 
     def test_another_salt_does_not_wait(self):
         engine = Driver(num_blocks=20)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import expected_completion
-from scheduler_driver import Driver, tokens_by_row
+from fake_model import completion
+from scheduler_driver import Driver
 
 from ringcore.errors import CapacityError, WorkerDiedError, error_from_wire
 
 PROMPTS = {name: [10 * i + k for k in range(1, 9)] for i, name in enumerate("abcd")}
-
-
-def completion(prompt: list[int], count: int) -> list[int]:
-    return expected_completion(
-        prompt, vocab_size=50, stop_token_ids=[], min_tokens=0, max_total_tokens=len(prompt) + count
-    )[0]
 
 
 def make(names: str = "abc", *, max_tokens: int = 9, num_blocks: int = 40, **options) -> Driver:
@@ -33,8 +27,8 @@ def seeds_of_next_steps(engine: Driver, count: int) -> list[set[int]]:
     """Who is in each of the next steps."""
     seen = []
     for _ in range(count):
-        step = engine.schedule()
-        seen.append({engine.worker.rows[row].seed for row in tokens_by_row(step)})
+        engine.schedule()
+        seen.append(set(engine.work_by_seed))
         engine.update()
     return seen
 
@@ -64,7 +58,7 @@ class TestWithoutASuspect:
         engine.step()
         engine.die()  # the step has come back: nobody computed anything when they died
         assert engine.schedule().finished_rows.tolist() == [], "the new workers know no row"
-        assert tokens_by_row(engine.in_flight[0][0]) == {0: 9, 1: 9, 2: 9}
+        assert engine.work == {0: 9, 1: 9, 2: 9}
         finish(engine)
 
     def test_a_step_that_no_worker_got_accuses_nobody(self):
@@ -92,13 +86,13 @@ class TestWithoutASuspect:
         engine.drain()
         engine.add("b", PROMPTS["a"], max_tokens=4)
         engine.step()
-        assert engine.outputs["b"][-1].num_cached_tokens == 4
+        assert engine.outputs["b"][-1].num_cached_tokens == 7
         engine.die()
-        assert tokens_by_row(engine.schedule()) == {0: 9}, "what the cache had is gone"
+        assert engine.launch() == {0: 9}, "what the cache had is gone"
         engine.update()
         engine.add("c", PROMPTS["a"], max_tokens=1)
         engine.drain()
-        assert engine.outputs["c"][-1].num_cached_tokens == 4, "the names of blocks are those of the new cache"
+        assert engine.outputs["c"][-1].num_cached_tokens == 7, "the names of blocks are those of the new cache"
 
 
 class TestTrials:
@@ -116,7 +110,7 @@ class TestTrials:
         engine.schedule()
         engine.schedule()
         engine.die()  # two steps: 8 tokens and 1
-        assert [tokens_by_row(engine.schedule()) for _ in range(2)] == [{0: 8}, {0: 1}]
+        assert [engine.launch() for _ in range(2)] == [{0: 8}, {0: 1}]
         assert engine.schedule() is None, "neither further, nor the next one while these are in flight"
         engine.update()
         engine.update()
@@ -127,7 +121,7 @@ class TestTrials:
         engine = make("ab", depth=1, budget=6)
         engine.schedule()
         engine.die()
-        assert tokens_by_row(engine.schedule()) == {0: 6}
+        assert engine.launch() == {0: 6}
         engine.update()
         assert engine.tokens("a") == []
         finish(engine, "ab")
@@ -137,17 +131,21 @@ class TestTrials:
         engine.schedule()
         engine.die()
         seeds_of_next_steps(engine, 2)
-        assert tokens_by_row(engine.schedule()) == {0: 1, 1: 1}, "9 tokens each, of which the cache has 8"
+        assert engine.launch() == {0: 1, 1: 1}, "9 tokens each, of which the cache has 8"
 
     def test_a_trial_takes_nothing_from_the_prefix_cache(self):
         engine = Driver(num_blocks=40, depth=1)
         engine.add("a", PROMPTS["a"], max_tokens=3)
+        engine.step()
         engine.add("b", PROMPTS["a"], max_tokens=3)
-        engine.schedule()
+        assert engine.launch() == {0: 1, 1: 1}
         engine.die()
-        assert tokens_by_row(engine.schedule()) == {0: 8}
+        assert engine.launch() == {0: 9}
         engine.update()
-        assert tokens_by_row(engine.schedule()) == {0: 8}, "what another computed proves nothing"
+        assert engine.launch() == {0: 8}, "what another computed proves nothing"
+        engine.update()
+        assert engine.launch() == {0: 1, 1: 1}, "now it does no harm"
+        engine.update()
         engine.drain()
 
     def test_only_who_was_in_a_step_is_tried(self):

@@ -53,7 +53,7 @@ class TestStepsInFlight:
         assert engine.schedule().finished_rows.tolist() == []
         engine.update()
         assert engine.schedule().finished_rows.tolist() == [0]
-        assert engine.worker.work == {1: 1}
+        assert engine.work == {1: 1}
 
     @pytest.mark.parametrize("caching", [False, True])
     def test_abort_in_flight(self, caching):

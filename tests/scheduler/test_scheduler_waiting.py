@@ -18,7 +18,7 @@ class TestTheGate:
         engine.add("a", A, max_tokens=1, seed=0)
         engine.add("b", [1] * 16, max_tokens=1, seed=1)  # four blocks: three are there while a runs
         assert [engine.step() for _ in range(3)] == [{0: 4}, {0: 4}, {0: 4}]
-        assert engine.work_by_seed() == {1: 4}
+        assert engine.work_by_seed == {1: 4}
         assert engine.kv_cache.num_free_blocks == 1, "of five: all its four blocks were taken with its first chunk"
 
     @pytest.mark.parametrize(("num_tokens", "fits"), [(20, True), (21, False)])
@@ -68,7 +68,7 @@ class TestSkippingAhead:
         seen = []
         for _ in range(num_steps):
             engine.step()
-            seen.append(set(engine.work_by_seed()))
+            seen.append(set(engine.work_by_seed))
         return seen
 
     def test_not_at_all(self):
@@ -115,7 +115,7 @@ class TestSkippingAhead:
         for seed in range(5, 50):
             engine.add(f"r{seed}", [seed], max_tokens=4, seed=seed)
             engine.step()
-            started += [seed for seed in engine.work_by_seed() if seed not in started]
+            started += [seed for seed in engine.work_by_seed if seed not in started]
         assert started[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 100], "three go ahead of it"
 
 
@@ -191,7 +191,7 @@ class TestPause:
         engine.scheduler.pause("new")
         engine.add("b", B, max_tokens=3, priority=0, seed=1)
         engine.step()
-        assert engine.work_by_seed() == {0: 1}
+        assert engine.work_by_seed == {0: 1}
         engine.scheduler.resume()
         engine.step()
-        assert engine.work_by_seed() == {1: 8}
+        assert engine.work_by_seed == {1: 8}

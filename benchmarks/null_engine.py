@@ -1,0 +1,69 @@
+"""The whole engine without a model: what a step costs when the workers cost nothing."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note, numbers
+from benchmarks.peers.null_loops import MAX_TOKENS, MIN_TOKENS, NUM_LAPS, PROMPT_TOKENS, VOCAB_SIZE, Load
+from benchmarks.result import Findings, Measurement
+from ringcore.testing.models import write_model_config
+
+__all__ = ["NullEngine"]
+
+REQUESTS = "1,32,256,1024"
+TIMEOUT_S = 600.0
+PLACES = {"engine in a process of its own": True, "engine in the caller's process": False}
+
+
+class NullEngine(Benchmark):
+    """steps/s of the whole engine where workers cost nothing; needs no model"""
+
+    needs_model: ClassVar[bool] = False
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--requests", default=REQUESTS, help=f"how many decode at once (default: {REQUESTS})")
+
+    def run(self, plan: Plan) -> Findings:
+        sizes = numbers("--requests", plan.options.requests)
+        specs = child_specs(plan.specs, "null", "engine without a model")
+        longest = max(Load(size, True).max_model_len for size in sizes)
+        with tempfile.TemporaryDirectory(prefix="model-") as folder:
+            write_model_config(folder, vocab_size=VOCAB_SIZE, max_position_embeddings=longest)
+            with Fleet(replace(plan, specs=specs, model=Path(folder))) as fleet:
+                cases = [(place, size) for place in PLACES for size in sizes]
+                measurements = [one for place, size in cases for one in _measure(fleet, plan, place, size)]
+        return Findings(measurements=measurements, engines=fleet.facts, conditions=_conditions())
+
+
+def _conditions() -> list[str]:
+    return [
+        f"Requests with prompts of {PROMPT_TOKENS} tokens arrive together and decode, greedy, past any end of text, "
+        f"{MAX_TOKENS:,} to {MIN_TOKENS} tokens each, the more the fewer requests. Measured from the arrival to the last "
+        f"token of all, as the client has it; a sample is the median of {NUM_LAPS} such laps.",
+        "From the workers' side on all is a fake in the engine's process: FakeExecutor of ringcore.testing, which "
+        "checks every step, keeps block tables and draws tokens; for vLLM an Executor that gives each request one "
+        "token.",
+        "All else is the engine as it is: scheduler, outputs, and from a process of its own the messages to its client "
+        "(ringcore: EngineCoreClient; vLLM: SyncMPClient), which reads them as one object for each request.",
+        "Both schedule a step ahead of the tokens (vLLM: async scheduling, its default on a GPU).",
+        "All engines but the one whose turn it is are stopped.",
+    ]
+
+
+def _measure(fleet: Fleet, plan: Plan, place: str, size: int) -> list[Measurement]:
+    def turn(engine: str, round_: int) -> Any:
+        with fleet.turn(engine) as driver:
+            return driver.call("decode", TIMEOUT_S, num_requests=size, has_process=PLACES[place])
+
+    prefix = f"{place}, {size:,} request{'s' * (size > 1)}"
+    note(f"{prefix}: {plan.rounds} rounds")
+    found = measurements_from_rows(interleave(list(fleet.facts), plan.rounds, turn))
+    return [msgspec.structs.replace(one, name=f"{prefix}, {one.name}") for one in found]

@@ -1,0 +1,146 @@
+"""`ringcore simulate`: an arrival trace over engine replicas, in virtual time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ringcore.cli.options import engine_options, given, with_options
+from ringcore.config import ParallelConfig
+from ringcore.errors import ConfigError, InvalidRequestError
+
+__all__ = ["make_simulate"]
+
+# Engine options that say how real workers are run, or what a simulation decides itself.
+_OTHERS = {"tokenizer", "load_format", "steps_in_flight", "device", "attention_backend"}
+
+
+def make_simulate() -> Callable[..., None]:
+    """The command with the engine options that matter to scheduling among its flags."""
+    kept = [p for p in engine_options() if p.name not in _left_out()]
+    return with_options(simulate, kept)
+
+
+def _left_out() -> set[str]:
+    return _OTHERS | (set(ParallelConfig.__dataclass_fields__) - {"tensor_parallel_size"})
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="time, prompt_tokens, output_tokens a line")],
+    gpus: Annotated[int, typer.Option(help="devices; every tensor_parallel_size of them are a replica")],
+    routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affinity")] = "round-robin",
+    load_bound: Annotated[
+        float, typer.Option(help="of prefix-affinity: a replica's requests over the mean, at most; 0 for no bound")
+    ] = 1.25,
+    hardware: Annotated[str, typer.Option(help="the device: h200, h100, a100 or l40s")] = "h200",
+    measurements: Annotated[
+        Path | None, typer.Option(help="measured steps (.jsonl) to fit the costs to, in place of the device's numbers")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="to simulate in, for round-robin; one a core if not given")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="draw the result; needs ringcore[simulate]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
+    poisson: Annotated[float | None, typer.Option(help="make the trace first: mean requests a second")] = None,
+    requests: Annotated[int, typer.Option(help="of a trace that is made: how many")] = 10_000,
+    prompt_tokens: Annotated[int, typer.Option(help="of a trace that is made: the mean")] = 500,
+    output_tokens: Annotated[int, typer.Option(help="of a trace that is made: the mean")] = 200,
+    prefixes: Annotated[int, typer.Option(help="of a trace that is made: how many shared prefixes")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="of a trace that is made: the length of each")] = 0,
+    **options: Any,
+) -> None:
+    """Replays requests over engine replicas whose steps take no time but their computed cost, and prints how it went.
+
+    The schedulers and prefix caches are the real ones; no model is loaded and no device is needed. --model is a folder
+    with a config.json, or that file.
+
+    Examples:
+
+    \b
+      ringcore simulate day.jsonl --gpus 8 --model ./llama-8b/config.json
+      ringcore simulate day.jsonl --gpus 8 --model ./llama-70b --tensor-parallel-size 4 --routing least-loaded
+      ringcore simulate day.jsonl --gpus 64 --model ./llama-8b --routing prefix-affinity --png day.png --json day.json
+      ringcore simulate new.jsonl --poisson 12 --requests 50000 --gpus 4 --model ./llama-8b
+
+    A line of a trace: {"time": 0.5, "prompt_tokens": 512, "output_tokens": 200}, and if wanted "prefix_id": "a" with
+    "prefix_tokens": 300 (requests of one id begin alike), "priority": 1.
+    """
+    from ringcore.config import EngineConfig
+    from ringcore.testing import Simulator, StepCost, read_measurements, read_trace
+    from ringcore.testing.simulation_chart import check_can_draw, draw_png
+
+    if png is not None:
+        check_can_draw()
+    for file in (png, json_file):
+        _check_folder(file)
+    own = given(options, [p for p in engine_options() if p.name in options])
+    config = EngineConfig.from_options(**own | {"model": _model_folder(own["model"]), "load_format": "dummy"})
+    if poisson is not None:
+        _make_trace(trace, requests, poisson, prompt_tokens, output_tokens, prefixes, prefix_tokens)
+    simulator = Simulator(
+        config,
+        _num_replicas(gpus, config.parallel.tensor_parallel_size),
+        routing=routing,
+        load_bound=load_bound or None,
+        hardware=hardware,
+        cost=None if measurements is None else StepCost.fit(read_measurements(measurements)),
+        num_processes=processes,
+    )
+    result = simulator.run(read_trace(trace))
+    for name, value in result.table():
+        print(f"{name:<34} {value}")
+    for reason, message in result.refusals.items():
+        print(f"first of {reason}: {message}")
+    if json_file is not None:
+        _write_json(json_file, result.to_dict())
+    if png is not None:
+        draw_png(result, png, title=f"{trace.name}: {simulator.num_replicas} replicas, {routing}")
+
+
+def _model_folder(model: str) -> str:
+    """The folder of a config.json; anything else as it is."""
+    return os.path.dirname(os.path.abspath(model)) if os.path.basename(model) == "config.json" else model
+
+
+def _num_replicas(gpus: int, ranks: int) -> int:
+    if gpus < ranks or gpus % ranks:
+        raise ConfigError(
+            f"gpus={gpus}: a replica has tensor_parallel_size={ranks} of them; give a multiple of that",
+            option="gpus",
+            value=gpus,
+        )
+    return gpus // ranks
+
+
+def _check_folder(file: Path | None) -> None:
+    """Before a long simulation rather than after it."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"{str(file)!r}: there is no such folder; make it", option=str(file), value=str(file))
+
+
+def _make_trace(file: Path, requests: int, rate: float, prompt: int, output: int, prefixes: int, shared: int) -> None:
+    from ringcore.testing import poisson_trace, write_trace
+
+    if file.exists():
+        raise InvalidRequestError(
+            f"trace {str(file)!r}: is there, and --poisson would make it; give another name, or leave out --poisson",
+            field="trace",
+            value=str(file),
+        )
+    made = poisson_trace(
+        requests, rate, prompt_tokens=prompt, output_tokens=output, num_prefixes=prefixes, prefix_tokens=shared
+    )
+    write_trace(made, file)
+
+
+def _write_json(file: Path, summary: dict[str, Any]) -> None:
+    import json
+
+    try:
+        file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json={str(file)!r}: cannot be written: {error}", option="json", value=str(file)) from error
