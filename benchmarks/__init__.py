@@ -11,4 +11,5 @@ BENCHMARKS = {
     "scheduler": "benchmarks.scheduler:Scheduler",
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
+    "simulator": "benchmarks.simulator:Simulator",
 }

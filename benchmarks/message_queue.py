@@ -203,6 +203,7 @@ def measurements(names: Sequence[str], rounds: Sequence[Round], limits: Mapping[
     taken: dict[str, list[list[Sequence[Any]]]] = {}
     for name in names:
         column, prefix = (OURS, "collective_rpc, ") if name == EXECUTOR else (name, "")
+        rows: list[list[Sequence[Any]]]
         rows = [[[prefix + row, unit, value] for row, unit, value in round_.rows[name]] for round_ in rounds]
         taken.setdefault(column, []).extend(rows)
     return measurements_from_rows(taken, limits)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note, numbers
-from benchmarks.peers.null_loops import MAX_TOKENS, MIN_TOKENS, NUM_LAPS, PROMPT_TOKENS, VOCAB_SIZE, Load
+from benchmarks.peers.null_loops import MAX_TOKENS, MIN_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, Load
 from benchmarks.result import Findings, Measurement
 from ringcore.testing.models import write_model_config
 
@@ -46,8 +46,8 @@ class NullEngine(Benchmark):
 def _conditions() -> list[str]:
     return [
         f"Requests with prompts of {PROMPT_TOKENS} tokens arrive together and decode, greedy, past any end of text, "
-        f"{MAX_TOKENS:,} to {MIN_TOKENS} tokens each, the more the fewer requests. Measured from the arrival to the last "
-        f"token of all, as the client has it; a sample is the median of {NUM_LAPS} such laps.",
+        f"{MAX_TOKENS:,} to {MIN_TOKENS} tokens each, the more the fewer requests. A sample is measured from the "
+        "arrival to the last token of all, as the client has it.",
         "From the workers' side on all is a fake in the engine's process: FakeExecutor of ringcore.testing, which "
         "checks every step, keeps block tables and draws tokens; for vLLM an Executor that gives each request one "
         "token.",

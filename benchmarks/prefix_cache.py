@@ -44,9 +44,9 @@ class PrefixCache(Benchmark):
         with Fleet(replace(plan, specs=specs, model=Path())) as fleet:
             measurements = []
             for size in sizes:
-                cases = [("hashing", {})] + [("looking", {"hit_percent": percent}) for percent in HIT_PERCENTS]
-                for command, arguments in cases:
-                    measurements += _measure(fleet, plan, size, command, arguments, floors)
+                measurements += _measure(fleet, plan, size, "hashing", {}, floors)
+                for percent in HIT_PERCENTS:
+                    measurements += _measure(fleet, plan, size, "looking", {"hit_percent": percent}, floors)
             measurements += _measure(fleet, plan, plan.options.taken, "taking", {}, floors)
         return Findings(
             measurements=[one for unit in ("µs", "µs a block") for one in measurements if one.unit == unit],
@@ -57,13 +57,14 @@ class PrefixCache(Benchmark):
 
 def _conditions() -> list[str]:
     return [
-        f"Prompts of random tokens in blocks of {BLOCK_SIZE}. A sample is the median of calls for 20 ms, of five at least.",
+        f"Prompts of random tokens in blocks of {BLOCK_SIZE}. A sample is the median of calls for 20 ms, of five at "
+        "least.",
         "Hash: the chain over all full blocks of a prompt of which nothing was hashed before.",
         "Lookup: what is cached of a prompt that is hashed; beside it the cache holds another prompt as long. Of a "
         "prompt that is wholly cached ringcore computes one token again, vLLM one block.",
         "Blocks taken and published: given to a hashed request for all its tokens, and made known by their hashes. "
-        f"None cached: nobody knew any block. All cached: the pool holds {POOL_PROMPTS} other prompts, and the blocks used "
-        "longest ago are evicted.",
+        f"None cached: nobody knew any block. All cached: the pool holds {POOL_PROMPTS} other prompts, and the blocks "
+        "used longest ago are evicted.",
         "All caches but the one whose turn it is are stopped.",
     ]
 

@@ -71,22 +71,22 @@ class Scheduler(Benchmark):
 
 def _conditions(plan: Plan) -> list[str]:
     return [
-        f"Decode: prompts of {STEADY_PROMPT} random tokens that share nothing, admitted over {BLOCK_SIZE} steps, so that in "
-        f"every step a sixteenth of the requests fills a block. A sample is the median of {MIN_LAPS} to {MAX_LAPS} laps of "
-        f"{BLOCK_SIZE} steps.",
+        f"Decode: prompts of {STEADY_PROMPT} random tokens that share nothing, admitted over {BLOCK_SIZE} steps: in "
+        f"each step a sixteenth of the requests fills a block. A sample is the median of {MIN_LAPS} to {MAX_LAPS} laps "
+        f"of {BLOCK_SIZE} steps.",
         "A step: schedule(), encoding its message to the workers, decoding their reply, and update(), which makes the "
         "outputs. The workers' part is not in it; their reply is a token for every request.",
         "Messages: ringcore's msgpack, vLLM's pickle, as their executors do it. Outputs: encoding them for the front "
         "end, decoding them there and reading them request by request, as the client of each does it.",
         "Two steps in flight: the step after is scheduled before the tokens of the one before are known (vLLM: "
         "AsyncScheduler).",
-        f"Churn: {plan.options.churn} requests with prompts of {CHURN_PROMPT} tokens and {CHURN_TOKENS} new ones; for each that "
-        "finishes another arrives. In bursts: all begin at once, so that their blocks run out in one step. A step has "
-        "the adding of the requests in it: checking, hashing, looking for a prefix; a finished request is the time of a "
-        f"lap of {CHURN_TOKENS} steps over those that finished in it.",
+        f"Churn: {plan.options.churn} requests with prompts of {CHURN_PROMPT} tokens and {CHURN_TOKENS} new ones; for "
+        "each that finishes another arrives. In bursts: all begin at once, so that their blocks run out in one step. A "
+        "step has the adding of the requests in it: checking, hashing, looking for a prefix; a finished request is the "
+        f"time of a lap of {CHURN_TOKENS} steps over those that finished in it.",
         f"Both: blocks of {BLOCK_SIZE}, prefix caching, max_num_seqs as many as run, blocks for all of them (but where "
-        f"the row says less), {MAX_NUM_BATCHED_TOKENS:,} tokens a step, greedy, no end of text; objects of start-up frozen "
-        "for the garbage collector, as both engines do.",
+        f"the row says less), {MAX_NUM_BATCHED_TOKENS:,} tokens a step, greedy, no end of text; objects of start-up "
+        "frozen for the garbage collector, as both engines do.",
         "All schedulers but the one whose turn it is are stopped.",
     ]
 
@@ -135,7 +135,7 @@ def _by_kind(steady: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 def _growth(measurements: Sequence[Measurement], sizes: Sequence[int]) -> list[Check]:
     """How the medians of a step grow with the number of requests, in the steps one and two at a time."""
-    checks = []
+    checks: list[Check] = []
     if len(sizes) < 2:
         return checks
     steps = [measurement for measurement in measurements if measurement.name.endswith(" running, step")]

@@ -10,6 +10,21 @@ import pytest
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringcore"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--chaos-long", action="store_true", help="the long form of random tests (hours, not minutes)")
+
+
+def pytest_configure(config):
+    """RINGCORE_CHAOS_LONG=1 where pytest is started from another folder, and knows no option of ours."""
+    is_long = getattr(config.option, "chaos_long", False) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
+    config.option.chaos_long = is_long
+
+
+@pytest.fixture(scope="session")
+def is_long(pytestconfig) -> bool:
+    return pytestconfig.option.chaos_long
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     folder = CACHE / "smollm2-135m"

@@ -143,7 +143,7 @@ class PrefixChild(ABC):
         return median(taken_us[1:]), median(freed_us[1:])
 
 
-def median_us(action: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> float:
+def median_us(action: Callable[[], object], prepare: Callable[[], None] = lambda: None) -> float:
     """Median microseconds of `action`, `prepare` called before each and not counted; the first call warms up."""
     taken_us = list[float]()
     while len(taken_us) <= MIN_REPEATS or sum(taken_us) < MIN_SECONDS * 1e6:
@@ -152,7 +152,7 @@ def median_us(action: Callable[[], None], prepare: Callable[[], None] = lambda: 
     return median(taken_us[1:])
 
 
-def _us(action: Callable[[], None]) -> float:
+def _us(action: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     action()
     return (time.perf_counter() - began_s) * 1e6

@@ -68,7 +68,8 @@ def block_hasher(block_size: int, algorithm: str) -> Callable[[Any], list[Any]]:
 
     hash_function = get_hash_fn_by_name(algorithm)
     init_none_hash(hash_function)
-    return get_request_block_hasher(block_size, hash_function)
+    hasher: Callable[[Any], list[Any]] = get_request_block_hasher(block_size, hash_function)
+    return hasher
 
 
 def vllm_request(request_id: str, prompt: list[int], max_tokens: int) -> Any:

@@ -41,8 +41,8 @@ def read_windows(config: Metadata, architecture: str, num_layers: int) -> dict[i
 
 
 def read_gguf_windows(meta: Metadata, name: str, num_layers: int) -> dict[int, int]:
-    """`ModelSpec.sliding_windows` of a GGUF file of gemma3: the pattern is a period, or true for each layer with a
-    window; without a window at all every layer sees all tokens.
+    """`ModelSpec.sliding_windows` of a GGUF file of gemma3, whose pattern is a period, or true for each layer with a
+    window. Raises `ModelLoadError` as `read_windows` does.
     """
     key = f"{name}.attention.sliding_window_pattern"
     pattern = meta.get(key)

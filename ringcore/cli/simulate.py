@@ -41,7 +41,7 @@ def simulate(
         Path | None, typer.Option(help="measured steps (.jsonl) to fit the costs to, in place of the device's numbers")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="to simulate in, for round-robin; one a core if not given")
+        int | None, typer.Option(help="to simulate in, where the routing looks at no loads; one a core if not given")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="draw the result; needs ringcore[simulate]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
@@ -75,8 +75,8 @@ def simulate(
 
     if png is not None:
         check_can_draw()
-    for file in (png, json_file):
-        _check_folder(file)
+    for option, file in (("png", png), ("json", json_file)):
+        _check_folder(option, file)
     own = given(options, [p for p in engine_options() if p.name in options])
     config = EngineConfig.from_options(**own | {"model": _model_folder(own["model"]), "load_format": "dummy"})
     if poisson is not None:
@@ -116,10 +116,10 @@ def _num_replicas(gpus: int, ranks: int) -> int:
     return gpus // ranks
 
 
-def _check_folder(file: Path | None) -> None:
+def _check_folder(option: str, file: Path | None) -> None:
     """Before a long simulation rather than after it."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise ConfigError(f"{str(file)!r}: there is no such folder; make it", option=str(file), value=str(file))
+        raise ConfigError(f"{option}={str(file)!r}: there is no such folder; make it", option=option, value=str(file))
 
 
 def _make_trace(file: Path, requests: int, rate: float, prompt: int, output: int, prefixes: int, shared: int) -> None:

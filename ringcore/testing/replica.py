@@ -125,7 +125,9 @@ class Replica:
         core, clock, rows = self._core, self._clock, self._executor.worker.rows
         while core.has_unfinished and (left_s := time_s - clock.now()) > 0:
             max_steps = self._max_steps
-            if max_steps > 1 and left_s < math.inf:
+            if self._may_start_by_blocks(core.stats()):
+                max_steps = 1
+            elif max_steps > 1 and left_s < math.inf:
                 max_steps = self._cost.steps_begun(rows.decode_work(), left_s, max_steps)
             self._advance(max_steps)
         if time_s < math.inf:
@@ -179,6 +181,12 @@ class Replica:
             num_prefix_query_tokens=stats.num_prefix_query_tokens,
         )
 
+    def _may_start_by_blocks(self, stats: EngineStats) -> bool:
+        """Whether the blocks that a window leaves behind may let a request start after any step."""
+        scheduler = self._core.config.scheduler
+        has_row = stats.num_running < scheduler.max_num_seqs or scheduler.preempt_lower_priority
+        return self._has_windows and stats.num_waiting > 0 and has_row
+
     # -----------------------------------------------------------------------------------------------------------
     # What is recorded.
 
@@ -194,7 +202,7 @@ class Replica:
         self._stats = columns.stats
         self._goes_on_alike = (
             not (columns.started or columns.others or has_preempted)
-            and not (self._has_windows and columns.stats.num_waiting)  # blocks left behind may let one start
+            and not self._may_start_by_blocks(columns.stats)
             and self._executor.worker.rows.is_decoding()
         )
 

@@ -80,8 +80,8 @@ class SeededTokens:
         self._barred.start(request)
 
     def sample(self, rows: np.ndarray, seeds: np.ndarray, positions: np.ndarray, num_steps: int) -> np.ndarray:
-        x = positions[:, None] + seeds[:, None] * _SEED_STRIDE + np.arange(num_steps)
-        x = x.view(np.uint64) * _GOLDEN
+        places = positions[:, None] + seeds[:, None] * _SEED_STRIDE + np.arange(num_steps)
+        x = places.view(np.uint64) * _GOLDEN
         x ^= x >> _HALF
         x *= _MIX
         x >>= _HALF

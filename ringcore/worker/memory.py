@@ -43,8 +43,8 @@ def memory_table(
     """The table of one rank, called when its weights are loaded; `available_kv_cache_bytes` is the answer.
 
     `kv_cache_bytes` given is the answer as it is. Else the answer is no more than can be of use, which is twice what
-    max_num_seqs requests of the greatest length take: as much again for the prefix cache. Raises `ConfigError` where the
-    layers cannot share a pool.
+    max_num_seqs requests of the greatest length take: as much again for the prefix cache.
+    Raises `ConfigError` where the layers cannot share a pool.
     """
     activations = activation_bytes(config.model.spec, config, dtype)
     table = {

@@ -112,7 +112,7 @@ class Bench:
         return got[0], torch.cat(expected)
 
     def _leave_behind(self, seq: Sequence) -> None:
-        """Gives the blocks of which the next token sees nothing to a sequence that is all NaN: who reads them has it."""
+        """Gives the blocks of which the next token sees nothing to a sequence that is all NaN: reading them shows."""
         gone = max(0, len(seq.keys) - self.window + 1) // self.spec.block_size
         n, spec = self.spec.block_size, self.spec
         nan = torch.full((n, max(self.num_heads, spec.num_kv_heads), spec.head_size), torch.nan, dtype=self.dtype)

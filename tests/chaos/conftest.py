@@ -13,25 +13,12 @@ import pytest
 from fake_engine import make_model_folder
 
 
-def pytest_addoption(parser):
-    parser.addoption("--chaos-long", action="store_true", help="the long form of the chaos tests (hours, not minutes)")
-
-
-def chaos_is_long(config) -> bool:
-    return bool(config.getoption("--chaos-long", default=False)) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
-
-
 def pytest_collection_modifyitems(config, items):
     """The long form is bounded by its own waits, not by the time that a unit test may take."""
-    if chaos_is_long(config):
+    if config.option.chaos_long:
         for item in items:
             if "/chaos/" in item.nodeid or item.nodeid.startswith("chaos/"):
                 item.add_marker(pytest.mark.timeout(3600), append=False)  # before a test's own
-
-
-@pytest.fixture(scope="session")
-def is_long(pytestconfig) -> bool:
-    return chaos_is_long(pytestconfig)
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,9 @@ from ringcore.executor import calls, executor_class, uniproc
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_value, encode_request, encode_value
 from ringcore.protocol import ModelRunnerOutput, decoder
+from ringcore.testing import fake_futures
 
-EXECUTORS = ["multiproc", "uniproc"]
+EXECUTORS = ["multiproc", "uniproc", "ringcore.testing:FakeExecutor"]
 
 
 def build(name: str, trouble: str = "") -> Executor:
@@ -126,7 +127,7 @@ def test_a_function_is_run_only_where_the_call_says_so(executor):
 
 def test_a_value_that_cannot_be_decoded_is_that_calls_error(executor, monkeypatch):
     future = executor.submit("echo", [1])
-    for module in (calls, uniproc):
+    for module in (calls, uniproc, fake_futures):
         monkeypatch.setattr(module, "decode_value", lambda parts: decode_value([b"\xc1"]))
     with pytest.raises(WorkerError, match="DecodeError in 'echo' on rank 0"):
         future.result()

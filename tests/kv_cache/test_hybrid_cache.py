@@ -141,7 +141,7 @@ def test_a_window_without_its_blocks_shortens_the_hit_of_full_attention():
     driver.start(0, User(range(16)))
     driver.confirm(0, 12, publish=False)
     driver.confirm(0, 16)
-    assert [driver.find(range(n)).num_computed_tokens for n in (7, 9, 13, 15, 16, 17)] == [0, 0, 12, 12, 12, 16]
+    assert [driver.find(range(n)).num_computed_tokens for n in (7, 9, 13, 15, 16, 17)] == [0, 0, 12, 12, 15, 16]
     assert driver.find(range(9)).block_ids == ([], [])
     driver.free(0)
 
@@ -184,7 +184,7 @@ def test_a_freed_rows_last_tokens_go_first_in_all_groups():
     assert driver.find(range(12)).block_ids == ([1, 2, 3], [4, 5, 6])
     assert driver.start(0, User([90]))
     assert driver.find(range(12)).num_cached_tokens == 8, "one block each of the last tokens"
-    assert sorted(sum(driver.tables(0), [])) == [3, 6]
+    assert sorted(driver.tables(0)[0] + driver.tables(0)[1]) == [3, 6]
 
 
 def test_blocks_of_one_group_are_no_hit_in_another():

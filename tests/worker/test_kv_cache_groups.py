@@ -108,8 +108,9 @@ def test_a_prompt_that_is_wholly_cached_leaves_its_blocks_as_they_are(
     prompt = LONG[:12]
     run(worker, {0: 12}, new=[admit(0, prompt, [1, 2, 3, 20], [5, 6, 7, 21])])
     caches = kv_caches(worker)
-    for layer, block in enumerate((3, 7, 3, 3)):
-        caches[layer][:, :, block, :, 3] += 1e-6
+    with torch.inference_mode():
+        for layer, block in enumerate((3, 7, 3, 3)):
+            caches[layer][:, :, block, :, 3] *= 1.00001
     before = [cache.clone() for cache in caches]
     new = [admit(1, prompt, [0, 2, 3, 8, 9], [5, 6, 7, 10, 11], computed=11, cached=12)]
     first = sampled(run(worker, {1: 1, 0: 1}, new=new))
@@ -130,8 +131,9 @@ def test_the_slot_of_a_token_that_is_computed_again_is_read(worker: Worker) -> N
         assert logprobs is not None
         assert logprobs[0] is not None
         found.append(logprobs[0].logprobs)
-        for cache in kv_caches(worker):
-            cache[:, :, [3, 7], :, 3] = cache[:, :, [3, 7], :, 2]
+        with torch.inference_mode():
+            for cache in kv_caches(worker):
+                cache[:, :, [3, 7], :, 3] = cache[:, :, [3, 7], :, 2]
     assert found[0] != pytest.approx(found[1], abs=1e-3)
 
 
@@ -151,7 +153,10 @@ def test_logprobs_are_those_of_a_dense_computation(worker: Worker, tiny_mixed: t
 
 
 def test_several_steps_in_one_message(worker: Worker, mixed_reference: Reference) -> None:
-    new = [admit(0, LONG, [1, 2, 3, 4, 9, 10], [5, 6, 7, 8, 11, 12]), admit(1, OTHER, [13, 14, 15, 16], [17, 18, 19, 20])]
+    new = [
+        admit(0, LONG, [1, 2, 3, 4, 9, 10], [5, 6, 7, 8, 11, 12]),
+        admit(1, OTHER, [13, 14, 15, 16], [17, 18, 19, 20]),
+    ]
     first = sampled(run(worker, {0: 15, 1: 10}, new=new))
     output = run(worker, {1: 1, 0: 1}, num_steps=6)
     assert [first[1], *output.token_ids[:6].tolist()] == mixed_reference(OTHER, 7)
@@ -181,7 +186,8 @@ def test_blocks_have_the_plans_size(tiny_mixed: tuple[str, Any], mixed_reference
     worker = load(tiny_mixed[0])
     config = plan(worker, 20)
     groups = [
-        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, block_size=8)) for group in config.groups
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, block_size=8))
+        for group in config.groups
     ]
     worker.initialize_from_config(msgspec.structs.replace(config, groups=groups, max_model_len=24))
     assert worker._runner is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from step_driver import make_config
 
-from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from ringcore.worker.memory import activation_bytes, format_table, memory_table
 from ringcore.worker.platform import Platform
 
@@ -78,6 +78,19 @@ def test_no_more_than_can_be_of_use(tiny_llama: tuple[str, Any]) -> None:
     """6 requests of 128 tokens have 32 blocks each; twice that, and the null block."""
     found = memory_table(make_config(tiny_llama[0]), FakePlatform(), SPECS, "float32", weights_bytes=0)
     assert found["available_kv_cache_bytes"] == (2 * 6 * 32 + 1) * 3 * (2 * 4 * 2 * 16 * 4)
+
+
+def test_layers_that_share_tensors(tiny_llama: tuple[str, Any]) -> None:
+    """Two layers of full attention and four with a window share two tensors, in three groups. A request of 128 tokens
+    has 32 blocks in the full group, and 18 in each of the others: a window of 6 and 64 tokens in flight."""
+    full = SPECS["layers.0.attention"]
+    window = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32", sliding_window=6)
+    specs: dict[str, KVCacheSpec] = {f"layers.{i}.attention": full if i % 3 == 2 else window for i in range(6)}
+    options = {"steps_in_flight": 1, "max_num_seqs": 6}
+    found = memory_table(make_config(tiny_llama[0], **options), FakePlatform(), specs, "float32", weights_bytes=0)
+    assert found["available_kv_cache_bytes"] == (2 * 6 * (32 + 18 + 18) + 1) * 2 * (2 * 4 * 2 * 16 * 4)
+    left = found["budget_bytes"] - found["activations_bytes"]
+    assert found["attention_gather_bytes"] == left // 3
 
 
 def test_too_little_memory_leaves_nothing(tiny_llama: tuple[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from step_driver import GREEDY, admit, decode, make_config, make_step, run, sampled, start
 
+from ringcore.protocol import SchedulerOutput, int_array
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
@@ -123,6 +124,78 @@ def test_min_tokens_bars_the_stop_tokens(worker: Worker, reference: Reference) -
     assert sampled(run(worker, {1: 4}, new=new))[1] == expected[1], "min_tokens is reached"
 
 
+def test_a_prompt_that_is_wholly_cached_computes_its_last_token(worker: Worker, reference: Reference) -> None:
+    """12 tokens in 3 blocks: the row that computed them and the one that found them go on side by side."""
+    prompt = LONG[:12]
+    first = sampled(run(worker, {0: 12}, new=[admit(0, prompt, [9, 3, 7, 20, 21])]))
+    assert worker._runner is not None
+    shared = [cache[:, :, [9, 3, 7]].clone() for cache in worker._runner._kv_caches]
+    new = [admit(1, prompt, [9, 3, 7, 22, 23], computed=11, cached=12)]
+    both = sampled(run(worker, {0: 1, 1: 1}, new=new))
+    rest = decode(worker, [1, 0], 6)
+    assert [both[1], *rest[1]] == reference(prompt, 7)
+    assert [first[0], both[0], *rest[0]] == reference(prompt, 8)
+    for cache, old in zip(worker._runner._kv_caches, shared, strict=True):
+        assert torch.equal(cache[:, :, [9, 3, 7]], old)
+
+
+# Several steps in one message, and steps that repeat the one before.
+
+
+def test_several_steps_are_as_many_single_ones(worker: Worker) -> None:
+    """Drawn with seeds, and their log-probabilities: row after row, step after step."""
+    rows = {
+        2: SamplingParams(temperature=0.9, seed=7, logprobs=1, max_tokens=None),
+        0: SamplingParams(temperature=1.0, top_k=20, seed=8, max_tokens=None),
+        5: SamplingParams(temperature=0.8, top_p=0.9, seed=9, logprobs=0, max_tokens=None),
+    }
+
+    def begin() -> None:
+        new = [admit(row, LONG[: row + 3], range(6 * row + 1, 6 * row + 7), params=p) for row, p in rows.items()]
+        run(worker, {row: row + 3 for row in rows}, new=new)
+
+    begin()
+    singles = [run(worker, dict.fromkeys(rows, 1)) for _ in range(4)]
+    worker.reset_rows()
+    begin()
+    together = run(worker, dict.fromkeys(rows, 1), num_steps=4)
+    assert together.rows is not None
+    assert together.rows.tolist() == [2, 0, 5]
+    assert together.token_ids.reshape(3, 4).T.tolist() == [single.token_ids.tolist() for single in singles]
+    assert together.logprobs is not None
+    for i in range(3):
+        for step, single in enumerate(singles):
+            found, expected = together.logprobs[4 * i + step], (single.logprobs or [])[i]
+            assert (found is None) == (expected is None) == (i == 1)
+            if found is not None and expected is not None:
+                assert (found.token_ids, found.ranks) == (expected.token_ids, expected.ranks)
+                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    after = sampled(run(worker, dict.fromkeys(rows, 1)))
+    assert list(after) == [2, 0, 5], "the rows go on where the message ended"
+
+
+def test_rows_that_are_not_named_are_those_of_the_step_before(worker: Worker, reference: Reference) -> None:
+    """And what they sampled names none, where all of them did."""
+    new = [admit(4, LONG, range(1, 8)), admit(1, SHORT, range(8, 12))]
+    first = worker.execute_model(make_step({4: 15, 1: 3}, new=new))
+    outputs = [first, *(worker.execute_model(again(number)) for number in range(1, 6))]
+    assert [output.rows for output in outputs if output] == [None] * 6
+    tokens = [output.token_ids.tolist() for output in outputs if output]
+    assert [both[0] for both in tokens] == reference(LONG, 6)
+    assert [both[1] for both in tokens] == reference(SHORT, 6)
+
+
+def test_a_step_in_which_not_all_sample_names_those_that_did(worker: Worker) -> None:
+    output = worker.execute_model(make_step({0: 5, 1: 3}, new=[admit(0, LONG, [1, 2, 3, 4]), admit(1, SHORT, [5])]))
+    assert output is not None
+    assert output.rows is not None
+    assert output.rows.tolist() == [1]
+
+
+def again(number: int) -> SchedulerOutput:
+    return SchedulerOutput(number, 1, int_array(), [], [], None, None, 2)
+
+
 # A request whose numbers overflow.
 
 
@@ -151,6 +224,32 @@ def test_a_row_that_is_not_finite_ends_alone(worker: Worker, reference: Referenc
     # The step after may be under way already when the error arrives: it must run, and the neighbour must go on.
     written = [sampled(output)[1], *decode(worker, [0, 1], 6)[1]]
     assert written == reference(LONG, 7)
+
+
+def test_a_row_that_breaks_amid_several_steps_is_told_once(
+    worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token that row 0 writes is one that breaks it; it has two more steps to go."""
+    fatal = reference(SHORT, 2)[1]
+    written = reference(LONG, 5)
+    assert fatal not in written
+    assert worker._runner is not None
+    embed = worker._runner._model.embed_tokens  # type: ignore[attr-defined]
+
+    def with_a_hole(input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = embed(input_ids)
+        hidden[input_ids == fatal] = math.nan
+        return hidden
+
+    new = [admit(0, SHORT, [1, 2, 3]), admit(1, LONG, range(4, 10))]
+    first = sampled(run(worker, {0: 3, 1: 15}, new=new))
+    monkeypatch.setattr(worker._runner._model, "embed_tokens", with_a_hole)
+    output = run(worker, {0: 1, 1: 1}, num_steps=4)
+    assert [error.row for error in output.row_errors] == [0]
+    assert output.rows is not None
+    assert output.rows.tolist() == [1]
+    assert [first[1], *output.token_ids.tolist()] == written
+    assert all(torch.isfinite(cache).all() for cache in worker._runner._kv_caches)
 
 
 def test_a_chunk_that_samples_nothing_is_told_too_and_leaves_nothing_in_its_blocks(

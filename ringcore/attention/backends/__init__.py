@@ -29,7 +29,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve `spec` on `device`.
 
-    `num_heads` query heads on this rank; `neighbours` as `AttentionBackend` takes them. Raises `ConfigError` with the reason of every backend that refused.
+    `num_heads` query heads on this rank; `neighbours` as `AttentionBackend` takes them. Raises `ConfigError` with the
+    reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:
         raise _refused(name, f"no such backend; give auto or one of {', '.join(BACKENDS)}")
