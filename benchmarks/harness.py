@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from benchmarks import BENCHMARKS
 from benchmarks.driver import ROOT, BenchmarkError, Driver
 from benchmarks.machine import git_commit, machine_facts, shown_path
-from benchmarks.result import Findings, Limit, Measurement, Result
+from benchmarks.result import Findings, Result
 
 __all__ = [
     "PEERS",
@@ -30,7 +30,6 @@ __all__ = [
     "interleave",
     "load_benchmark",
     "load_engine",
-    "measurements_from_rows",
     "note",
     "numbers",
     "run_benchmark",
@@ -270,27 +269,6 @@ def interleave(names: Sequence[str], rounds: int, turn: Callable[[str, int], T])
             if round_ > 0:
                 samples[name].append(value)
     return samples
-
-
-def measurements_from_rows(
-    taken: Mapping[str, Sequence[Sequence[Sequence[Any]]]], limits: Mapping[str, Limit] | None = None
-) -> list[Measurement]:
-    """A measurement for each kind of row, in the order in which they come. `taken`: of each engine, round by round,
-    rows of name, unit and value; a unit "/s" is one of which more is better."""
-    table: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for engine, rounds in taken.items():
-        for name, unit, value in (row for rows in rounds for row in rows):
-            table.setdefault((name, unit), {}).setdefault(engine, []).append(value)
-    return [
-        Measurement(
-            name=name,
-            unit=unit,
-            higher_is_better=unit.endswith("/s"),
-            samples=samples,
-            limit=(limits or {}).get(name),
-        )
-        for (name, unit), samples in table.items()
-    ]
 
 
 def numbers(option: str, text: str) -> list[int]:

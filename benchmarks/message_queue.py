@@ -18,18 +18,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.driver import Driver
-from benchmarks.harness import (
-    Benchmark,
-    EngineSpec,
-    Plan,
-    child_specs,
-    load_engine,
-    measurements_from_rows,
-    note,
-    numbers,
-)
+from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, load_engine, note, numbers
 from benchmarks.peers.queue_loops import IDLE_S, NUM_PACED, SILENCE_S, SIZES, WORK_S, cpu_s, pinned_core, size_name
 from benchmarks.result import Check, Findings, Limit, Measurement
+from benchmarks.turns import measurements_from_rows
 
 __all__ = ["MessageQueue", "OtherWork", "Round", "floors", "limits_from", "measurements", "queue_specs", "quietest"]
 

@@ -6,13 +6,12 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
-
-from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note, numbers
+from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, numbers
 from benchmarks.peers.null_loops import MAX_TOKENS, MIN_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, Load
 from benchmarks.result import Findings, Measurement
+from benchmarks.turns import Turns
 from ringcore.testing.models import write_model_config
 
 __all__ = ["NullEngine"]
@@ -38,8 +37,9 @@ class NullEngine(Benchmark):
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
             write_model_config(folder, vocab_size=VOCAB_SIZE, max_position_embeddings=longest)
             with Fleet(replace(plan, specs=specs, model=Path(folder))) as fleet:
+                turns = Turns(fleet, plan.rounds)
                 cases = [(place, size) for place in PLACES for size in sizes]
-                measurements = [one for place, size in cases for one in _measure(fleet, plan, place, size)]
+                measurements = [one for place, size in cases for one in _measure(turns, place, size)]
         return Findings(measurements=measurements, engines=fleet.facts, conditions=_conditions())
 
 
@@ -58,12 +58,6 @@ def _conditions() -> list[str]:
     ]
 
 
-def _measure(fleet: Fleet, plan: Plan, place: str, size: int) -> list[Measurement]:
-    def turn(engine: str, round_: int) -> Any:
-        with fleet.turn(engine) as driver:
-            return driver.call("decode", TIMEOUT_S, num_requests=size, has_process=PLACES[place])
-
-    prefix = f"{place}, {size:,} request{'s' * (size > 1)}"
-    note(f"{prefix}: {plan.rounds} rounds")
-    found = measurements_from_rows(interleave(list(fleet.facts), plan.rounds, turn))
-    return [msgspec.structs.replace(one, name=f"{prefix}, {one.name}") for one in found]
+def _measure(turns: Turns, place: str, size: int) -> list[Measurement]:
+    shown = f"{place}, {size:,} request{'s' * (size > 1)}"
+    return turns.measure(shown, "decode", TIMEOUT_S, num_requests=size, has_process=PLACES[place])

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note, numbers
-from benchmarks.peers.prefix_loops import BLOCK_SIZE, POOL_PROMPTS, median_us
+from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, numbers
+from benchmarks.peers.prefix_loops import A_BLOCK, BLOCK_SIZE, POOL_PROMPTS, median_us
 from benchmarks.result import Findings, Limit, Measurement
+from benchmarks.turns import Turns
 
 __all__ = ["PrefixCache", "shown_tokens"]
 
@@ -22,6 +23,7 @@ HIT_PERCENTS = (0, 50, 100)
 TIMEOUT_S = 300.0
 FLOOR_BLOCKS = 1000
 DIGEST_BYTES, TOKEN_BYTES = 32, 4
+UNITS = ("µs", A_BLOCK)
 HASH, LOOKUP = "hash", "lookup, 100% cached"  # the rows that have a floor
 
 
@@ -42,16 +44,18 @@ class PrefixCache(Benchmark):
         specs = child_specs(plan.specs, "prefix", "prefix cache")
         floors = block_floors()
         with Fleet(replace(plan, specs=specs, model=Path())) as fleet:
+            turns = Turns(fleet, plan.rounds)
             measurements = []
             for size in sizes:
-                measurements += _measure(fleet, plan, size, "hashing", {}, floors)
+                measurements += _measure(turns, size, "hashing")
                 for percent in HIT_PERCENTS:
-                    measurements += _measure(fleet, plan, size, "looking", {"hit_percent": percent}, floors)
-            measurements += _measure(fleet, plan, plan.options.taken, "taking", {}, floors)
+                    measurements += _measure(turns, size, "looking", hit_percent=percent)
+            measurements += _measure(turns, plan.options.taken, "taking")
         return Findings(
-            measurements=[one for unit in ("µs", "µs a block") for one in measurements if one.unit == unit],
+            measurements=[_with_floor(one, floors) for unit in UNITS for one in measurements if one.unit == unit],
             engines=fleet.facts,
             conditions=_conditions(),
+            checks=turns.core_checks(),
         )
 
 
@@ -69,23 +73,15 @@ def _conditions() -> list[str]:
     ]
 
 
-def _measure(
-    fleet: Fleet, plan: Plan, size: int, command: str, arguments: Mapping[str, Any], floors: Mapping[str, Limit]
-) -> list[Measurement]:
-    def turn(engine: str, round_: int) -> Any:
-        with fleet.turn(engine) as driver:
-            return driver.call(command, TIMEOUT_S, num_tokens=size, **arguments)
+def _measure(turns: Turns, size: int, command: str, **arguments: Any) -> list[Measurement]:
+    return turns.measure(shown_tokens(size), command, TIMEOUT_S, num_tokens=size, **arguments)
 
-    note(f"{shown_tokens(size)}, {command} {dict(arguments)}: {plan.rounds} rounds")
-    found = measurements_from_rows(interleave(list(fleet.facts), plan.rounds, turn))
-    return [
-        msgspec.structs.replace(
-            one,
-            name=f"{shown_tokens(size)}, {one.name}",
-            limit=floors.get(one.name) if one.unit.endswith("a block") else None,
-        )
-        for one in found
-    ]
+
+def _with_floor(measurement: Measurement, floors: Mapping[str, Limit]) -> Measurement:
+    """Floors are of a block."""
+    if measurement.unit != A_BLOCK:
+        return measurement
+    return msgspec.structs.replace(measurement, limit=floors.get(measurement.name.partition(", ")[2]))
 
 
 def shown_tokens(num_tokens: int) -> str:

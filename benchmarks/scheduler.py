@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 
-from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note, numbers
+from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, numbers
 from benchmarks.peers.scheduler_loops import (
     BLOCK_SIZE,
     CHURN_PROMPT,
@@ -27,6 +26,7 @@ from benchmarks.peers.scheduler_loops import (
     VOCAB_SIZE,
 )
 from benchmarks.result import Check, Findings, Limit, Measurement
+from benchmarks.turns import Turns, measurements_from_rows
 from ringcore.testing.models import write_model_config
 
 __all__ = ["Scheduler", "growth_exponent", "slope", "step_floor"]
@@ -57,15 +57,15 @@ class Scheduler(Benchmark):
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
             write_model_config(folder, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_MODEL_LEN)
             with Fleet(replace(plan, specs=specs, model=Path(folder))) as fleet:
-                rounds = _Rounds(fleet, [spec.name for spec in specs], plan)
-                steady = [rounds.steady(size, depth) for depth in (1, 2) for size in sizes]
-                churn = [rounds.churn(name, *case) for name, case in CHURNS.items()]
-        by_kind = _by_kind(steady)
+                turns = Turns(fleet, plan.rounds)
+                steady = [one for depth in (1, 2) for size in sizes for one in _steady(turns, size, depth)]
+                churns = [_churn(turns, plan.options, name) for name in CHURNS]
+        steady = _by_kind(steady)
         return Findings(
-            measurements=[*by_kind, *(measurement for rows in churn for measurement in rows)],
+            measurements=steady + [one for churn in churns for one in churn[0]],
             engines=fleet.facts,
             conditions=_conditions(plan),
-            checks=[*_growth(by_kind, sizes), *rounds.checks],
+            checks=[*_growth(steady, sizes), *(check for churn in churns for check in churn[1]), *turns.core_checks()],
         )
 
 
@@ -91,44 +91,28 @@ def _conditions(plan: Plan) -> list[str]:
     ]
 
 
-class _Rounds:
-    """The turns of all engines at one case after the other."""
-
-    def __init__(self, fleet: Fleet, names: Sequence[str], plan: Plan) -> None:
-        self._fleet, self._names, self._plan = fleet, names, plan
-        self.checks: list[Check] = []
-
-    def steady(self, num_running: int, steps_in_flight: int) -> list[Measurement]:
-        prefix = f"{num_running:,} running{', two steps in flight' if steps_in_flight > 1 else ''}"
-        limit = step_floor(num_running)
-        arguments = {"num_running": num_running, "steps_in_flight": steps_in_flight}
-        taken = self._take(prefix, "steady", arguments)
-        found = measurements_from_rows(taken, {"step": limit} if steps_in_flight == 1 else {})
-        return [msgspec.structs.replace(one, name=f"{prefix}, {one.name}") for one in found]
-
-    def churn(self, name: str, pool_share: float, is_burst: bool) -> list[Measurement]:
-        options = self._plan.options
-        arguments = {"num_running": options.churn, "num_laps": options.churn_laps}
-        taken = self._take(name, "churn", arguments | {"pool_share": pool_share, "is_burst": is_burst})
-        for engine, replies in taken.items():
-            mean = {key: median(reply[key] for reply in replies) for key in ("running", "finished", "preempted")}
-            value = "{running:.0f} running, {finished:.1f} finished, {preempted:.1f} preempted".format(**mean)
-            self.checks.append(Check(name=f"{name}, {engine}, a step", value=value, data=mean))
-        found = measurements_from_rows({engine: [r["rows"] for r in replies] for engine, replies in taken.items()})
-        return [msgspec.structs.replace(one, name=f"{name}, {one.name}") for one in found]
-
-    def _take(self, shown: str, command: str, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
-        def turn(engine: str, round_: int) -> Any:
-            with self._fleet.turn(engine) as driver:
-                return driver.call(command, TIMEOUT_S, **arguments)
-
-        note(f"{shown}: {self._plan.rounds} rounds")
-        return interleave(self._names, self._plan.rounds, turn)
+def _steady(turns: Turns, num_running: int, steps_in_flight: int) -> list[Measurement]:
+    shown = f"{num_running:,} running{', two steps in flight' if steps_in_flight > 1 else ''}"
+    limits = {"step": step_floor(num_running)} if steps_in_flight == 1 else {}
+    arguments = {"num_running": num_running, "steps_in_flight": steps_in_flight}
+    return turns.measure(shown, "steady", TIMEOUT_S, limits=limits, **arguments)
 
 
-def _by_kind(steady: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+def _churn(turns: Turns, options: argparse.Namespace, name: str) -> tuple[list[Measurement], list[Check]]:
+    pool_share, is_burst = CHURNS[name]
+    arguments = {"num_running": options.churn, "num_laps": options.churn_laps, "pool_share": pool_share}
+    taken = turns.take(name, "churn", TIMEOUT_S, is_burst=is_burst, **arguments)
+    checks = []
+    for engine, replies in taken.items():
+        counts = {key: median(reply[key] for reply in replies) for key in ("running", "finished", "preempted")}
+        value = "{running:.0f} running, {finished:.1f} finished, {preempted:.1f} preempted".format(**counts)
+        checks.append(Check(name=f"{name}, {engine}, a step", value=value, data=counts))
+    rows = {engine: [reply["rows"] for reply in replies] for engine, replies in taken.items()}
+    return measurements_from_rows(rows, prefix=f"{name}, "), checks
+
+
+def _by_kind(measurements: Sequence[Measurement]) -> list[Measurement]:
     """All sizes of one kind one below the other: first the steps as a whole, then their parts."""
-    measurements = [measurement for rows in steady for measurement in rows]
     kinds = dict.fromkeys(measurement.name.rpartition(", ")[2] for measurement in measurements)
     return [m for kind in kinds for m in measurements if m.name.rpartition(", ")[2] == kind]
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
-
-from benchmarks.harness import Benchmark, Fleet, Plan, child_specs, interleave, measurements_from_rows, note
+from benchmarks.harness import Benchmark, Fleet, Plan, child_specs
 from benchmarks.result import Check, Findings, Measurement
+from benchmarks.turns import Turns
 from ringcore.testing.models import write_model_config
 
 __all__ = ["Simulator"]
@@ -55,8 +54,9 @@ class Simulator(Benchmark):
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
             write_model_config(folder, **MODEL)
             with Fleet(replace(plan, specs=specs, model=Path(folder))) as fleet:
+                turns = Turns(fleet, plan.rounds)
                 cases = [(load, routing) for load in LOADS for routing in ROUTINGS]
-                measurements = [one for load, routing in cases for one in _measure(fleet, plan, load, routing)]
+                measurements = [one for case in cases for one in _measure(turns, plan.options.requests, *case)]
         return Findings(
             measurements=measurements,
             engines=fleet.facts,
@@ -80,17 +80,9 @@ def _conditions(plan: Plan) -> list[str]:
     ]
 
 
-def _measure(fleet: Fleet, plan: Plan, load: str, routing: str) -> list[Measurement]:
-    arguments: dict[str, Any] = {"routing": routing, "num_requests": plan.options.requests, "trace": TRACE}
-    arguments |= LOADS[load]._asdict()
-
-    def turn(engine: str, round_: int) -> Any:
-        with fleet.turn(engine) as driver:
-            return driver.call("simulate", TIMEOUT_S, **arguments)
-
-    note(f"{load}, {routing}: {plan.rounds} rounds")
-    found = measurements_from_rows(interleave(list(fleet.facts), plan.rounds, turn))
-    return [msgspec.structs.replace(one, name=f"{load}, {routing}, {one.name}") for one in found]
+def _measure(turns: Turns, num_requests: int, load: str, routing: str) -> list[Measurement]:
+    arguments: dict[str, Any] = {"routing": routing, "num_requests": num_requests, "trace": TRACE}
+    return turns.measure(f"{load}, {routing}", "simulate", TIMEOUT_S, **arguments, **LOADS[load]._asdict())
 
 
 def _a_million(measurements: list[Measurement]) -> list[Check]:

@@ -263,7 +263,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing done, while a row is in use."""
-        return self._pool.reset_prefix_cache()
+        return not self._users and self._pool.reset_prefix_cache()
 
     # Columns by row, and the check of it all.
 

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import simulator
 from benchmarks.driver import ROOT, BenchmarkError
-from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, engine_specs, measurements_from_rows, numbers
+from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, engine_specs, numbers
 from benchmarks.null_engine import NullEngine
 from benchmarks.peers import null_loops, prefix_loops, scheduler_loops
 from benchmarks.peers.null_ringcore import RingcoreNull
@@ -28,6 +28,7 @@ from benchmarks.peers.scheduler_loops import BLOCK_SIZE, TOKEN_ID, Load, Outcome
 from benchmarks.peers.scheduler_ringcore import RingcoreScheduler
 from benchmarks.prefix_cache import PrefixCache, block_floors, shown_tokens
 from benchmarks.scheduler import Scheduler, growth_exponent, slope, step_floor
+from benchmarks.turns import measurements_from_rows
 from ringcore.testing.models import write_model_config
 
 MakePlan = Callable[..., Plan]
@@ -284,6 +285,7 @@ def test_a_short_run_beside_a_peer(specs: list[EngineSpec], make_plan: MakePlan)
     assert {name for name, one in rows.items() if one.limit} == set(steps)
     assert {"exponent", "us_a_request"} == checks["a step, vllm"].data.keys()
     assert checks["churn, ringcore, a step"].value == "18 running, 2.0 finished, 0.0 preempted"
+    assert 0 < checks["least share of a core that vllm had, in any turn"].data <= 1.0
     assert {"a step, two in flight, ringcore", "churn in bursts, 70% of the blocks, vllm, a step"} < checks.keys()
 
 

@@ -57,7 +57,7 @@ def test_prefix_cache_cold_then_warm(core):
     outputs = check(core, SHORT, salt="warm")
     for entry, one in zip(SHORT, outputs, strict=True):
         prompt = len(entry.prompt_token_ids)
-        assert one[-1].num_cached_tokens == (prompt - 1) // 16 * 16
+        assert one[-1].num_cached_tokens == min(prompt // 16 * 16, prompt - 1)
 
 
 @pytest.mark.parametrize("budget", [16, 64])

@@ -128,9 +128,7 @@ class Driver:
             max_tokens_in_flight=self.config.max_tokens_in_flight,
         )
         max_num_seqs = self.config.max_num_seqs
-        return KVCacheManager(
-            config, max_num_seqs=max_num_seqs, enable_prefix_caching=self.caching, hasher=self.hasher
-        )
+        return KVCacheManager(config, max_num_seqs=max_num_seqs, enable_prefix_caching=self.caching, hasher=self.hasher)
 
     def check(self) -> None:
         if self.checks:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from fake_model import completion
 from scheduler_driver import Driver
 
@@ -198,3 +201,31 @@ class TestSeveralStepsAtOnce:
         engine.drain()
         assert (engine.finish_reason("a"), engine.tokens("a")) == ("error", completion(A, 1))
         assert engine.tokens("b") == completion(B, 9)
+
+    @pytest.mark.parametrize("caching", [False, True])
+    def test_they_decide_what_single_steps_do(self, caching):
+        """Random crowds without stop tokens, that all come at once: who computes what in which step."""
+
+        def history(seed: int, max_steps: int) -> list[dict[int, int]]:
+            rng = random.Random(seed)
+            engine = Driver(
+                num_blocks=rng.choice([5, 8, 12, 30]),
+                max_num_seqs=rng.choice([2, 3, 5]),
+                budget=rng.choice([6, 20]),
+                max_skip_ahead=rng.choice([0, 3]),
+                caching=caching,
+                max_steps=max_steps,
+                checks=False,
+            )
+            for number in range(6):
+                prompt = [rng.randrange(3)] * rng.randint(1, 15)
+                engine.add(f"r{number}", prompt, max_tokens=rng.randint(1, 15), seed=number)
+            steps = []
+            while engine.scheduler.has_unfinished:
+                num_steps = engine.schedule().num_steps
+                steps += [engine.work_by_seed] * num_steps
+                engine.update()
+            return steps
+
+        for seed in range(60):
+            assert history(seed, max_steps=5) == history(seed, max_steps=1)

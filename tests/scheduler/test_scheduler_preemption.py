@@ -241,3 +241,38 @@ class TestPreemptLowerPriority:
         engine.step()
         assert engine.scheduler.stats().num_preemptions == 0
         assert engine.work_by_seed == {0: 1, 1: 1}
+
+    def test_each_that_comes_to_stand_first_asks(self):
+        """a and b run, c and d take the last rows, and then e is the first one waiting."""
+        engine = self.make(max_num_seqs=4)
+        engine.add("a", [1], max_tokens=9, priority=0, seed=0)
+        engine.add("b", [2], max_tokens=9, priority=1, seed=1)
+        engine.step()
+        for seed, name in enumerate("cde", 2):
+            engine.add(name, [seed], max_tokens=9, priority=0, seed=seed)
+        engine.step()
+        assert set(engine.work_by_seed) == {0, 1, 2, 3}
+        engine.step()
+        assert set(engine.work_by_seed) == {0, 2, 3, 4}
+
+    def test_asks_again_when_what_it_found_is_gone(self):
+        """Seven of ten blocks are free, as c wants; but in the same step b takes one of them."""
+        engine = self.make(num_blocks=11, block_size=2, max_skip_ahead=2)
+        engine.add("a", [1] * 9, max_tokens=1, priority=0, seed=0)
+        engine.add("b", [2] * 6, max_tokens=7, priority=2, seed=1)
+        engine.add("c", [3] * 14, max_tokens=2, priority=0, seed=2)
+        assert engine.step() == {0: 9, 1: 6}
+        engine.step()
+        engine.step()
+        assert engine.work_by_seed == {2: 14}, "b gave way, at the latest now"
+
+    def test_asks_again_when_it_has_waited_for_a_prefix(self):
+        engine = Driver(num_blocks=20, max_num_seqs=2, chunk=4, policy="priority", preempt_lower_priority=True)
+        engine.add("a", A, max_tokens=9, priority=0, seed=0)
+        engine.add("b", B, max_tokens=9, priority=2, seed=1)
+        engine.step()
+        engine.add("c", A, max_tokens=9, priority=1, seed=2)
+        engine.step()
+        assert engine.work_by_seed == {0: 4, 1: 4}, "a computes what c begins with"
+        engine.step()
+        assert engine.work_by_seed == {0: 1, 2: 1}

@@ -1,4 +1,4 @@
-"""What a prompt finds of what was computed before, and what it waits for. Blocks of 4 tokens, one of them the null block."""
+"""What a prompt finds of what was computed before, and what it waits for. Blocks of 4 tokens."""
 
 from __future__ import annotations
 

@@ -177,6 +177,18 @@ class TestTrials:
         assert seeds_of_next_steps(engine, 4) == [{0}, {0}, {1}, {1}]
         finish(engine, "ab")
 
+    def test_a_reset_of_the_cache_interrupts_a_trial(self):
+        engine = make("ab")
+        engine.schedule()
+        engine.die()
+        engine.schedule()
+        assert engine.scheduler.reset_prefix_cache(preempt_running=True)
+        engine.check()
+        assert engine.schedule() is None, "it begins again when nothing of it is in flight"
+        engine.update()
+        assert seeds_of_next_steps(engine, 3) == [{0}, {1}, {0, 1}]
+        finish(engine, "ab")
+
     def test_one_that_is_preempted_with_its_step_in_flight_is_a_suspect(self):
         """5 usable blocks for two requests: the newer one loses its blocks when the older one needs the last."""
         engine = Driver(num_blocks=6, depth=2, caching=False)

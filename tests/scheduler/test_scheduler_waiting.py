@@ -1,4 +1,4 @@
-"""Who may start: the gate, going ahead of one that has to wait, pauses. Blocks of 4 tokens, one of them the null block."""
+"""Who may start: the gate, going ahead of one that has to wait, pauses. Blocks of 4 tokens, the null block among them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TestTheGate:
         assert {"needed_blocks": 6, "usable_blocks": 5}.items() <= error.value.details.items()
 
     def test_two_groups_need_more(self):
-        """12 tokens are three blocks in each group; 13 are four. In the one with a window of 4 it cannot be fewer: the 3
-        tokens that the next one sees, two steps of 4 tokens, and 3 slots before these in the first block are 14."""
+        """12 tokens are three blocks in each group; 13 are four. In the one with a window of 4 it cannot be fewer:
+        the 3 tokens that the next one sees, two steps of 4, and 3 slots before these in the first block are 14."""
         engine = Driver(num_blocks=7, groups=[(4, None), (4, 4)], budget=4, depth=2)
         engine.add("a", [1] * 12, max_tokens=None)
         engine.drain()

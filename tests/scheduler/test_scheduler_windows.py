@@ -1,4 +1,4 @@
-"""Models that mix full attention with a sliding window: two groups over one pool, blocks of 4 tokens, one null block."""
+"""Models that mix full attention with a sliding window: two groups over one pool. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
