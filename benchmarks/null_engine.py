@@ -48,9 +48,9 @@ def _conditions() -> list[str]:
         f"Requests with prompts of {PROMPT_TOKENS} tokens arrive together and decode, greedy, past any end of text, "
         f"{MAX_TOKENS:,} to {MIN_TOKENS} tokens each, the more the fewer requests. A sample is measured from the "
         "arrival to the last token of all, as the client has it.",
-        "From the workers' side on all is a fake in the engine's process: FakeExecutor of ringcore.testing, which "
-        "checks every step, keeps block tables and draws tokens; for vLLM an Executor that gives each request one "
-        "token.",
+        "In place of the workers is an executor in the engine's process that gives each request one token: a "
+        "FakeExecutor of ringcore.testing with a worker that keeps no more than what each row knows and has computed; "
+        "for vLLM an Executor that keeps nothing.",
         "All else is the engine as it is: scheduler, outputs, and from a process of its own the messages to its client "
         "(ringcore: EngineCoreClient; vLLM: SyncMPClient), which reads them as one object for each request.",
         "Both schedule a step ahead of the tokens (vLLM: async scheduling, its default on a GPU).",

@@ -1,4 +1,4 @@
-"""ringcore's EngineCore behind its own client, with the executor of `ringcore.testing`: no worker, no model."""
+"""ringcore's EngineCore behind its own client, with an executor that has no model and no process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RingcoreNull(NullChild):
         options: dict[str, Any] = {"model": self._model, "load_format": "dummy", "block_size": BLOCK_SIZE}
         options |= {"max_num_seqs": load.num_requests, "max_num_batched_tokens": load.max_num_batched_tokens}
         options |= {"max_model_len": load.max_model_len, "num_blocks_override": load.num_blocks + 1}
-        config = EngineConfig.from_options(executor="ringcore.testing:FakeExecutor", **options)
+        config = EngineConfig.from_options(executor="benchmarks.peers.ringcore_null_executor:NullExecutor", **options)
         return RingcoreEngine(config, load.has_process)
 
 

@@ -93,10 +93,10 @@ class BlockPool:
         if not len(ids):
             return
         counts = self.ref_counts[ids]
-        if (counts == 1).all():
+        if _all(counts == 1):
             self.ref_counts[ids] = 0
         else:
-            assert counts.all(), "a block is freed once too often"
+            assert _all(counts), "a block is freed once too often"
             np.subtract.at(self.ref_counts, ids, 1)
             ids = ids[self.ref_counts[ids] == 0]
         groups = self._group_of[ids]
@@ -128,8 +128,8 @@ class BlockPool:
         if found_ids != own_ids:
             is_new = list(map(eq, found_ids, own_ids))
             ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
-        assert self.ref_counts[ids].all(), "a block that is free holds anything"
-        assert (self._group_of[ids] == _NOT_CACHED).all(), "a block is cached already"
+        assert _all(self.ref_counts[ids]), "a block that is free holds anything"
+        assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
         self._hash_of.update(zip(own_ids, hashes, strict=True))
         self._group_of[ids] = group
 
@@ -141,7 +141,7 @@ class BlockPool:
             names = hashes[begin : begin + size]
             ids = np.fromiter(map(self._found[group].get, names, repeat(0)), np.int64, len(names))
             parts.append(ids)
-            if not ids.all():
+            if not _all(ids):
                 parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
                 break
             begin, size = begin + size, size * _LOOKUP_GROWTH
@@ -186,3 +186,8 @@ class BlockPool:
         for block_id, group in groups.items():
             found[group][self._hash_of[block_id]] = block_id
         assert found == self._found, "prefix cache: the maps and the blocks disagree"
+
+
+def _all(values: np.ndarray) -> bool:
+    """As `values.all()`, in a third of the time for a few values."""
+    return int(np.count_nonzero(values)) == values.size

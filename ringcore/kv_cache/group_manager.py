@@ -104,11 +104,11 @@ class GroupManager(ABC):
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Takes what is missing. Rows, one may come several times, and the blocks appended to them, both [n] int32."""
-        num_missing = self.num_missing(rows, num_tokens)
-        at_rows, at_blocks = _runs(rows, self.num_blocks[rows], num_missing)
+        first, num_missing = self.num_blocks[rows], self.num_missing(rows, num_tokens)
+        at_rows, at_blocks = _runs(rows, first, num_missing)
         ids = self._pool.take(len(at_rows))
         self._tables[at_rows, at_blocks] = ids
-        self.num_blocks[rows] += num_missing
+        self.num_blocks[rows] = first + num_missing
         return at_rows.astype(np.int32), ids.astype(np.int32)
 
     def clear(self, row: int) -> None:

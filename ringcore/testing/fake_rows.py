@@ -34,6 +34,7 @@ class FakeRows:
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, config: KVCacheConfig) -> None:
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, config.max_model_len
+        self.has_windows = any(isinstance(group.spec, SlidingWindowSpec) for group in config.groups)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)

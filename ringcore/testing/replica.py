@@ -16,12 +16,11 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError
-from ringcore.kv_cache.spec import SlidingWindowSpec
 from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.sampling_params import SamplingParams
 from ringcore.testing.clock import VirtualClock
 from ringcore.testing.fake_executor import FakeExecutor
-from ringcore.testing.hardware import Hardware, kv_cache_spec
+from ringcore.testing.hardware import Hardware
 from ringcore.testing.log_histogram import LogHistogram
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.step_cost import StepCost
@@ -111,7 +110,7 @@ class Replica:
         self._executor = FakeExecutor(config, clock=self._clock, cost=cost, hardware=hardware)
         self._core = EngineCore(config, self._executor, clock=self._clock.now)
         self._request_of_row = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
-        self._has_windows = any(isinstance(spec, SlidingWindowSpec) for spec in kv_cache_spec(config).values())
+        self._has_windows = self._executor.worker.rows.has_windows
         self._stats: EngineStats = self._core.stats()
         self._goes_on_alike = False  # the next step will be of the requests of the last one, each decoding
         self._num_requests = self._num_advances = 0

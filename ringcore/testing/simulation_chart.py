@@ -90,3 +90,4 @@ def _draw_distribution(axes: Any, values: np.ndarray, counts: np.ndarray | None,
 def _draw_utilisation(axes: Any, result: SimulationResult) -> None:
     axes.bar(range(len(result.utilisation)), [100 * share for share in result.utilisation], width=0.9)
     axes.set(xlabel="replica", ylabel="busy (%)", title="utilisation", ylim=(0, 102))
+    axes.xaxis.get_major_locator().set_params(integer=True)

@@ -21,7 +21,7 @@ from benchmarks.driver import ROOT, BenchmarkError
 from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, engine_specs, numbers
 from benchmarks.null_engine import NullEngine
 from benchmarks.peers import null_loops, prefix_loops, scheduler_loops
-from benchmarks.peers.null_ringcore import RingcoreNull
+from benchmarks.peers.null_ringcore import RingcoreEngine, RingcoreNull
 from benchmarks.peers.prefix_loops import PrefixChild, median_us, with_blocks
 from benchmarks.peers.prefix_ringcore import RingcorePrefixCache
 from benchmarks.peers.scheduler_loops import BLOCK_SIZE, TOKEN_ID, Load, Outcome, SchedulerChild, laps_of
@@ -29,6 +29,7 @@ from benchmarks.peers.scheduler_ringcore import RingcoreScheduler
 from benchmarks.prefix_cache import PrefixCache, block_floors, shown_tokens
 from benchmarks.scheduler import Scheduler, growth_exponent, slope, step_floor
 from benchmarks.turns import measurements_from_rows
+from ringcore.config import EngineConfig
 from ringcore.testing.models import write_model_config
 
 MakePlan = Callable[..., Plan]
@@ -425,6 +426,19 @@ def test_engines_without_a_model_stay_until_another_is_wanted(monkeypatch: pytes
     finally:
         child.close()
     assert child._engine is None
+
+
+def test_prompts_in_chunks_get_their_tokens_when_they_are_computed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": write_model_config(tmp_path / "model"), "load_format": "dummy"}
+    options |= {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "steps_in_flight": 1}
+    executor = "benchmarks.peers.ringcore_null_executor:NullExecutor"
+    engine = RingcoreEngine(EngineConfig.from_options(executor=executor, **options), has_process=False)
+    try:
+        engine.add([list(range(5)), list(range(100, 110))], max_tokens=2)
+        # Of 8 tokens a step: 5 and 3 of prompts; 1 and 7; then the second's own two.
+        assert [engine.get() for _ in range(3)] == [1, 2, 1]
+    finally:
+        engine.close()
 
 
 def test_a_short_run_of_the_null_engine(specs: list[EngineSpec], make_plan: MakePlan) -> None:

@@ -98,6 +98,19 @@ class TestHits:
         assert engine.step() == {0: 4}
         assert engine.tokens("c") == completion(A, 1)
 
+    def test_not_what_a_row_wrote_in_the_step_in_which_it_failed(self):
+        engine = Driver(chunk=4)
+        engine.add("a", A, max_tokens=3)
+        engine.step()
+        engine.worker.rows[0].poisoned = True
+        engine.step()
+        assert engine.finish_reason("a") == "error"
+        engine.add("b", A, max_tokens=3)
+        assert engine.schedule().new_requests[0].num_cached_tokens == 4, "the first of two blocks"
+        engine.update()
+        engine.drain()
+        assert engine.tokens("b") == completion(A, 3)
+
     def test_off(self):
         engine = Driver(caching=False)
         engine.add("a", A, max_tokens=1)

@@ -1,4 +1,4 @@
-"""Who may start: the gate, going ahead of one that has to wait, pauses. Blocks of 4 tokens, the null block among them."""
+"""Who may start: the gate, going ahead of one that has to wait, pauses. Blocks of 4 tokens."""
 
 from __future__ import annotations
 

@@ -25,6 +25,15 @@ class TestSlidingWindow:
         assert max(used) == 2
         assert engine.tokens("a") == completion(A, 12)
 
+    def test_and_lets_others_start(self):
+        """Five blocks: a has two of them until its first step came back, and b wants four."""
+        engine = Driver(num_blocks=6, groups=[(4, 4)])
+        engine.add("a", A[:7], max_tokens=9)
+        engine.add("b", [1] * 16, max_tokens=1)
+        assert [engine.step() for _ in range(2)] == [{0: 7}, {0: 1, 1: 16}]
+        engine.drain()
+        assert [engine.tokens(name) for name in "ab"] == [completion(A[:7], 9), completion([1] * 16, 1)]
+
     def test_more_than_the_pool_holds_at_once(self):
         engine = Driver(num_blocks=4, groups=[(4, 4)], budget=4, max_model_len=60)  # 12 slots
         engine.add("a", [n % 50 for n in range(40)], max_tokens=20)
