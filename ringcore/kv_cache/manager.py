@@ -184,9 +184,12 @@ class KVCacheManager:
         """By group the row's block table, [num_blocks] int32, 0 where a window has left the block behind. A copy."""
         return [group.table(row) for group in self._groups]
 
-    def num_unshared_blocks(self, row: int) -> int:
-        """The blocks that `free` would make free: those in no other row's tables."""
-        return int(np.count_nonzero(self._pool.ref_counts[self._live_blocks(row)] == 1))
+    def num_unshared_blocks(self, row: int, prefix: CachedPrefix | None = None) -> int:
+        """The blocks that `free` would make free: those in no other row's tables, and not in `prefix` either."""
+        ids = self._live_blocks(row)
+        if prefix is not None:
+            ids = ids[~np.isin(ids, prefix.held_block_ids())]
+        return int(np.count_nonzero(self._pool.ref_counts[ids] == 1))
 
     def blocks_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> int:
         """The blocks to take so that each row has slots for num_tokens[i] tokens."""

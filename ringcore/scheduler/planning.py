@@ -49,11 +49,13 @@ def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager)
     return True
 
 
-def steps_at_once(plan: StepPlan, max_steps: int, running: RunningTable, kv_cache: KVCacheManager) -> int:
+def steps_at_once(
+    plan: StepPlan, max_steps: int, running: RunningTable, kv_cache: KVCacheManager, steps_in_flight: int
+) -> int:
     """How many steps a step in which all decode may be, at most `max_steps`; the blocks for them are taken."""
     most = min(max_steps, running.room())
-    if kv_cache.has_windows:
-        most = min(most, kv_cache.config.max_tokens_in_flight)
+    if kv_cache.has_windows:  # which hold what is in flight, and more steps of one token each may follow
+        most = min(most, kv_cache.config.max_tokens_in_flight - (steps_in_flight - 1))
 
     def too_many(num_steps: int) -> bool:
         missing: int = kv_cache.blocks_missing(running.row, running.computed + num_steps)
@@ -62,7 +64,7 @@ def steps_at_once(plan: StepPlan, max_steps: int, running: RunningTable, kv_cach
     num_steps = most
     if too_many(most):
         num_steps = bisect.bisect_left(range(2, most), True, key=too_many) + 1
-    if num_steps > 1:
+    if kv_cache.blocks_missing(running.row, running.computed + num_steps):
         plan.append_blocks(kv_cache.extend(running.row, running.computed + num_steps))
         running.capacity[:] = kv_cache.capacity[running.row]
     return num_steps
@@ -84,7 +86,8 @@ def num_victims_needed(
 ) -> int:
     """How many of `rows`, in their order, have to be given up for the request to start; 0 also where all are too few.
 
-    has_row: whether a row is free. Of the blocks of a row, those count that it shares with nobody.
+    has_row: whether a row is free. Of the blocks of a row, those count that it shares with nobody, and that are not in
+    the prefix: these the request needs itself.
     """
     num_free = kv_cache.num_free_blocks
     needed = kv_cache.blocks_to_start(request.num_tokens_to_hold, prefix)
@@ -92,6 +95,6 @@ def num_victims_needed(
         if has_row and needed <= num_free:
             return num_victims
         if num_victims < len(rows):
-            num_free += kv_cache.num_unshared_blocks(rows[num_victims])
+            num_free += kv_cache.num_unshared_blocks(rows[num_victims], prefix)
             has_row = True
     return 0

@@ -165,7 +165,8 @@ class Scheduler:
             return None
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
-            num_steps = steps_at_once(plan, max_steps, self._table, self._running.kv_cache)
+            kv_cache, depth = self._running.kv_cache, self._config.steps_in_flight
+            num_steps = steps_at_once(plan, max_steps, self._table, kv_cache, depth)
         return self._launch(plan, num_steps)
 
     def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> OutputColumns:
@@ -258,7 +259,7 @@ class Scheduler:
 
     def _make_room_for_first_waiting(self) -> None:
         """Preempts those of worse priority, if that lets the first one waiting start."""
-        if not self._may_start or not self._waiting or self.paused is not None:
+        if not self._waiting or self.paused is not None:
             return
         first, table = self._waiting.peek(), self._table
         lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]

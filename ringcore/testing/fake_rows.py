@@ -43,9 +43,11 @@ class FakeRows:
         self._num_users = np.zeros(config.num_blocks, dtype=np.int32)  # of each block, among full-attention groups
         self._tables = [BlockTable(group, self._num_users, max_num_seqs, config) for group in config.groups]
         self._last: np.ndarray | None = None
+        self._going_on: np.ndarray | None = None  # what `going_on` found, until a step changes it
 
     def apply(self, step: SchedulerOutput) -> StepRows:
         """Takes in what changed, and checks what is to be computed."""
+        self._going_on = None
         self._clear(step.finished_rows)
         for request in step.new_requests:
             self._start(request)
@@ -57,6 +59,7 @@ class FakeRows:
 
     def clear(self) -> None:
         """Forgets all rows."""
+        self._going_on = None
         self._clear(np.flatnonzero(self.num_tokens))
         self._last = None
 
@@ -119,7 +122,7 @@ class FakeRows:
             assert len(set(numbers)) == len(numbers), "a row is twice in one step"
             if numbers:
                 assert 0 <= min(numbers) <= max(numbers) < len(self.num_tokens), "a row that is no row is scheduled"
-                assert self.num_tokens[rows].min(), "a row that is not in use is scheduled"
+                assert all(self.num_tokens[numbers].tolist()), "a row that is not in use is scheduled"
         if step.num_scheduled_tokens is None:
             return rows, np.ones(len(rows), dtype=np.int64)
         assert len(step.num_scheduled_tokens) == len(rows), "a number of tokens for each row"
@@ -149,6 +152,7 @@ class FakeRows:
 
     def append_tokens(self, rows: np.ndarray, num_steps: int) -> None:
         """So many tokens each are sampled, and all but the last computed."""
+        self._going_on = None
         assert (self.num_tokens[rows] + num_steps <= self._max_model_len).all(), "tokens past max_model_len"
         self.num_tokens[rows] += num_steps
         self.num_computed_tokens[rows] += num_steps - 1
@@ -156,28 +160,30 @@ class FakeRows:
     # -----------------------------------------------------------------------------------------------------------
     # For whoever wants to know how far the engine gets by itself.
 
-    def _going_on(self) -> np.ndarray:
+    def going_on(self) -> np.ndarray:
         """The rows that have not all the tokens which their requests asked for."""
-        return np.flatnonzero(self.num_tokens < self.max_total_tokens)
+        if self._going_on is None:
+            self._going_on = (self.num_tokens < self.max_total_tokens).nonzero()[0]
+        return self._going_on
 
     def decode_work(self) -> StepWork:
         """A step in which every row that goes on computes one token."""
-        rows = self._going_on()
+        rows = self.going_on()
         return StepWork(len(rows), len(rows), int(self.num_computed_tokens[rows].sum()) + len(rows))
 
     def is_decoding(self) -> bool:
         """Whether every row that goes on has exactly one token to compute."""
-        rows = self._going_on()
+        rows = self.going_on()
         return bool((self.num_tokens[rows] - self.num_computed_tokens[rows] == 1).all())
 
     def steps_to_next_end(self) -> int:
-        """The fewest tokens that a row still has to get; 0 where none goes on."""
-        rows = self._going_on()
-        return int((self.max_total_tokens[rows] - self.num_tokens[rows]).min(initial=1 << 40)) if len(rows) else 0
+        """The fewest tokens that a row still has to get; very many where none goes on."""
+        rows = self.going_on()
+        return int((self.max_total_tokens[rows] - self.num_tokens[rows]).min(initial=1 << 40))
 
     def blocks_missing(self, num_steps: int) -> int:
         """The blocks to take before every row that goes on can compute `num_steps` more tokens."""
-        rows = self._going_on()
+        rows = self.going_on()
         num_tokens = self.num_computed_tokens[rows] + num_steps
         return sum(table.blocks_missing(rows, num_tokens) for table in self._tables)
 

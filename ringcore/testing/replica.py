@@ -112,6 +112,7 @@ class Replica:
         self._request_of_row = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
         self._has_windows = self._executor.worker.rows.has_windows
         self._stats: EngineStats = self._core.stats()
+        self._fewest_tokens_waiting: float = math.inf  # no request that has no row gets fewer before it ends
         self._goes_on_alike = False  # the next step will be of the requests of the last one, each decoding
         self._num_requests = self._num_advances = 0
         self.ended: list[tuple[float, int]] = []  # (time, request), in order, for whoever takes them away
@@ -151,19 +152,27 @@ class Replica:
             self._records.refuse(error)
             return False
         self._num_requests += 1
+        self._fewest_tokens_waiting = min(self._fewest_tokens_waiting, self._tokens_to_get(index))
         return True
+
+    def _tokens_to_get(self, index: int) -> int:
+        prompt, output = int(self._trace.prompt_tokens[index]), int(self._trace.output_tokens[index])
+        return min(output, self._core.ready.max_model_len - prompt)
 
     def next_end_s(self) -> float:
         """No request ends before this time, if none arrives; infinity where there is none."""
         if not self._core.has_unfinished:
             return math.inf
-        if not self._goes_on_alike:
-            return self._clock.now()
         rows, num_free = self._executor.worker.rows, self._stats.num_free_blocks
-        most = rows.steps_to_next_end()
-        # With too few blocks somebody is preempted, and then nothing goes on alike.
-        num_steps = bisect.bisect_right(range(1, most + 1), num_free, key=rows.blocks_missing)
-        return self._clock.now() + self._cost.run_seconds(rows.decode_work(), num_steps) * (1 - 1e-12)
+        num_steps = rows.steps_to_next_end()
+        if not self._goes_on_alike:
+            least_s = min(num_steps, self._fewest_tokens_waiting) * self._cost.base_s
+        else:
+            # With too few blocks somebody is preempted, and then nothing goes on alike.
+            if rows.blocks_missing(num_steps) > num_free:
+                num_steps = bisect.bisect_right(range(1, num_steps), num_free, key=rows.blocks_missing)
+            least_s = self._cost.run_seconds(rows.decode_work(), num_steps)
+        return self._clock.now() + least_s * (1 - 1e-9)
 
     def finish(self) -> ReplicaTotals:
         """Runs until all is done, and ends the engine."""
@@ -198,6 +207,10 @@ class Replica:
         assert num_steps, "the engine gave outputs without a step"
         self._record(columns, begun_s, num_steps)
         has_preempted = columns.stats.num_preemptions != self._stats.num_preemptions
+        if has_preempted:
+            self._fewest_tokens_waiting = 1
+        elif not columns.stats.num_waiting:
+            self._fewest_tokens_waiting = math.inf
         self._stats = columns.stats
         self._goes_on_alike = (
             not (columns.started or columns.others or has_preempted)

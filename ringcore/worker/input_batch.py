@@ -66,7 +66,7 @@ def _metadata(
     max_seq_len, seq_lens_cpu = int(seq_lens.max()), seq_lens.astype(np.int32)
     is_cached: np.ndarray | None = None
     if (rows.num_computed_tokens[scheduled] < rows.num_cached_tokens[scheduled]).any():
-        is_cached = positions <= rows.num_cached_tokens[token_rows]
+        is_cached = positions < rows.num_cached_tokens[token_rows]
     found = []
     for table in rows.block_tables:
         assert (seq_lens <= table.num_blocks[scheduled] * table.block_size).all(), "a step has tokens without a block"

@@ -91,10 +91,10 @@ class Worker:
 
     @rpc
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """One step; what it sampled on rank 0, None on the others."""
+        """One step, or the several of one message; what they sampled on rank 0, None on the others."""
         output = _made(self._runner, "initialize_from_config").execute(scheduler_output)
         num_steps, num_tokens = self._counts
-        self._counts = num_steps + 1, num_tokens + scheduler_output.num_tokens
+        self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
         return output
 
     @rpc

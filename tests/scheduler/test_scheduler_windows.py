@@ -132,3 +132,14 @@ class TestHybrid:
         engine.update()
         engine.drain()
         assert engine.tokens("a") == completion(A, 12)
+
+    def test_several_steps_at_once_leave_room_for_one_behind_them(self):
+        """Two steps of at most 4 tokens are 8: seven tokens in one step, and one in the next."""
+        engine = Driver(num_blocks=40, groups=HYBRID, budget=4, max_steps=20, depth=2)
+        engine.add("a", A[:4], max_tokens=30)
+        engine.schedule()
+        engine.update()
+        assert engine.schedule().num_steps == 7
+        assert engine.schedule().num_steps == 1
+        engine.drain()
+        assert engine.tokens("a") == completion(A[:4], 30)

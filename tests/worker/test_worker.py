@@ -64,8 +64,10 @@ def test_the_start_up_as_an_executor_does_it(
     assert output is not None
     assert (output.step, output.token_ids.tolist()) == (7, reference(PROMPT, 1))
     assert encoder().encode(output)
+    assert [worker.stats()[name] for name in ("num_steps", "num_tokens")] == [1, 5]
+    assert worker.execute_model(make_step({0: 1}, num_steps=2, number=8)) is not None
     stats = worker.stats()
-    assert (stats["num_steps"], stats["num_tokens"]) == (1, 5)
+    assert (stats["num_steps"], stats["num_tokens"]) == (3, 7)
     assert stats["resident_bytes"] > 0
     worker.shutdown()
     worker.shutdown()
