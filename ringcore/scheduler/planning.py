@@ -42,7 +42,9 @@ def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager)
     if not len(lacking):
         return True
     rows = running.row[lacking]
-    if kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
+    # For one token each they lack at most a block a group: where these are free, nothing need be counted.
+    is_plenty = plan.positions is None and len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks
+    if not is_plenty and kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
         return False
     plan.append_blocks(kv_cache.extend(rows, num_tokens))
     running.capacity[lacking] = kv_cache.capacity[rows]
