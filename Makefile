@@ -1,6 +1,6 @@
 # make run    set up everything, then run the main job: an offline batch with SmolLM2-135M
 # make test   the same set-up, then the tests
-# make chaos  the long form of the tests in tests/chaos: an hour or more of kills, hangs, forged frames and soaking
+# make chaos  the long form of the tests: an hour or more of kills, hangs, forged frames, soaking, and a million scheduled steps
 # make setup  the set-up alone: .venv, pinned packages, the model folder
 # make lint   linters, type checker, import contracts
 
@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 chaos: setup
-	$(BIN)/python -m pytest tests/chaos --chaos-long --timeout 3600 -s
+	$(BIN)/python -m pytest tests/chaos tests/scheduler/test_scheduler_properties.py --chaos-long --timeout 3600 -s
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

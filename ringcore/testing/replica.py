@@ -125,7 +125,7 @@ class Replica:
         core, clock, rows = self._core, self._clock, self._executor.worker.rows
         while core.has_unfinished and (left_s := time_s - clock.now()) > 0:
             max_steps = self._max_steps
-            if self._may_start_by_blocks(core.stats()):
+            if self._may_start_at_any_step(core.stats()):
                 max_steps = 1
             elif max_steps > 1 and left_s < math.inf:
                 max_steps = self._cost.steps_begun(rows.decode_work(), left_s, max_steps)
@@ -189,11 +189,13 @@ class Replica:
             num_prefix_query_tokens=stats.num_prefix_query_tokens,
         )
 
-    def _may_start_by_blocks(self, stats: EngineStats) -> bool:
-        """Whether the blocks that a window leaves behind may let a request start after any step."""
+    def _may_start_at_any_step(self, stats: EngineStats) -> bool:
+        """Whether one that waits may start after any step of the others, since blocks change hands in it: a window
+        leaves some behind, or those that run grow, which makes more room when one of them is preempted.
+        """
         scheduler = self._core.config.scheduler
-        has_row = stats.num_running < scheduler.max_num_seqs or scheduler.preempt_lower_priority
-        return self._has_windows and stats.num_waiting > 0 and has_row
+        by_window = self._has_windows and stats.num_running < scheduler.max_num_seqs
+        return stats.num_waiting > 0 and (by_window or scheduler.preempt_lower_priority)
 
     # -----------------------------------------------------------------------------------------------------------
     # What is recorded.
@@ -214,7 +216,7 @@ class Replica:
         self._stats = columns.stats
         self._goes_on_alike = (
             not (columns.started or columns.others or has_preempted)
-            and not self._may_start_by_blocks(columns.stats)
+            and not self._may_start_at_any_step(columns.stats)
             and self._executor.worker.rows.is_decoding()
         )
 
