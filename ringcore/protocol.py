@@ -157,9 +157,9 @@ class OutputColumns(msgspec.Struct, frozen=True, tag="outputs"):
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that gets a row: new, or resumed after a preemption (then its generated tokens are in `token_ids`).
 
-    num_computed_tokens <= num_cached_tokens: the slots of the first num_cached_tokens tokens hold their keys and values,
-    and may be shared. Of a prompt that is wholly cached the last token is computed again, for its logits; its slot is
-    read and not written.
+    num_computed_tokens <= num_cached_tokens: the slots of the first num_cached_tokens tokens hold their keys and
+    values, and may be shared. Of a prompt that is wholly cached the last token is computed again, for its logits; its
+    slot is read and not written.
     """
 
     row: int
@@ -208,8 +208,8 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step sampled, in the order of `SchedulerOutput.rows`; rows that sampled nothing, or that have an error, are
-    left out.
+    """What a step sampled, in the order of `SchedulerOutput.rows`; rows that sampled nothing, or that have an error,
+    are left out.
     """
 
     step: int

@@ -62,9 +62,11 @@ class StepResults(NamedTuple):
     def _last_output(self, index: int, request: Request, num_known: int) -> EngineCoreOutput | None:
         """The last output of a request that is complete with one of its new tokens; None where it goes on."""
         token_ids = self.token_ids[index].tolist()
-        for count, token_id in enumerate(token_ids, 1):
+        # Without a stop token nothing but its length ends it, and no step goes on past that.
+        first = 1 if request.stop_token_ids else len(token_ids)
+        for count in range(first, len(token_ids) + 1):
             num_tokens = num_known - len(token_ids) + count
-            finish_reason, stop_reason = request.finish_reason(token_id, num_tokens)
+            finish_reason, stop_reason = request.finish_reason(token_ids[count - 1], num_tokens)
             if finish_reason is not None:
                 return request.to_output(
                     token_ids[:count],

@@ -145,8 +145,9 @@ class Scheduler:
         `resume` is called.
 
         Where all that run decode, nothing is in flight and nobody can start, it may be up to `max_steps` steps in one,
-        as many as need no decision between them but for stop tokens. Every step returned must be executed, and given
-        to `update` in the same order.
+        as many as need no decision between them: the same steps as one by one, but that those who stop at a token
+        before the last are noticed at the end. Every step returned must be executed, and given to `update` in the same
+        order.
         """
         if self.paused == "all":
             return None
@@ -202,9 +203,16 @@ class Scheduler:
         return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
 
     def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether all decode, and will in the next step too."""
-        somebody_may_start = self._may_start and bool(self._waiting) and self._running.has_free_row
-        return plan.decodes_all and not (self._in_flight or self._quarantine.is_open or somebody_may_start)
+        """Whether all decode, and will in the next step too, whatever this one comes to but for stop tokens."""
+        if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
+            return False
+        if not self._waiting or self.paused is not None:
+            return True
+        if self._config.preempt_lower_priority:
+            return False  # what a victim would free grows from step to step
+        # Blocks that slide out of windows may let somebody start.
+        may_start = self._may_start or self._running.kv_cache.has_windows
+        return not (may_start and self._running.has_free_row)
 
     # Those that wait.
 

@@ -125,9 +125,7 @@ class Replica:
         core, clock, rows = self._core, self._clock, self._executor.worker.rows
         while core.has_unfinished and (left_s := time_s - clock.now()) > 0:
             max_steps = self._max_steps
-            if self._may_start_at_any_step(core.stats()):
-                max_steps = 1
-            elif max_steps > 1 and left_s < math.inf:
+            if max_steps > 1 and left_s < math.inf:
                 max_steps = self._cost.steps_begun(rows.decode_work(), left_s, max_steps)
             self._advance(max_steps)
         if time_s < math.inf:

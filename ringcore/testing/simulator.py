@@ -53,7 +53,9 @@ class Simulator:
         cost: of a step; None computes it from the model and the hardware.
         hardware: whose memory each rank has.
         num_processes: to run in, where the routing needs to know nothing of the replicas; None is one a core.
-        max_steps: taken as one, at most. The result is the same for any; 1 is the slow proof of that.
+        max_steps: taken as one, at most. The result is the same for any; 1 is the slow proof of that. (Not quite for a
+        model with windows whose blocks are few: these are freed after a run of steps, not within it, so that another
+        cached prefix may be lost for them.)
 
         Raises `ConfigError`.
         """
