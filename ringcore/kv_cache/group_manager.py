@@ -111,6 +111,13 @@ class GroupManager(ABC):
         self.num_blocks[rows] = first + num_missing
         return at_rows.astype(np.int32), ids.astype(np.int32)
 
+    def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
+        """One more block for each row. [n] int32."""
+        ids = self._pool.take(len(rows))
+        self._tables[rows, self.num_blocks[rows]] = ids
+        self.num_blocks[rows] += 1
+        return ids.astype(np.int32)
+
     def clear(self, row: int) -> None:
         """Forgets the row, whose blocks the caller gives back."""
         self._tables[row, : self.num_blocks[row]] = 0

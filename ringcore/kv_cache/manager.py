@@ -204,6 +204,15 @@ class KVCacheManager:
         self.capacity[rows] = self._slots(rows)
         return taken
 
+    def extend_by_one(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`extend` by a token for rows [n] int32 that lack its slot: in almost every step some do."""
+        if len(self._groups) > 1:  # then some groups may have the slot
+            return self.extend(rows, self.capacity[rows] + 1)
+        (group,) = self._groups
+        block_ids = group.extend_by_one(rows)
+        self.capacity[rows] += group.block_size
+        return [(rows, block_ids)]
+
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
         """Lets others find the rows' full blocks up to num_confirmed[i] tokens, generated tokens too.
 

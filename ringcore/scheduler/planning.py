@@ -34,20 +34,25 @@ def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager)
     """Blocks for every share; False, and nothing changed, where too few are free."""
     if plan.positions is None or plan.counts is None:
         lacking = (running.computed >= running.capacity).nonzero()[0]
+        if not len(lacking):
+            return True
+        rows = running.row_ids[lacking]
+        # They lack at most a block a group: where these are free, nothing need be counted.
+        if len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks:
+            plan.append_blocks(kv_cache.extend_by_one(rows))
+            running.capacity[lacking] = kv_cache.capacity[rows]
+            return True
         num_tokens = running.computed[lacking] + 1
     else:
         after = running.computed[plan.positions] + plan.counts
         short = after > running.capacity[plan.positions]
         lacking, num_tokens = plan.positions[short], after[short]
-    if not len(lacking):
-        return True
-    rows = running.row[lacking]
-    # For one token each they lack at most a block a group: where these are free, nothing need be counted.
-    is_plenty = plan.positions is None and len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks
-    if not is_plenty and kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
+        rows = running.row_ids[lacking]
+    if kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
         return False
-    plan.append_blocks(kv_cache.extend(rows, num_tokens))
-    running.capacity[lacking] = kv_cache.capacity[rows]
+    if len(rows):
+        plan.append_blocks(kv_cache.extend(rows, num_tokens))
+        running.capacity[lacking] = kv_cache.capacity[rows]
     return True
 
 
