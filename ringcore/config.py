@@ -22,10 +22,10 @@ __all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "Parall
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc")
-ATTENTION_BACKENDS = ("auto", "torch_sdpa")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,

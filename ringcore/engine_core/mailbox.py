@@ -128,8 +128,9 @@ class Mailbox:
         with self._changed:
             match message:
                 case OutputColumns():
-                    self._outputs.append(EngineCoreOutputs(self._reader.read(message), message.stats))
                     self.stats = message.stats
+                    if outputs := self._reader.read(message):  # none, where requests have begun and no more
+                        self._outputs.append(EngineCoreOutputs(outputs, message.stats))
                 case RpcResult():
                     if message.call_id in self._expected:
                         self._answers[message.call_id] = Received(message, buffers)

@@ -1,4 +1,4 @@
-"""The functions that all layers share, in plain torch: the reference of every later kernel.
+"""The functions that all layers share, in plain torch, and the question whether a device has kernels of ours instead.
 
 On a CPU an operation costs 1 to 4 us however small it is, and a model of 30 layers decodes a token in some 12 ms:
 so these are written for few operations, and where a shape of the weights saves one, the weights are prepared when
@@ -15,12 +15,18 @@ import torch.nn.functional as F  # noqa: N812
 __all__ = [
     "apply_rotary",
     "gelu_tanh_and_mul",
+    "has_kernels",
     "linear",
     "rms_norm",
     "rms_norm_by_gain",
     "rms_norm_gain",
     "silu_and_mul",
 ]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether what is bound on `device` takes `ringcore.kernels`. They need Triton, so nothing else imports them."""
+    return device.type == "cuda"
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

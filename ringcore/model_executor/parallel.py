@@ -23,6 +23,9 @@ class TensorParallel(ABC):
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank."""
 
+    def close(self) -> None:  # noqa: B027  a rank alone has nothing to give up
+        """Gives up what connects the ranks, if anything does. Idempotent; no collective may follow."""
+
 
 class SingleRank(TensorParallel):
     """No parallelism: the collectives are the identity."""

@@ -7,6 +7,7 @@ seeded row draws the same token alone, in any batch, after a preemption, and on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,16 @@ from torch.nn import functional
 
 from ringcore.protocol import TokenLogprobs
 
-__all__ = ["Sampled", "SamplingInputs", "philox_4x32_10", "sample", "token_logprobs", "uniforms"]
+__all__ = [
+    "LogprobTensors",
+    "Sampled",
+    "SamplingInputs",
+    "logprob_tensors",
+    "philox_4x32_10",
+    "sample",
+    "token_logprobs",
+    "uniforms",
+]
 
 # Candidates that a top_p row's sorted head has; a row whose head does not reach top_p is sorted whole.
 _SORTED_HEAD = 256
@@ -39,12 +49,16 @@ class SamplingInputs:
 class Sampled:
     """`token_ids` of a row that is not `ok` is a valid id without meaning."""
 
-    token_ids: torch.Tensor  # [n] int64
-    ok: np.ndarray  # [n] bool: the row's logits have a finite maximum and no NaN
+    token_ids: torch.Tensor  # [n] int64, on the logits' device
+    # [n] bool: the row's logits have a finite maximum and no NaN. Of logits on a GPU it is not yet filled when `sample`
+    # returns: read it after `token_ids` have been copied to the host.
+    ok: np.ndarray
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
     """Chooses one token a row. logits: [n, vocab_size] float32, left as they are."""
+    if logits.is_cuda:
+        return _sample_on_gpu(logits, inputs)
     if len(inputs.barred_rows):
         bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
         logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
@@ -58,6 +72,19 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         weights = _weights(scaled, inputs.top_k[drawn], inputs.top_p[drawn], inputs.min_p[drawn])
         token_ids[rows] = _draw(weights, inputs.seed[drawn], inputs.position[drawn])
     return Sampled(token_ids, ok)
+
+
+def _sample_on_gpu(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+    """The same numbers by kernels, without waiting for the GPU."""
+    from ringcore.kernels.sampling import (
+        DeviceSamplingInputs,
+        sample_tokens,
+    )  # where there is no GPU there is no Triton
+
+    token_ids, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, logits.device))
+    ok_cpu = torch.empty(ok.shape, dtype=torch.bool, pin_memory=True)
+    ok_cpu.copy_(ok, non_blocking=True)
+    return Sampled(token_ids, ok_cpu.numpy())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -189,20 +216,22 @@ def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.
 # Log-probabilities.
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
-) -> list[TokenLogprobs | None] | None:
-    """Natural-log probabilities under the raw logits [n, vocab_size]: the sampled token, then the most likely.
+class LogprobTensors(NamedTuple):
+    """Of n rows, each the sampled token first and then the most likely ones, on the logits' device."""
 
-    None where no row asked (num_logprobs[i] < 0). A rank is 1 + the number of tokens with a larger logit.
+    token_ids: torch.Tensor  # [n, 1 + count] int64
+    logprobs: torch.Tensor  # [n, 1 + count] float32
+    ranks: torch.Tensor  # [n, 1 + count] int64
+
+
+def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobTensors:
+    """Natural-log probabilities under the raw logits [n, vocab_size]: of token_ids [n] and the `count` most likely.
+
+    A rank is 1 + the number of tokens with a larger logit. Nothing here waits for the device.
     """
-    asked = np.flatnonzero(num_logprobs >= 0)
-    if not len(asked):
-        return None
-    rows = torch.from_numpy(asked)
-    logits, sampled = logits[rows], token_ids[rows, None]
+    logits, sampled = logits.float(), token_ids[:, None]
     normalizer = logits.logsumexp(dim=-1, keepdim=True)
-    top = logits.topk(min(int(num_logprobs.max()), logits.shape[1]))
+    top = logits.topk(min(count, logits.shape[1]))
     values = torch.cat((logits.gather(1, sampled), top.values), dim=1)
     ranks = torch.cat(
         (
@@ -211,10 +240,24 @@ def token_logprobs(
         ),
         dim=1,
     )
-    ids = torch.cat((sampled, top.indices), dim=1).tolist()
-    logprobs, rank_lists = (values - normalizer).tolist(), ranks.tolist()
+    return LogprobTensors(torch.cat((sampled, top.indices), dim=1), values - normalizer, ranks)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
+) -> list[TokenLogprobs | None] | None:
+    """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens; None for one that did not (below 0).
+
+    None where no row asked. Waits for the device where one did.
+    """
+    asked = np.flatnonzero(num_logprobs >= 0)
+    if not len(asked):
+        return None
+    rows = torch.from_numpy(asked).to(logits.device)
+    tensors = logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs.max()))
+    ids, logprobs, ranks = (tensor.tolist() for tensor in tensors)
     found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
     for i, row in enumerate(asked.tolist()):
         n = 1 + int(num_logprobs[row])
-        found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=rank_lists[i][:n])
+        found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
     return found

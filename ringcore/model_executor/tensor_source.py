@@ -6,7 +6,8 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +16,7 @@ import torch
 from ringcore.checkpoint import ModelFiles, TensorEntry, TensorIndex
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor.staging import Staging
 from ringcore.model_executor.weight import Init, WeightPart
 
 __all__ = ["TensorSource", "open_source"]
@@ -59,7 +61,7 @@ def open_source(files: ModelFiles, seed: int) -> TensorSource:
 
 
 class SafetensorsSource(TensorSource):
-    """Reads with pread through one small buffer that stays in the CPU's cache.
+    """Reads with pread through small buffers, on a CPU one that stays in its cache.
 
     Measured on 538 MB of float32 in the page cache: 0.12 s, as fast as reading straight into the final tensors,
     while a first pass through mmap took up to 1.8 s of page faults. A file that shrinks under us is an error
@@ -78,7 +80,7 @@ class SafetensorsSource(TensorSource):
         self._index = TensorIndex(files)
         self.shapes = {name: entry.shape for name, entry in self._index.items()}
         self._descriptors: dict[str, int] = {}
-        self._buffer = torch.empty(self.BUFFER_BYTES, dtype=torch.uint8)
+        self._staging: Staging | None = None  # made for the device of the first tensor that is read
 
     def file_of(self, name: str) -> str:
         return self._index[name].file
@@ -92,13 +94,13 @@ class SafetensorsSource(TensorSource):
             row_bytes, begin = stride, entry.begin + part.start * stride
         else:
             row_bytes, begin = part.length * dtype.itemsize, entry.begin + part.start * dtype.itemsize
-        if row_bytes > self._buffer.numel():
-            self._buffer = torch.empty(row_bytes, dtype=torch.uint8)
-        rows_at_once = self._buffer.numel() // row_bytes
+        self._staging = staging = self._staging or Staging(self.BUFFER_BYTES, out.device)
+        rows_at_once = max(1, self.BUFFER_BYTES // row_bytes)
         for first in range(0, out.shape[0], rows_at_once):
             rows = out[first : first + rows_at_once]
-            self._fill(name, entry, begin + first * stride, stride, len(rows), row_bytes)
-            rows.copy_(self._buffer[: len(rows) * row_bytes].view(dtype).view(rows.shape))
+            buffer = staging.buffer(len(rows) * row_bytes)
+            self._fill(buffer, name, entry, begin + first * stride, stride, row_bytes)
+            staging.copy(buffer.view(dtype).view(rows.shape), rows)
 
     def _dtype(self, name: str, entry: TensorEntry) -> torch.dtype:
         if entry.dtype not in self.DTYPES:
@@ -110,12 +112,13 @@ class SafetensorsSource(TensorSource):
             )
         return self.DTYPES[entry.dtype]
 
-    def _fill(self, name: str, entry: TensorEntry, begin: int, stride: int, num_rows: int, row_bytes: int) -> None:
-        """Puts `num_rows` runs of `row_bytes`, `stride` bytes apart in the file, side by side into the buffer."""
-        num_runs, run_bytes = (1, num_rows * row_bytes) if row_bytes == stride else (num_rows, row_bytes)
+    def _fill(self, out: torch.Tensor, name: str, entry: TensorEntry, begin: int, stride: int, row_bytes: int) -> None:
+        """Fills `out` with runs of `row_bytes`, `stride` bytes apart in the file."""
+        num_bytes = out.numel()
+        num_runs, run_bytes = (1, num_bytes) if row_bytes == stride else (num_bytes // row_bytes, row_bytes)
         if entry.file not in self._descriptors:
             self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
-        descriptor, buffer = self._descriptors[entry.file], self._buffer.numpy().data
+        descriptor, buffer = self._descriptors[entry.file], out.numpy().data
         for run in range(num_runs):
             at, end, offset = run * run_bytes, (run + 1) * run_bytes, begin + run * stride
             while at < end:
@@ -161,7 +164,8 @@ class DummySource(TensorSource):
     """Random tensors that depend on the seed, the name and the whole shape, not on the slice that is read.
 
     Matrices are uniform with variance 1 / fan-in, so that activations and logits keep the size that they have in
-    a trained model. Rows come in groups, each from its own generator: a rank draws the groups that it touches.
+    a trained model. Rows come in groups, each from its own generator: a rank draws the groups that it touches, and
+    several at a time: a thread makes some 100 million numbers a second.
     """
 
     GROUP_ELEMENTS = 1 << 20
@@ -169,6 +173,8 @@ class DummySource(TensorSource):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._num_threads = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self._num_threads)
 
     def file_of(self, name: str) -> str:
         return "dummy weights"
@@ -178,15 +184,27 @@ class DummySource(TensorSource):
         first_row = part.start if part.dim == 0 else 0
         end_row = first_row + len(out)
         group_rows = max(1, self.GROUP_ELEMENTS // math.prod(row_shape))
-        for group in range(first_row // group_rows, -(-end_row // group_rows)):
+
+        def drawn(group: int) -> tuple[int, torch.Tensor]:
+            """Its first row, and of its rows those that are asked for, in the final dtype."""
             begin = group * group_rows
-            shape = (min(group_rows, num_rows - begin), *row_shape)
-            values = self._group(part.checkpoint_name, group, shape, init)
+            values = self._group(part.checkpoint_name, group, (min(group_rows, num_rows - begin), *row_shape), init)
             low, high = max(begin, first_row), min(begin + len(values), end_row)
             rows = values[low - begin : high - begin]
-            out[low - first_row : high - first_row].copy_(
-                rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)
-            )
+            return low, (rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)).to(out.dtype)
+
+        for low, rows in self._in_threads(drawn, range(first_row // group_rows, -(-end_row // group_rows))):
+            out[low - first_row : low - first_row + len(rows)].copy_(rows)
+
+    def _in_threads(
+        self, draw: Callable[[int], tuple[int, torch.Tensor]], groups: range
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """In order, and no more at a time than there are threads: what is drawn has to lie somewhere."""
+        for first in range(0, len(groups), self._num_threads):
+            yield from self._threads.map(draw, groups[first : first + self._num_threads])
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
     def _group(self, name: str, group: int, shape: tuple[int, ...], init: Init) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed}/{name}/{group}".encode()).digest()

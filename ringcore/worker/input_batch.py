@@ -29,8 +29,10 @@ class InputBatch:
         return self.metadata[0].query_start_loc_cpu
 
     @classmethod
-    def gather(cls, rows: RequestRows, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> InputBatch:
-        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i]; None: one of each."""
+    def gather(
+        cls, rows: RequestRows, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, device: torch.device
+    ) -> InputBatch:
+        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one of each."""
         starts = rows.num_computed_tokens[scheduled]
         if num_scheduled_tokens is None:
             query_start_loc = np.arange(len(scheduled) + 1, dtype=np.int32)
@@ -45,12 +47,13 @@ class InputBatch:
         assert (seq_lens <= rows.num_tokens[scheduled]).all(), "a step has tokens that its row does not"
         sampling = seq_lens == rows.num_tokens[scheduled]
         last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
+        lens = query_start_loc, seq_lens, max_query_len
         return cls(
-            input_ids=torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            metadata=_metadata(rows, scheduled, query_start_loc, seq_lens, max_query_len, token_rows, positions),
+            input_ids=torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64)).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            metadata=_metadata(rows, scheduled, *lens, token_rows, positions, device),
             sample_rows=scheduled[sampling],
-            sample_tokens=None if len(last_tokens) == len(token_rows) else torch.from_numpy(last_tokens),
+            sample_tokens=None if len(last_tokens) == len(token_rows) else torch.from_numpy(last_tokens).to(device),
         )
 
 
@@ -62,6 +65,7 @@ def _metadata(
     max_query_len: int,
     token_rows: np.ndarray,
     positions: np.ndarray,
+    device: torch.device,
 ) -> tuple[AttentionMetadata, ...]:
     max_seq_len, seq_lens_cpu = int(seq_lens.max()), seq_lens.astype(np.int32)
     is_cached: np.ndarray | None = None
@@ -79,7 +83,7 @@ def _metadata(
                 query_start_loc_cpu=query_start_loc,
                 seq_lens_cpu=seq_lens_cpu,
                 block_table_cpu=table.block_ids[scheduled, : -(-max_seq_len // table.block_size)],
-                slot_mapping=torch.from_numpy(table.slots(token_rows, positions, is_cached)),
+                slot_mapping=torch.from_numpy(table.slots(token_rows, positions, is_cached)).to(device),
             )
         )
     return tuple(found)

@@ -1,12 +1,13 @@
 """Where a rank's memory goes, as a table of bytes, and how much of it is left for the KV cache.
 
-On a CPU the peak of a step is computed and not measured: a run of max_num_batched_tokens tokens takes as long as many
+The peak of a step is computed and not measured: on a CPU a run of max_num_batched_tokens tokens takes as long as many
 real steps, and what a process has resident says little about what it will need. The formulas are upper bounds:
 
     activations       = tokens * dtype * (4 * hidden + max(3 * intermediate, 2 * heads + 4 * KV heads, a rank's share))
                       + tile mask + 4 arrays of float32 logits [rows that sample, vocabulary]
-    attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time
-    available_kv_cache_bytes = budget - activations - attention_gather,  budget = share * free memory / ranks
+    attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time;
+                        nothing where the attention reads pages where they lie
+    available_kv_cache_bytes = budget - activations - attention_gather,  budget: `Platform.memory_budget_bytes`
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def memory_table(
     if config.cache.kv_cache_bytes is not None:
         return table | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
     share = config.cache.gpu_memory_utilization or platform.default_memory_share
-    budget = int(table["free_bytes"] * share / config.parallel.tensor_parallel_size)
+    budget = platform.memory_budget_bytes(share, config.parallel.tensor_parallel_size)
     plan = _plan(config, specs)
-    gather = max(0, budget - activations) // (plan.num_tensors + 1)
+    gather = max(0, budget - activations) // (plan.num_tensors + 1) if platform.attention_gathers else 0
     return table | {
         "budget_bytes": budget,
         "attention_gather_bytes": gather,

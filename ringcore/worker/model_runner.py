@@ -81,6 +81,7 @@ class ModelRunner:
         """Allocates the pages and warms up. Raises `CapacityError` or `ConfigError`."""
         self._model = loaded.model
         self._dtype = loaded.dtype
+        self._device = platform.device
         self._is_output_rank = rank == 0
         layers = self._model.attention_layers
         self._group_of_layer = group_of_layer(kv_cache_config, layers)
@@ -152,7 +153,7 @@ class ModelRunner:
         self, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, errors: dict[int, RowError]
     ) -> _Sampled:
         """Adds to `errors`, by row. A row with an error goes on: steps that have it may be on their way."""
-        batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens)
+        batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens, self._device)
         hidden = self._model.forward(
             batch.input_ids,
             batch.positions,
@@ -173,7 +174,7 @@ class ModelRunner:
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
         sampled = sample(logits, inputs)
-        token_ids = sampled.token_ids.numpy().astype(np.int32)
+        token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
         self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may already have them
         if not self._is_output_rank:
             return _Sampled(rows, token_ids, None)
@@ -219,12 +220,12 @@ class ModelRunner:
         """
         if torch.isfinite(hidden.sum(dtype=torch.float32)):
             return
-        finite = torch.isfinite(hidden).all(dim=-1).numpy()
+        finite = torch.isfinite(hidden).all(dim=-1).cpu().numpy()
         broken = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
         if not broken.any():
             return
         counts = None if num_scheduled_tokens is None else num_scheduled_tokens[broken]
-        self._erase(InputBatch.gather(self.rows, scheduled[broken], counts))
+        self._erase(InputBatch.gather(self.rows, scheduled[broken], counts, self._device))
         for row in scheduled[broken].tolist():
             errors.setdefault(row, self._row_error(row, "hidden states"))
 

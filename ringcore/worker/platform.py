@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from ringcore.model_executor.parallel import TensorParallel
+
 __all__ = ["Platform"]
 
 
@@ -16,7 +18,17 @@ class Platform(ABC):
 
     device: torch.device
     attention_backends: ClassVar[Sequence[str]]  # for attention_backend="auto", the best first
-    default_memory_share: ClassVar[float]  # of `free_memory_bytes`, where the user gave no gpu_memory_utilization
+    default_memory_share: ClassVar[float]  # for `memory_budget_bytes`, where the user gave no gpu_memory_utilization
+    attention_gathers: ClassVar[bool]  # whether its backends copy pages together
+
+    @classmethod
+    @abstractmethod
+    def is_present(cls) -> bool:
+        """Whether this host has such a device."""
+
+    @abstractmethod
+    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
+        """Meets the other ranks through the file `rendezvous`. Raises RuntimeError where one is absent."""
 
     @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
@@ -29,6 +41,10 @@ class Platform(ABC):
     @abstractmethod
     def free_memory_bytes(self) -> int:
         """What can be allocated now without taking it from anybody."""
+
+    @abstractmethod
+    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
+        """What this rank, one of `num_ranks` of the host, may still take, where it shall have `share` of the device."""
 
     @abstractmethod
     def allocate_pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,6 @@ from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.protocol import ModelRunnerOutput, SchedulerOutput
-from ringcore.worker.communicator import GlooCommunicator
 from ringcore.worker.memory import format_table, memory_table
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
@@ -49,7 +48,7 @@ class Worker:
     @rpc
     def init_device(self) -> None:
         """Takes hold of the device and meets the other ranks. Raises `ConfigError`; RuntimeError if one is absent."""
-        self._platform = choose_platform(self.config.device.device)
+        self._platform = choose_platform(self.config.device.device, self.rank)
         size = self.config.parallel.tensor_parallel_size
         if size == 1:
             self._tp = SingleRank()
@@ -58,7 +57,7 @@ class Worker:
             raise InvalidRequestError(
                 f"rendezvous=None: {size} ranks need a file to find each other", field="rendezvous", value=None
             )
-        self._tp = GlooCommunicator(self.rank, size, self._rendezvous)
+        self._tp = self._platform.connect(self.rank, size, self._rendezvous)
 
     @rpc
     def load_model(self) -> dict[str, float]:
@@ -145,7 +144,7 @@ class Worker:
         self._runner, self._kv_cache_bytes = None, 0
         self._loaded = None
         tp, self._tp = self._tp, None
-        if isinstance(tp, GlooCommunicator):
+        if tp is not None:
             tp.close()
         self._platform = None
 

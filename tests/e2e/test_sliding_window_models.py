@@ -24,6 +24,7 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 OPTIONS = {
+    "device": "cpu",  # blocks of 4 tokens are too small for a GPU
     "dtype": "float32",
     "executor": "uniproc",
     "max_model_len": 256,

@@ -39,8 +39,8 @@ class DenseAttention(AttentionBackend):
             repeats = self.num_heads // self.spec.num_kv_heads
             k, v = (cache[start : start + length].float().repeat_interleave(repeats, 1) for cache in kv_cache)
             scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * scale
-            at = torch.arange(length - (last - first), length)
-            ahead = torch.arange(length)[None, None] - at[None, :, None]
+            at = torch.arange(length - (last - first), length, device=query.device)
+            ahead = torch.arange(length, device=query.device)[None, None] - at[None, :, None]
             scores.masked_fill_(ahead > 0, float("-inf"))
             if isinstance(self.spec, SlidingWindowSpec):
                 scores.masked_fill_(ahead <= -self.spec.sliding_window, float("-inf"))
@@ -59,7 +59,8 @@ class DenseRun:
         self.group_of_layer = tuple(groups.index(spec) for spec in specs)
         self.backends = [DenseAttention(spec, layers[0].num_heads) for spec in groups]
         shape = self.backends[0].kv_cache_shape(num_seqs)
-        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers)
+        self.device = model.embed_tokens.table.device
+        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _ in layers)
         self.num_computed = [0] * num_seqs
 
     def step(self, tokens: dict[int, Sequence[int]]) -> torch.Tensor:
@@ -80,10 +81,13 @@ class DenseRun:
             query_start_loc_cpu=np.cumsum([0, *lengths]).astype(np.int32),
             seq_lens_cpu=np.array([self.num_computed[seq] for seq in tokens], np.int32),
             block_table_cpu=np.array([[seq] for seq in tokens], np.int32),
-            slot_mapping=torch.tensor(slots),
+            slot_mapping=torch.tensor(slots, device=self.device),
         )
         groups = tuple(GroupContext.of(metadata, backend) for backend in self.backends)
         ctx = ForwardContext(groups, self.group_of_layer, self.kv_caches)
         with torch.inference_mode():
-            hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), ctx)
+            hidden = self.model.forward(self._on_device(ids), self._on_device(positions), ctx)
             return self.model.compute_logits(hidden).clone()
+
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self.device)

@@ -108,12 +108,13 @@ def load(
     dtype: torch.dtype = torch.float32,
     load_format: str = "auto",
     seed: int = 0,
+    device: str = "cpu",
 ) -> Any:
     """Our model, loaded from a folder or file."""
     files = find_model(folder, load_format)
     spec = read_model_spec(files, MODELS)
     model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
-    model.bind(load_weights(model.weights(), files, seed, torch.device("cpu")))
+    model.bind(load_weights(model.weights(), files, seed, torch.device(device)))
     return model
 
 

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from step_driver import admit, cache_of, make_step
 
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.request_rows import RequestRows
+
+CPU = torch.device("cpu")
 
 # Blocks of 4 tokens in the first group, of 8 in the second.
 CACHE = cache_of(
@@ -31,7 +34,7 @@ def rows() -> RequestRows:
 
 def gather(rows: RequestRows, scheduled: dict[int, int]) -> InputBatch:
     return InputBatch.gather(
-        rows, np.array(list(scheduled), dtype=np.int32), np.array(list(scheduled.values()), dtype=np.int32)
+        rows, np.array(list(scheduled), dtype=np.int32), np.array(list(scheduled.values()), dtype=np.int32), CPU
     )
 
 
@@ -54,7 +57,7 @@ def test_a_mixed_step_by_hand(rows: RequestRows) -> None:
 
 
 def test_dtypes_are_those_of_the_contract(rows: RequestRows) -> None:
-    for batch in (gather(rows, {0: 1, 3: 9}), InputBatch.gather(rows, np.array([0, 3], dtype=np.int32), None)):
+    for batch in (gather(rows, {0: 1, 3: 9}), InputBatch.gather(rows, np.array([0, 3], dtype=np.int32), None, CPU)):
         assert str(batch.input_ids.dtype) == str(batch.positions.dtype) == "torch.int64"
         assert batch.sample_rows.dtype == np.int32
         for meta in batch.metadata:
@@ -65,7 +68,7 @@ def test_dtypes_are_those_of_the_contract(rows: RequestRows) -> None:
 
 def test_no_counts_are_one_token_each(rows: RequestRows) -> None:
     scheduled = np.array([3, 0, 1], dtype=np.int32)
-    short, long = InputBatch.gather(rows, scheduled, None), gather(rows, {3: 1, 0: 1, 1: 1})
+    short, long = InputBatch.gather(rows, scheduled, None, CPU), gather(rows, {3: 1, 0: 1, 1: 1})
     assert short.input_ids.tolist() == long.input_ids.tolist() == [30, 15, 24]
     assert short.positions.tolist() == long.positions.tolist() == [0, 5, 4]
     assert short.sample_rows.tolist() == long.sample_rows.tolist() == [0]

@@ -8,6 +8,7 @@ import torch
 from step_driver import make_config
 
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.worker.memory import activation_bytes, format_table, memory_table
 from ringcore.worker.platform import Platform
 
@@ -18,6 +19,17 @@ class FakePlatform(Platform):
     device = torch.device("cpu")
     attention_backends: ClassVar[Sequence[str]] = ()
     default_memory_share: ClassVar[float] = 0.5
+    attention_gathers: ClassVar[bool] = True
+
+    @classmethod
+    def is_present(cls) -> bool:
+        return True
+
+    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
+        return SingleRank()
+
+    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
+        return int(self.free_memory_bytes() * share / num_ranks)
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         return "float32"

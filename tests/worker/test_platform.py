@@ -8,15 +8,20 @@ import torch
 
 from ringcore.errors import ConfigError
 from ringcore.worker.platforms import PLATFORMS, choose_platform
+from ringcore.worker.platforms import cuda as cuda_module
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.platforms.cuda import CudaPlatform
 
 MIB = 2**20
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_every_platform_keeps_the_contract(name: str) -> None:
+    if not PLATFORMS[name].is_present():
+        pytest.skip(f"this host has no {name}")
     platform = choose_platform(name)
     assert 0 < platform.free_memory_bytes() <= platform.total_memory_bytes()
+    assert 0 < platform.memory_budget_bytes(0.5, 1) <= platform.free_memory_bytes()
     assert 0 < platform.default_memory_share <= 1
     pages = platform.allocate_pages((2, 3, 5), torch.float16)
     assert pages.device.type == platform.device.type
@@ -37,9 +42,69 @@ def test_pages_take_memory_only_as_they_are_written() -> None:
 
 
 def test_auto_is_the_first_and_an_unknown_one_is_refused() -> None:
-    assert isinstance(choose_platform("auto"), CpuPlatform)
-    with pytest.raises(ConfigError, match="give auto or one of cpu"):
+    assert isinstance(choose_platform("auto"), CudaPlatform if CudaPlatform.is_present() else CpuPlatform)
+    with pytest.raises(ConfigError, match="give auto or one of cuda, cpu"):
         choose_platform("abacus")
+
+
+class FakeCuda:
+    """torch.cuda of a host with GPUs of 100 bytes: others have 20, this process 30, of which it does not use 10."""
+
+    def __init__(self, count: int = 2, capability: tuple[int, int] = (9, 0)) -> None:
+        self.count, self.capability, self.current = count, capability, None
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, device: torch.device) -> None:
+        self.current = device
+
+    def get_device_capability(self, device: torch.device) -> tuple[int, int]:
+        return self.capability
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 50, 100
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 30
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 20
+
+
+class TestCuda:
+    def test_a_gpu_a_rank(self) -> None:
+        cuda = FakeCuda()
+        assert CudaPlatform(1, cuda).device == cuda.current == torch.device("cuda", 1)
+        with pytest.raises(ConfigError, match="rank 2 needs GPU 2, and the process sees 2"):
+            CudaPlatform(2, cuda)
+        with pytest.raises(ConfigError, match="the process sees 0"):
+            CudaPlatform(0, FakeCuda(count=0))
+
+    def test_a_neighbour_takes_nothing_of_the_share(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        platform = CudaPlatform(0, FakeCuda())
+        assert platform.free_memory_bytes() == 60
+        monkeypatch.setattr(cuda_module, "_bytes_by_nvml", lambda index: 30)
+        assert platform.memory_budget_bytes(0.7, 1) == 70 - 20
+        assert platform.memory_budget_bytes(0.9, 1) == 60, "no more than is free"
+        monkeypatch.setattr(cuda_module, "_bytes_by_nvml", lambda index: None)
+        assert platform.memory_budget_bytes(0.7, 1) == 70 - 40, "nobody can tell whose it is"
+        assert platform.memory_budget_bytes(0.1, 1) == 0
+
+    @pytest.mark.parametrize(
+        ("asked", "checkpoint", "capability", "expected"),
+        [
+            ("auto", "bfloat16", (9, 0), "bfloat16"),
+            ("auto", "bfloat16", (7, 5), "float16"),
+            ("auto", "float32", (7, 5), "float32"),
+            ("float32", "bfloat16", (9, 0), "float32"),
+        ],
+    )
+    def test_dtype(self, asked: str, checkpoint: str, capability: tuple[int, int], expected: str) -> None:
+        assert CudaPlatform(0, FakeCuda(capability=capability)).resolve_dtype(asked, checkpoint) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.flash_attn import FlashAttnBackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
+from ringcore.attention.backends.triton import TritonBackend
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import KVCacheSpec
 
@@ -15,6 +17,8 @@ __all__ = ["BACKENDS", "choose_backend"]
 
 # name: class; "auto" takes the first that does not refuse
 BACKENDS: dict[str, type[AttentionBackend]] = {
+    TritonBackend.name: TritonBackend,
+    FlashAttnBackend.name: FlashAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ringcore.model_executor.packing import Product, pack_linear
+from ringcore.model_executor.packing import Product, pack_logits
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
@@ -85,7 +85,7 @@ class ParallelLMHead:
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict, or the table of the embedding, which is bound before and stays."""
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
-        self._product = pack_linear(table, None)
+        self._product = pack_logits(table)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank."""

@@ -10,16 +10,18 @@ import torch
 from ringcore.model_executor import ops
 from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
-__all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
+__all__ = ["HeadNorm", "RMSNorm", "bind_add_rms_norm", "bind_rms_norm"]
 
 
 def bind_rms_norm(
     weight: torch.Tensor, eps: float, *, plus_one: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`ops.rms_norm` with this weight, in the fastest form that works for its dtype and device.
+    """`ops.rms_norm` with this weight, in the fastest form that works for its shape, dtype and device.
 
     plus_one: by 1 + weight, as Gemma has it, and rounded once: x and the sum are taken in float32 whatever the dtype.
     """
+    if weight.ndim == 1 and ops.has_kernels(weight.device):
+        return _kernel(weight, eps, plus_one)
     if plus_one:
         normalise = bind_rms_norm(1 + weight.float(), eps)
         return normalise if weight.dtype == torch.float32 else functools.partial(_in_float32, normalise)
@@ -27,6 +29,30 @@ def bind_rms_norm(
         gain, floor = ops.rms_norm_gain(weight, eps)
         return functools.partial(ops.rms_norm_by_gain, gain=gain, floor=floor)
     return functools.partial(ops.rms_norm, weight=weight, eps=eps)
+
+
+def bind_add_rms_norm(
+    weight: torch.Tensor, eps: float, *, plus_one: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(hidden, addend): hidden += addend, in place, then what `bind_rms_norm` makes of hidden. weight: [size]."""
+    if ops.has_kernels(weight.device):
+        kernel = _kernel(weight, eps, plus_one)
+        return lambda hidden, addend: kernel(hidden, addend=addend)
+    return functools.partial(_add_and_normalise, bind_rms_norm(weight, eps, plus_one=plus_one))
+
+
+def _kernel(weight: torch.Tensor, eps: float, plus_one: bool) -> Callable[..., torch.Tensor]:
+    """It multiplies in float32 and rounds once, whatever dtype the weight has."""
+    from ringcore.kernels.rms_norm import rms_norm
+
+    return functools.partial(rms_norm, weight=1 + weight.float() if plus_one else weight, eps=eps)
+
+
+def _add_and_normalise(
+    normalise: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, addend: torch.Tensor
+) -> torch.Tensor:
+    hidden += addend
+    return normalise(hidden)
 
 
 def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -48,17 +74,20 @@ class RMSNorm:
         self._eps = eps
         self._plus_one = plus_one
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
+        self._add_and_normalise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def weights(self) -> list[Weight]:
         return [self._weight]
 
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
-        self._normalise = bind_rms_norm(tensors.pop(self._weight.name), self._eps, plus_one=self._plus_one)
+        weight = tensors.pop(self._weight.name)
+        self._normalise = bind_rms_norm(weight, self._eps, plus_one=self._plus_one)
+        self._add_and_normalise = bind_add_rms_norm(weight, self._eps, plus_one=self._plus_one)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, size] -> a new tensor [n, size]."""
-        return self._normalise(x)
+    def __call__(self, hidden: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [n, size] -> a new tensor [n, size]. An `addend` [n, size] is added to hidden first, in place."""
+        return self._normalise(hidden) if addend is None else self._add_and_normalise(hidden, addend)
 
 
 class HeadNorm:
@@ -85,21 +114,22 @@ class HeadNorm:
             for which, checkpoint_name in zip(("q", "k"), checkpoint_names, strict=True)
         ]
         self._num_heads = num_heads
-        self._eps = eps
+        self.eps = eps
         self._order = order
         self._plus_one = plus_one
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
+        self.gain: torch.Tensor  # [2, head_dim]: what q's and k's heads are multiplied by
 
     def weights(self) -> Sequence[Weight]:
         return self._weights
 
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensors out of the dict."""
-        rows = [
-            tensors.pop(weight.name)[self._order].expand(heads, -1)
-            for weight, heads in zip(self._weights, self._num_heads, strict=True)
-        ]
-        self._normalise = bind_rms_norm(torch.cat(rows), self._eps, plus_one=self._plus_one)
+        rows = [tensors.pop(weight.name) for weight in self._weights]
+        rows = [row[self._order.to(row.device)] for row in rows]
+        by_head = [row.expand(heads, -1) for row, heads in zip(rows, self._num_heads, strict=True)]
+        self._normalise = bind_rms_norm(torch.cat(by_head), self.eps, plus_one=self._plus_one)
+        self.gain = 1 + torch.stack(rows).float() if self._plus_one else torch.stack(rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, q heads + k heads, head_dim] -> a new tensor of that shape."""

@@ -7,13 +7,19 @@ pair is then one product of complex numbers. Scores do not change, since q and k
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ringcore.checkpoint import RopeSpec
+from ringcore.model_executor import ops
+from ringcore.model_executor.layers.norm import HeadNorm
 
-__all__ = ["RotaryEmbedding", "interleaved", "inverse_frequencies"]
+__all__ = ["ComplexRotation", "KernelRotation", "RotaryEmbedding", "Rotation", "interleaved", "inverse_frequencies"]
 
 
 def interleaved(head_dim: int) -> torch.Tensor:
@@ -21,26 +27,77 @@ def interleaved(head_dim: int) -> torch.Tensor:
     return torch.arange(head_dim).view(2, head_dim // 2).t().flatten()
 
 
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [n, heads, head_dim], k and v [n, kv_heads, head_dim]
+
+
+class Rotation(Protocol):
+    """How a step's tokens are turned, in the form of the device; the same for many layers."""
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
+        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its memory is used up.
+
+        -> q and k normalised, where the model does that, and turned, and v. They may be views, with other heads
+        between one token's and the next one's.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ComplexRotation:
+    """In plain torch: one product of complex numbers."""
+
+    angles: torch.Tensor  # [n, 1, head_dim / 2] complex64, for `ops.apply_rotary`
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        qk, v = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
+        if head_norm is not None:
+            qk = head_norm(qk)
+        ops.apply_rotary(qk, self.angles)
+        q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRotation:
+    """By one kernel, norms and all, in place."""
+
+    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32, as `qk_norm_rope` takes it
+    positions: torch.Tensor  # [n] int64
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
+        from ringcore.kernels.qk_norm_rope import qk_norm_rope
+
+        gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
+        qk_norm_rope(qkv, self.positions, self.cos_sin, num_heads, num_kv_heads, norm_weight=gain, eps=eps)
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
+        return q, k, v
+
+
 class RotaryEmbedding:
-    """The angle of every pair at every position, gathered once a step for all layers."""
+    """The angle of every pair at every position, gathered once a step for all layers or looked up by the kernel."""
 
     def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
         assert head_dim % 2 == 0, head_dim
         self._head_dim = head_dim
         self._rope = rope
         self._max_model_len = max_model_len
-        self._table: torch.Tensor  # [max_model_len, 1, head_dim / 2] complex64
+        self._at: Callable[[torch.Tensor], Rotation]
 
     def bind(self, device: torch.device) -> None:
-        """Computes the table; in float32, as transformers does."""
+        """Computes the table of all positions, [max_model_len, head_dim / 2]; in float32, as transformers does."""
         frequencies, factor = inverse_frequencies(self._head_dim, self._rope)
         angles = torch.arange(self._max_model_len, dtype=torch.float32)[:, None] * frequencies
         table = torch.complex(angles.cos(), angles.sin()).mul_(factor)
-        self._table = table.unsqueeze(1).to(device)
+        if ops.has_kernels(device):
+            self._at = functools.partial(KernelRotation, torch.view_as_real(table).flatten(1).to(device))
+        else:
+            by_head = table.unsqueeze(1).to(device)
+            self._at = lambda positions: ComplexRotation(by_head.index_select(0, positions))
 
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: [n] int64, below max_model_len -> [n, 1, head_dim / 2] complex64, for `ops.apply_rotary`."""
-        return self._table.index_select(0, positions)
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """positions: [n] int64, below max_model_len."""
+        return self._at(positions)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeSpec) -> tuple[torch.Tensor, float]:

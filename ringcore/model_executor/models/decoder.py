@@ -11,7 +11,7 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
-from ringcore.model_executor import ops
+from ringcore.model_executor.layers.activation import Activation, bind_activation
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -20,7 +20,7 @@ from ringcore.model_executor.layers.linear import (
     qkv_outputs,
 )
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
-from ringcore.model_executor.layers.rotary import RotaryEmbedding, interleaved
+from ringcore.model_executor.layers.rotary import RotaryEmbedding, Rotation, interleaved
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.weight import Tensors, Weight
@@ -42,7 +42,7 @@ class Family:
 
     head_norm: bool = False  # q and k are normalised per head before they are turned
     norm_plus_one: bool = False  # norms multiply by 1 + weight: see `bind_rms_norm`
-    activate_and_multiply: Callable[[torch.Tensor], torch.Tensor] = ops.silu_and_mul  # gate beside up -> [n, size]
+    activation: Activation = "silu"  # of the MLP's gate
 
 
 class SelfAttention:
@@ -99,16 +99,10 @@ class SelfAttention:
     def layers(self) -> list[Bindable]:
         return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
 
-    def __call__(self, x: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """x: [n, hidden_size] -> [n, hidden_size]."""
-        n, heads, kv_heads = x.shape[0], self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).view(n, -1, self.head_dim)
-        qk, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 1)
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        ops.apply_rotary(qk, rotation)
-        q, k = torch.split_with_sizes(qk, (heads, kv_heads), 1)
-        return self.o_proj(self.attention(q, k, v, ctx).reshape(n, -1))
+        q, k, v = rotation(self.qkv_proj(x), self.num_heads, self.num_kv_heads, self.head_norm)
+        return self.o_proj(self.attention(q, k, v, ctx).reshape(x.shape[0], -1))
 
 
 class MLP:
@@ -116,7 +110,8 @@ class MLP:
 
     def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
         name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.mlp"
-        self._activate_and_multiply = family.activate_and_multiply
+        self._activation = family.activation
+        self._activate_and_multiply: Callable[[torch.Tensor], torch.Tensor]
         self.gate_up_proj = ColumnParallelLinear(
             f"{name}.gate_up_proj",
             merged_outputs((f"{checkpoint_name}.gate_proj", f"{checkpoint_name}.up_proj"), spec.intermediate_size, tp),
@@ -137,6 +132,10 @@ class MLP:
     def layers(self) -> list[Bindable]:
         return [self.gate_up_proj, self.down_proj]
 
+    def bind_activation(self, device: torch.device) -> None:
+        """It has no weights that say where it runs."""
+        self._activate_and_multiply = bind_activation(self._activation, device)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, hidden_size] -> [n, hidden_size]."""
         return self.down_proj(self._activate_and_multiply(self.gate_up_proj(x)))
@@ -154,10 +153,14 @@ class DecoderLayer:
     def layers(self) -> list[Bindable]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
-    def __call__(self, hidden: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> None:
-        """Adds the layer's two contributions to the residual stream `hidden` [n, hidden_size], in place."""
-        hidden += self.self_attention(self.input_norm(hidden), rotation, ctx)
-        hidden += self.mlp(self.mlp_norm(hidden))
+    def __call__(
+        self, hidden: torch.Tensor, contribution: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """Adds to the residual stream `hidden` [n, hidden_size], in place, the `contribution` that the layer before
+        returned, and its attention's; returns its MLP's, [n, hidden_size]. So each addition stands before a norm, and
+        the two can be one pass."""
+        attended = self.self_attention(self.input_norm(hidden, contribution), rotation, ctx)
+        return self.mlp(self.mlp_norm(hidden, attended))
 
 
 def layer_norm(
@@ -207,8 +210,11 @@ class DenseDecoder(CausalLM):
         """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
         for layer in self._bindable():
             layer.bind(tensors)
+        device = self.embed_tokens.table.device
         for rotary in self.rotaries:
-            rotary.bind(self.embed_tokens.table.device)
+            rotary.bind(device)
+        for decoder_layer in self.layers:
+            decoder_layer.mlp.bind_activation(device)
         assert not len(tensors), "a weight was declared and not taken"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -219,9 +225,10 @@ class DenseDecoder(CausalLM):
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         hidden = self.embed(input_ids)
+        contribution: torch.Tensor | None = None
         for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
-            layer(hidden, rotations[which], ctx)
-        return self.norm(hidden)
+            contribution = layer(hidden, contribution, rotations[which], ctx)
+        return self.norm(hidden, contribution)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""

@@ -6,7 +6,7 @@ import torch
 
 from ringcore.attention.context import ForwardContext
 from ringcore.checkpoint import ModelSpec
-from ringcore.model_executor import ops
+from ringcore.model_executor.layers.rotary import Rotation
 from ringcore.model_executor.models.decoder import Bindable, DecoderLayer, DenseDecoder, Family, layer_norm
 from ringcore.model_executor.parallel import TensorParallel
 
@@ -28,16 +28,18 @@ class Gemma3Layer(DecoderLayer):
     def layers(self) -> list[Bindable]:
         return [*super().layers(), self.attention_out_norm, self.mlp_out_norm]
 
-    def __call__(self, hidden: torch.Tensor, rotation: torch.Tensor, ctx: ForwardContext) -> None:
-        """Adds the layer's two contributions to the residual stream `hidden` [n, hidden_size], in place."""
-        hidden += self.attention_out_norm(self.self_attention(self.input_norm(hidden), rotation, ctx))
-        hidden += self.mlp_out_norm(self.mlp(self.mlp_norm(hidden)))
+    def __call__(
+        self, hidden: torch.Tensor, contribution: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """As `DecoderLayer`."""
+        attended = self.self_attention(self.input_norm(hidden, contribution), rotation, ctx)
+        return self.mlp_out_norm(self.mlp(self.mlp_norm(hidden, self.attention_out_norm(attended))))
 
 
 class Gemma3ForCausalLM(DenseDecoder):
     """Layers with a sliding window between some that see all tokens, each kind with a rotary embedding of its own."""
 
-    family = Family(head_norm=True, norm_plus_one=True, activate_and_multiply=ops.gelu_tanh_and_mul)
+    family = Family(head_norm=True, norm_plus_one=True, activation="gelu_tanh")
     layer_class = Gemma3Layer
 
     def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:

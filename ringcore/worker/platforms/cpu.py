@@ -11,6 +11,8 @@ from typing import ClassVar
 import psutil
 import torch
 
+from ringcore.model_executor.parallel import TensorParallel
+from ringcore.worker.communicator import GlooCommunicator
 from ringcore.worker.platform import Platform
 
 __all__ = ["CpuPlatform"]
@@ -26,10 +28,22 @@ class CpuPlatform(Platform):
     attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa",)
     # Other programs live on the host, and the file cache that holds the checkpoint counts as free.
     default_memory_share: ClassVar[float] = 0.4
+    attention_gathers: ClassVar[bool] = True
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
         self._cgroups = cgroups
+
+    @classmethod
+    def is_present(cls) -> bool:
+        return True
+
+    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
+        return GlooCommunicator(rank, size, rendezvous)
+
+    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
+        """An equal part of `share` of what is free: all ranks have the same memory."""
+        return int(self.free_memory_bytes() * share / num_ranks)
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         if asked != "auto":

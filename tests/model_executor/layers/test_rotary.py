@@ -42,7 +42,7 @@ def test_turning_pairs_of_neighbours_is_turning_halves(dtype):
 
     ours = torch.empty(3, 9, head_dim, dtype=dtype)[:, 2:7]  # a view with other heads around it, as in qkv
     ours.copy_(x[..., interleaved(head_dim)])
-    ops.apply_rotary(ours, rotary(positions))
+    ops.apply_rotary(ours, rotary(positions).angles)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours.double(), expected[..., interleaved(head_dim)], atol=tolerance, rtol=tolerance)
 

@@ -37,7 +37,7 @@ def test_each_kind_of_layer_has_its_angles(tmp_path):
     assert model.rotary_of_layer == [1, 0, 1]
     for which, kind in enumerate(["full_attention", "sliding_attention"]):
         cos, sin = hf.model.rotary_emb(torch.ones(1), positions[None], kind)
-        ours = model.rotaries[which](positions)[:, 0]
+        ours = model.rotaries[which](positions).angles[:, 0]
         torch.testing.assert_close(ours.real, cos[0, :, :8], atol=1e-6, rtol=0)
         torch.testing.assert_close(ours.imag, sin[0, :, :8], atol=1e-6, rtol=0)
 

@@ -1,0 +1,126 @@
+"""Paged attention by the flash-attn package: FlashAttention-3's `flash_attn_interface` or version 2's `flash_attn`.
+
+The cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_size], keys then values, which is the page layout
+of both. Neither is a dependency; the backend refuses where neither can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.triton import StepTensors
+from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
+
+__all__ = ["FlashAttnBackend"]
+
+_MODULES = ("flash_attn_interface", "flash_attn")  # version 3 first
+_BLOCK_MULTIPLE = {"flash_attn_interface": 16, "flash_attn": 256}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    tensors: StepTensors
+    context_start_loc: torch.Tensor | None  # [num_seqs + 1] int32: the sums of seq_lens, for version 2
+    max_seq_len: int
+
+
+class FlashAttnBackend(AttentionBackend):
+    name: ClassVar[str] = "flash_attn"
+
+    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(spec, num_heads, neighbours)
+        assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
+        module, _ = _find_module()
+        assert module is not None, "a backend that refuses was made"
+        self._is_version_3 = module == _MODULES[0]
+        function = "flash_attn_with_kvcache" if self._is_version_3 else "flash_attn_varlen_func"
+        self._attend: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), function)
+
+    @classmethod
+    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on a CUDA device, not on {device.type}"
+        module, reasons = _find_module()
+        if module is None:
+            return reasons
+        if spec.dtype not in ("float16", "bfloat16"):
+            return f"it has no dtype {spec.dtype}"
+        if spec.head_size % 8 or spec.head_size > 256:
+            return f"its heads have a multiple of 8 up to 256 numbers, not {spec.head_size}"
+        if spec.block_size % _BLOCK_MULTIPLE[module]:
+            return f"the blocks of {module} have a multiple of {_BLOCK_MULTIPLE[module]} tokens, not {spec.block_size}"
+        if not isinstance(spec, FullAttentionSpec):
+            # It gives the weight 0 to what is there, and 0 * inf is NaN: one request could harm another.
+            return "it reads blocks that a sliding window has left behind, which others may have by now"
+        return None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_size)
+
+    def plan(self, metadata: AttentionMetadata) -> _Step:
+        tensors, sums = StepTensors.upload(metadata), None
+        if not self._is_version_3:
+            array = np.concatenate(([0], np.cumsum(metadata.seq_lens_cpu))).astype(np.int32)
+            sums = torch.from_numpy(array).to(metadata.slot_mapping.device)
+        return _Step(tensors, sums, metadata.max_seq_len)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: object,
+        scale: float,
+    ) -> torch.Tensor:
+        assert isinstance(plan, _Step)
+        slots = kv_cache.view(2, -1, self.spec.num_kv_heads, self.spec.head_size)
+        slots[0, metadata.slot_mapping] = key
+        slots[1, metadata.slot_mapping] = value
+        step = plan.tensors
+        if self._is_version_3:
+            return self._attend(
+                query,
+                kv_cache[0],
+                kv_cache[1],
+                cache_seqlens=step.seq_lens,
+                page_table=step.block_table,
+                cu_seqlens_q=step.query_start_loc,
+                max_seqlen_q=step.max_query_len,
+                softmax_scale=scale,
+                causal=True,
+            )
+        return self._attend(
+            query,
+            kv_cache[0],
+            kv_cache[1],
+            cu_seqlens_q=step.query_start_loc,
+            cu_seqlens_k=plan.context_start_loc,
+            max_seqlen_q=step.max_query_len,
+            max_seqlen_k=plan.max_seq_len,
+            softmax_scale=scale,
+            causal=True,
+            block_table=step.block_table,
+        )
+
+
+def _find_module() -> tuple[str | None, str]:
+    """(the first of `_MODULES` that can be imported, or None; why those before it cannot)"""
+    reasons = []
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError) as error:  # OSError: a library of another CUDA
+            reasons.append(f"{name} cannot be imported: {error}")
+        else:
+            return name, ""
+    return None, ", ".join(reasons)

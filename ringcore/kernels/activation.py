@@ -1,0 +1,80 @@
+"""The gate of an MLP: activation(gate) * up, from one tensor that holds both."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["gelu_tanh_and_mul", "gelu_tanh_and_mul_reference", "silu_and_mul", "silu_and_mul_reference"]
+
+_MAX_BLOCK = 1024
+_ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+
+
+@triton.jit
+def _activate_and_multiply_kernel(
+    gate_up: tl.tensor,  # [n, 2 * size]
+    out: tl.tensor,  # [n, size]
+    size: tl.constexpr,
+    block: tl.constexpr,
+    is_gelu: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    mask = columns < size
+    gate = tl.load(gate_up + row * (2 * size) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * size) + size + columns, mask=mask, other=0.0).to(tl.float32)
+    if is_gelu:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation; 2 * sqrt(2 / pi) = 1.5957691
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    product = gate / (1.0 + tl.exp(-inner)) * up
+    tl.store(out + row * size + columns, product.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[n, 2 * size], gate beside up, contiguous -> silu(gate) * up: [n, size], in `out` where it is given.
+
+    Computed in float32 and rounded once. Method: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
+    """
+    return _launch(gate_up, out, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As `silu_and_mul`, with gelu in its form with tanh: Hendrycks, Gimpel, arXiv 1606.08415."""
+    return _launch(gate_up, out, is_gelu=True)
+
+
+def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -> torch.Tensor:
+    n, width = gate_up.shape
+    size = width // 2
+    if out is None:
+        out = gate_up.new_empty(n, size)
+    assert width % 2 == 0, width
+    assert gate_up.is_contiguous(), "rows must lie side by side"
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == ((n, size), gate_up.dtype), (out.shape, out.dtype)
+    if out.numel():
+        block = min(_MAX_BLOCK, triton.next_power_of_2(size))
+        _activate_and_multiply_kernel[(n, triton.cdiv(size, block))](
+            gate_up, out, size=size, block=block, is_gelu=is_gelu, num_warps=max(1, block // _ELEMENTS_A_WARP)
+        )
+    return out
+
+
+def silu_and_mul_reference(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu_and_mul` in plain torch."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return _rounded(torch.nn.functional.silu(gate) * up, gate_up, out)
+
+
+def gelu_tanh_and_mul_reference(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`gelu_tanh_and_mul` in plain torch."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return _rounded(torch.nn.functional.gelu(gate, approximate="tanh") * up, gate_up, out)
+
+
+def _rounded(product: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return product.to(gate_up.dtype) if out is None else out.copy_(product)

@@ -1,0 +1,174 @@
+"""How the decode kernel's work is cut: evenly over the device, on the device.
+
+The contexts of all (sequence, KV head) pairs, cut into tiles, are one long row of tiles, of which every program of a
+fixed grid takes a run of equal length: one long sequence among short ones keeps nobody waiting. (The even cut is
+Stream-K's, Osama et al., 2023.)
+
+    pairs     |----- a -----|- b -|------------- c -------------|-- d --|
+    programs  |.... 0 ....|.... 1 ....|.... 2 ....|.... 3 ....|.... 4 ....|
+
+The cut depends on the lengths alone. A kernel makes it, once a step for all layers, so nothing of a launch depends on
+a number that the host would have to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.kv_write import padded_head_size
+
+__all__ = ["DecodeWork", "context_tiles", "program_of"]
+
+# Of a program's record in `DecodeWork.starts`: where its run begins, and how the cut was made.
+SEQUENCE = tl.constexpr(0)  # sequence, KV head and tile in the pair where the run begins
+HEAD = tl.constexpr(1)
+TILE = tl.constexpr(2)
+COUNT = tl.constexpr(3)  # tiles in the run
+AT = tl.constexpr(4)  # tiles of the row before the run
+BASE = tl.constexpr(5)  # the first EXTRA programs have BASE + 1 tiles, the others BASE
+EXTRA = tl.constexpr(6)
+RECORD = tl.constexpr(8)
+
+_PROGRAMS_PER_SM = 2
+_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, two programs have room on an SM
+_MIN_TILES = 2  # a run of one tile costs more in merging than it saves in reading
+_PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
+
+
+@triton.jit
+def context_tiles(seq_len, window: tl.constexpr, tile_tokens: tl.constexpr):
+    """(the first token seen, its tile, the number of tiles from there): one tile even where there is no token."""
+    first = seq_len * 0
+    if window > 0:
+        first = tl.maximum(seq_len - window, 0)
+    first_tile = first // tile_tokens
+    return first, first_tile, tl.maximum(tl.cdiv(seq_len, tile_tokens) - first_tile, 1)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+def _plan_decode(
+    seq_lens,
+    starts,
+    num_seqs,
+    num_programs,
+    num_kv_heads: tl.constexpr,
+    window: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    min_tiles: tl.constexpr,
+    seqs: tl.constexpr,  # num_seqs or more, a power of two
+    programs: tl.constexpr,
+):
+    """Where the runs of `programs` programs begin. Each program adds up all lengths: none waits for another."""
+    index = tl.arange(0, seqs)
+    seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
+    _, _, tiles = context_tiles(seq_len, window, tile_tokens)
+    tiles = tl.where(index < num_seqs, tiles * num_kv_heads, 0)
+    ends = tl.cumsum(tiles, 0)
+    num_tiles = tl.sum(tiles, 0)
+    used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
+    base = num_tiles // used
+    extra = num_tiles % used
+
+    program = tl.program_id(0) * programs + tl.arange(0, programs)
+    at = program * base + tl.minimum(program, extra)
+    count = tl.where(program < used, base + (program < extra).to(tl.int32), 0)
+    passed = ends[None, :] <= at[:, None]  # [programs, seqs]: sequences that are wholly before the run
+    holds = (ends[None, :] > at[:, None]) & ((ends - tiles)[None, :] <= at[:, None])  # the one in which it begins
+    sequence = tl.sum(passed.to(tl.int32), 1)
+    in_sequence = at - tl.sum(tl.where(passed, tiles[None, :], 0), 1)
+    pair_tiles = tl.maximum(tl.sum(tl.where(holds, tiles[None, :], 0), 1) // num_kv_heads, 1)
+    record = starts + program * RECORD
+    mine = program < num_programs
+    tl.store(record + SEQUENCE, sequence, mask=mine)
+    tl.store(record + HEAD, in_sequence // pair_tiles, mask=mine)
+    tl.store(record + TILE, in_sequence % pair_tiles, mask=mine)
+    tl.store(record + COUNT, count, mask=mine)
+    tl.store(record + AT, at, mask=mine)
+    tl.store(record + BASE, base, mask=mine)
+    tl.store(record + EXTRA, extra, mask=mine)
+
+
+@triton.jit
+def program_of(tile, base, extra):
+    """The program whose run has tile number `tile` of the row."""
+    longer = extra * (base + 1)  # tiles in the runs of base + 1
+    return tl.where(tile < longer, tile // (base + 1), extra + (tile - longer) // base)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The cut of a step's work and the place where programs that share a sequence meet, for layers of one shape.
+
+    Launches that use the same one must follow each other on one stream.
+    """
+
+    num_kv_heads: int
+    group: int  # query heads that share a KV head
+    head_size: int
+    window: int | None  # tokens that a token sees, itself among them; None: all before it
+    tile_tokens: int
+    starts: torch.Tensor  # [num_programs, 8] int32: a record a program, written by `plan`
+    partial_out: torch.Tensor  # [2 * num_programs, group, head_size] float32
+    partial_stats: torch.Tensor  # [2 * num_programs, group, 2] float32: maximum and sum
+    arrivals: torch.Tensor  # [num_programs] int32, by the pair's first program; zero between launches
+
+    @classmethod
+    def allocate(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int | None = None,
+        num_programs: int | None = None,
+    ) -> DecodeWork:
+        """For caches of `dtype` on `device`; num_programs: the grid, None for what the device runs at once."""
+        if num_programs is None:
+            num_programs = _num_programs(device)
+        group = num_heads // num_kv_heads
+        return cls(
+            num_kv_heads=num_kv_heads,
+            group=group,
+            head_size=head_size,
+            window=window,
+            tile_tokens=max(16, min(64, _TILE_BYTES // (padded_head_size(head_size) * dtype.itemsize))),
+            starts=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
+            partial_out=torch.empty(2 * num_programs, group, head_size, dtype=torch.float32, device=device),
+            partial_stats=torch.empty(2 * num_programs, group, 2, dtype=torch.float32, device=device),
+            arrivals=torch.zeros(num_programs, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def num_programs(self) -> int:
+        return self.starts.shape[0]
+
+    def plan(self, seq_lens: torch.Tensor) -> None:
+        """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`."""
+        num_seqs = seq_lens.shape[0]
+        assert seq_lens.dtype == torch.int32
+        assert num_seqs > 0
+        _plan_decode[(triton.cdiv(self.num_programs, _PLANNED_PROGRAMS),)](
+            seq_lens,
+            self.starts,
+            num_seqs,
+            self.num_programs,
+            num_kv_heads=self.num_kv_heads,
+            window=self.window or 0,
+            tile_tokens=self.tile_tokens,
+            min_tiles=_MIN_TILES,
+            seqs=max(256, triton.next_power_of_2(num_seqs)),  # few sizes: each is compiled
+            programs=_PLANNED_PROGRAMS,
+        )
+
+
+def _num_programs(device: torch.device) -> int:
+    """What runs at once; the interpreter, on a CPU, gets a few, so that programs share sequences there too."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM

@@ -1,0 +1,305 @@
+"""Causal attention of a ragged batch over paged keys and values: prompts, chunks of prompts and single tokens mixed.
+
+The rows of a tile are the query heads that share a KV head, of as many neighbouring tokens as fit: row r is query head
+r % group of token r // group. So a key or value is read once for all the heads that need it.
+
+The grid holds a tile for every `tokens_per_tile` tokens and one more for every sequence, whatever their lengths: tile
+number start // tokens_per_tile + i is the first one of sequence i, which never collides with the tiles of the sequence
+before, and each program searches for its sequence (as the unified attention kernel of vLLM does). Programs without
+tokens end at once. The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.kv_write import check_rows, padded_head_size
+
+__all__ = ["HIDDEN", "attend_tile", "paged_attention_prefill", "paged_attention_prefill_reference"]
+
+HIDDEN = tl.constexpr(-1e30)  # a score of nothing: finite, so that a tile in which a row sees nothing makes no NaN
+_SEARCH = tl.constexpr(128)  # sequences looked at in one go
+
+
+@triton.jit
+def attend_tile(
+    query,  # [rows, width]
+    best,  # [rows] float32: the largest score so far, times scale_log2
+    total,  # [rows] float32: the sum of the weights so far
+    attended,  # [rows, width] float32: the weighted sum of the values so far
+    table,  # pointer to the sequence's row of the block table
+    pages,  # pointer to the KV head's keys in block 0
+    start,  # the tile's first token, a multiple of tile_tokens
+    first,  # tokens before it are not read
+    end,  # nor tokens from it on
+    positions,  # of the rows: [rows, 1], or one number for all
+    scale_log2,
+    num_kv_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    width: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,  # 0: none
+    tile_tokens: tl.constexpr,
+    masked: tl.constexpr,  # whether some row does not see some token of the tile
+):
+    """The running softmax of `rows` queries with one more tile of keys and values -> (best, total, attended).
+
+    Values that are not read count as zeros: what lies in their slots may be anything, NaN among it, and a weight of
+    zero would not hide that.
+    """
+    half_page: tl.constexpr = num_kv_heads * block_size * head_size
+    index = tl.arange(0, tile_tokens)
+    dim = tl.arange(0, width)[None, :]
+    tokens = start + index
+    present = (tokens >= first) & (tokens < end)
+    if block_size % tile_tokens == 0:  # one block for the whole tile
+        block = tl.load(table + start // block_size).to(tl.int64)
+        rows = block * (2 * half_page) + (start % block_size + index) * head_size
+    else:
+        if masked:
+            block = tl.load(table + tokens // block_size, mask=present, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + tokens // block_size).to(tl.int64)
+        rows = block * (2 * half_page) + (tokens % block_size) * head_size
+    source = pages + rows[:, None] + dim
+    if masked:
+        exists = present[:, None] & (dim < head_size)
+        keys = tl.load(source, mask=exists, other=0.0)
+        values = tl.load(source + half_page, mask=exists, other=0.0)
+    elif width == head_size:
+        keys = tl.load(source)
+        values = tl.load(source + half_page)
+    else:
+        keys = tl.load(source, mask=dim < head_size, other=0.0)
+        values = tl.load(source + half_page, mask=dim < head_size, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2
+    # Scaled before they are hidden: of HIDDEN scaled, the compiler's fused product less its own rounded self is not 0.
+    if masked:
+        visible = tokens[None, :] <= positions
+        if window > 0:
+            visible &= tokens[None, :] > positions - window
+        scores = tl.where(visible, scores, HIDDEN)
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_best[:, None])
+    fade = tl.exp2(best - new_best)
+    total = total * fade + tl.sum(weights, 1)
+    attended = tl.dot(weights.to(values.dtype), values, attended * fade[:, None], input_precision="ieee")
+    return new_best, total, attended
+
+
+@triton.jit
+def _sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile: tl.constexpr):
+    """The sequence to which tile number `tile` of the step belongs: the last one whose first tile is not behind it."""
+    sequence = -1
+    for chunk in range(0, num_seqs, _SEARCH):
+        index = chunk + tl.arange(0, _SEARCH)
+        begin = tl.load(query_start_loc + index, mask=index < num_seqs, other=0)
+        sequence += tl.sum(((index < num_seqs) & (begin // tokens_per_tile + index <= tile)).to(tl.int32), 0)
+    return sequence
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "table_stride"])
+def _paged_attention_prefill(
+    query,
+    kv_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    out,
+    scale_log2,
+    query_stride,
+    table_stride,
+    num_seqs,
+    num_tiles,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_size: tl.constexpr,
+    width: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """One program a KV head and tile of query rows. The last tiles first: of a prompt they have the most to read."""
+    tokens_per_tile: tl.constexpr = tile_rows // group
+    kv_head = tl.program_id(0) % num_kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // num_kv_heads
+    sequence = _sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile)
+    begin = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - begin
+    first_query = (tile - (begin // tokens_per_tile + sequence)) * tokens_per_tile
+    if first_query >= query_len:
+        return
+    num_queries = min(tokens_per_tile, query_len - first_query)
+    low = tl.load(seq_lens + sequence) - query_len + first_query  # the position of the tile's first token
+    end = low + num_queries
+
+    row = tl.arange(0, tile_rows)
+    dim = tl.arange(0, width)[None, :]
+    row_token = (begin + first_query + row // group).to(tl.int64)[:, None]
+    row_head = (kv_head * group + row % group)[:, None]
+    exists = (row < num_queries * group)[:, None] & (dim < head_size)
+    queries = tl.load(query + row_token * query_stride + row_head * head_size + dim, mask=exists, other=0.0)
+    positions = (low + row // group)[:, None]
+    table = block_table + sequence.to(tl.int64) * table_stride
+    pages = kv_cache + kv_head * block_size * head_size
+
+    best = tl.full([tile_rows], HIDDEN, tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    attended = tl.zeros([tile_rows, width], tl.float32)
+    # Tokens in order: those that only the lower rows see, those that all see, those that only the upper rows see.
+    first = 0
+    start = 0
+    seen_by_all = (low + 1) // tile_tokens * tile_tokens
+    if window > 0:
+        first = tl.maximum(low - window + 1, 0)
+        start = first // tile_tokens * tile_tokens
+        last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
+        middle = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
+        for at in tl.range(start, middle, tile_tokens, num_stages=stages):
+            best, total, attended = attend_tile(
+                queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+                num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+            )  # fmt: skip
+        start = middle
+        seen_by_all = tl.maximum(seen_by_all, middle)
+    for at in tl.range(start, seen_by_all, tile_tokens, num_stages=stages):
+        best, total, attended = attend_tile(
+            queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+            num_kv_heads, head_size, width, block_size, window, tile_tokens, False,
+        )  # fmt: skip
+    for at in tl.range(seen_by_all, end, tile_tokens, num_stages=stages):
+        best, total, attended = attend_tile(
+            queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+            num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+        )  # fmt: skip
+    target = (row_token * (num_kv_heads * group) + row_head) * head_size + dim
+    tl.store(out + target, (attended / total[:, None]).to(out.dtype.element_ty), mask=exists)
+
+
+class _Tiles(NamedTuple):
+    rows: int
+    tokens: int
+    num_warps: int
+    stages: int
+
+    @classmethod
+    def choose(cls, max_rows: int, group: int, width: int, itemsize: int) -> _Tiles:
+        """For at most `max_rows` rows a sequence.
+
+        A load whose address is itself loaded gets (stages - 1) // 2 buffers, so 5 stages are two.
+        Float32 is multiplied without tensor cores, which keep too few bits of it, and needs registers for that.
+        """
+        if itemsize == 4:
+            return cls(max(32, triton.next_power_of_2(group)), 32 if width <= 64 else 16, 4, 3)
+        rows = max(128 if max_rows > 64 else 64, triton.next_power_of_2(group))
+        return cls(rows, 64, 4 if rows == 64 else 8, 5 if width <= 128 else 3)
+
+
+def paged_attention_prefill(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attends with the last tokens of each sequence to all of it, or to its last `window` tokens a token.
+
+    query: [num_tokens, num_heads, head_size], sequence after sequence; tokens may lie apart, the heads of one may not.
+    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
+    block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, this step's tokens among them.
+    query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
+    which there may be none. max_query_len: no sequence has more; it chooses the size of tiles and nothing else.
+    scale: of the scores, above 0. out: as query, contiguous. Returns `out`, where the rows of tokens that no sequence
+    has are left alone. The launch depends on shapes, `max_query_len` and `window` only.
+    """
+    num_tokens, num_heads, head_size = check_rows(query)
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    num_seqs = seq_lens.shape[0]
+    assert kv_cache.is_contiguous()
+    assert kv_cache.shape[4] == head_size
+    assert kv_cache.dtype == query.dtype
+    assert query_start_loc.shape == (num_seqs + 1,)
+    assert block_table.shape[0] == num_seqs
+    assert block_table.stride(1) == 1
+    assert {block_table.dtype, seq_lens.dtype, query_start_loc.dtype} == {torch.int32}
+    assert scale > 0
+    out = query.new_empty(query.shape) if out is None else out
+    assert out.shape == query.shape
+    assert out.is_contiguous()
+    if num_tokens == 0:
+        return out
+    group = num_heads // num_kv_heads
+    width = padded_head_size(head_size)
+    tiles = _Tiles.choose(max_query_len * group, group, width, query.element_size())
+    num_tiles = num_tokens // (tiles.rows // group) + num_seqs
+    _paged_attention_prefill[(num_tiles * num_kv_heads,)](
+        query,
+        kv_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        scale * math.log2(math.e),
+        query.stride(0),
+        block_table.stride(0),
+        num_seqs,
+        num_tiles,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_size=head_size,
+        width=width,
+        block_size=block_size,
+        window=window or 0,
+        tile_rows=tiles.rows,
+        tile_tokens=tiles.tokens,
+        stages=tiles.stages,
+        num_warps=tiles.num_warps,
+    )
+    return out
+
+
+def paged_attention_prefill_reference(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention_prefill`, sequence by sequence, computed in float32."""
+    out = torch.empty_like(query) if out is None else out
+    group = query.shape[1] // kv_cache.shape[2]
+    starts = query_start_loc.tolist()
+    for sequence, seq_len in enumerate(seq_lens.tolist()):
+        rows = query[starts[sequence] : starts[sequence + 1]].float()
+        assert len(rows) <= max_query_len
+        if not len(rows) or not seq_len:
+            out[starts[sequence] : starts[sequence + 1]] = 0
+            continue
+        context = seq_len - len(rows)
+        first = 0 if window is None else max(0, context - window + 1)  # what is before it is not to be read
+        blocks = block_table[sequence, : -(-seq_len // kv_cache.shape[3])].long()
+        tokens = kv_cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:seq_len]
+        keys, values = tokens.repeat_interleave(group, 1)  # [num_heads, seq_len - first, head_size]
+        scores = torch.einsum("qhd,hkd->hqk", rows, keys) * scale
+        behind = torch.arange(context, seq_len)[:, None] - torch.arange(first, seq_len)
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        weights = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
+        out[starts[sequence] : starts[sequence + 1]] = torch.einsum("hqk,hkd->qhd", weights, values).to(out.dtype)
+    return out

@@ -1,0 +1,176 @@
+"""What lies between the fused projections and attention, in one pass: the norms of q's and k's heads, the rotary
+embedding, and the write of keys and values into the pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
+
+_ELEMENTS = 1024  # of one program: as many whole heads as that
+_ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv: tl.tensor,  # [n, num_heads + 2 * num_kv_heads, head_dim]
+    out: tl.tensor,  # as qkv
+    positions: tl.tensor,  # [n] int64
+    cos_sin: tl.tensor,  # [num_positions, head_dim] float32
+    norm_weight: tl.tensor,  # [2, head_dim], read where has_norm
+    kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim], written where writes_kv
+    slot_mapping: tl.tensor,  # [n] int64, read where writes_kv
+    eps: float,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,  # a power of two, head_dim or more
+    heads_a_program: tl.constexpr,
+    stored_heads: tl.constexpr,  # how many of a token's heads are stored in out
+    block_size: tl.constexpr,
+    has_norm: tl.constexpr,
+    writes_kv: tl.constexpr,
+    largest: tl.constexpr,  # the largest finite number of a dtype that keys may overflow; 0: none
+) -> None:
+    num_turned: tl.constexpr = num_heads + num_kv_heads
+    num_all: tl.constexpr = num_turned + num_kv_heads
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * heads_a_program + tl.arange(0, heads_a_program)
+    dims = tl.arange(0, block_dim)
+    is_key = (heads >= num_heads) & (heads < num_turned)
+    is_value = heads >= num_turned
+    mask = (heads < num_all)[:, None] & (dims < head_dim)[None, :]
+    offsets = (token * num_all + heads)[:, None] * head_dim + dims[None, :]
+    x = tl.load(qkv + offsets, mask=mask, other=0.0)
+    position = tl.load(positions + token)
+    angles = tl.load(cos_sin + position * head_dim + dims, mask=dims < head_dim, other=0.0)
+    y = x.to(tl.float32)
+    if has_norm:
+        rows = norm_weight + is_key.to(tl.int32)[:, None] * head_dim + dims[None, :]
+        gain = tl.load(rows, mask=(dims < head_dim)[None, :], other=0.0).to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_dim + eps)[:, None] * gain
+    cos, sin = tl.split(tl.reshape(angles, [1, block_dim // 2, 2]))
+    first, second = tl.split(tl.reshape(y, [heads_a_program, block_dim // 2, 2]))
+    turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
+    y = tl.where(is_value[:, None], x.to(tl.float32), turned)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask & (heads < stored_heads)[:, None])
+    if writes_kv:
+        if largest > 0:
+            y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
+        slot = tl.load(slot_mapping + token)
+        kv_heads = tl.where(is_value, heads - num_turned, heads - num_heads)
+        pages = (slot // block_size * 2 + is_value.to(tl.int64)) * num_kv_heads + kv_heads
+        places = (pages * block_size + slot % block_size)[:, None] * head_dim + dims[None, :]
+        tl.store(kv_cache + places, y.to(kv_cache.dtype.element_ty), mask=mask & (heads >= num_heads)[:, None])
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Turns the heads of q and k by the angles of their positions, in place or, with v beside them, into `out`.
+
+    qkv and out: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous, the heads of q, then of k, then of v; the
+    pairs that turn together are neighbours, 2i and 2i + 1. positions: [n] int64. cos_sin: [num_positions, head_dim]
+    float32, cosine and sine of each pair side by side. norm_weight: [2, head_dim], q's then k's: each head is first
+    divided by its root mean square and multiplied by it, as `rms_norm` does, in any float dtype.
+    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], of qkv's dtype, contiguous; the finished keys and the
+    values of token i go to slot slot_mapping[i] = block_id * block_size + offset, [n] int64. In float16, whose keys can
+    overflow where hidden states do not, what is written there is finite: the largest number for infinity, 0 for NaN.
+
+    Computed in float32 and rounded once. Returns `out`, or qkv. Method: Su et al., "RoFormer", arXiv 2104.09864.
+    """
+    n, num_all, head_dim = len(qkv), num_heads + 2 * num_kv_heads, cos_sin.shape[1]
+    stored = num_all if out is not None else num_heads + num_kv_heads
+    out = qkv if out is None else out
+    assert head_dim % 2 == 0, head_dim
+    assert qkv.shape == (n, num_all * head_dim), (qkv.shape, num_heads, num_kv_heads, head_dim)
+    assert (out.shape, out.dtype) == (qkv.shape, qkv.dtype), "out is not as qkv"
+    assert (positions.shape, positions.dtype) == ((n,), torch.int64), (positions.shape, positions.dtype)
+    assert cos_sin.dtype == torch.float32, cos_sin.dtype
+    assert norm_weight is None or norm_weight.shape == (2, head_dim), norm_weight.shape
+    if kv_cache is not None:
+        assert slot_mapping is not None, "pages without slots"
+        assert (slot_mapping.shape, slot_mapping.dtype) == ((n,), torch.int64), (slot_mapping.shape, slot_mapping.dtype)
+        block_size = kv_cache.shape[3]
+        assert kv_cache.shape[1:] == (2, num_kv_heads, block_size, head_dim), kv_cache.shape
+        assert kv_cache.dtype == qkv.dtype, kv_cache.dtype
+    for tensor in (qkv, out, positions, cos_sin, norm_weight, kv_cache, slot_mapping):
+        assert tensor is None or tensor.is_contiguous(), "a tensor has gaps"
+    if not n:
+        return out
+    block_dim = triton.next_power_of_2(head_dim)
+    # Values are only moved: where they stay where they are, no program is for them alone.
+    touched = stored if kv_cache is None else num_all
+    heads_a_program = min(max(1, _ELEMENTS // block_dim), triton.next_power_of_2(touched))
+    _qk_norm_rope_kernel[(n, triton.cdiv(touched, heads_a_program))](
+        qkv,
+        out,
+        positions,
+        cos_sin,
+        qkv if norm_weight is None else norm_weight,
+        qkv if kv_cache is None else kv_cache,
+        positions if slot_mapping is None else slot_mapping,
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_dim=block_dim,
+        heads_a_program=heads_a_program,
+        stored_heads=stored,
+        block_size=1 if kv_cache is None else kv_cache.shape[3],
+        has_norm=norm_weight is not None,
+        writes_kv=kv_cache is not None,
+        largest=_LARGEST_HALF if qkv.dtype == torch.float16 else 0.0,
+        num_warps=max(1, heads_a_program * block_dim // _ELEMENTS_A_WARP),
+    )
+    return out
+
+
+def qk_norm_rope_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope` in plain torch."""
+    n, head_dim = len(qkv), cos_sin.shape[1]
+    sizes = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = torch.split_with_sizes(qkv.view(n, sum(sizes), head_dim).float(), sizes, dim=1)
+    if norm_weight is not None:
+        q, k = (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+            for x, weight in zip((q, k), norm_weight, strict=True)
+        )
+    rotation = torch.view_as_complex(cos_sin.view(-1, 1, head_dim // 2, 2))[positions]
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(x.reshape(n, -1, head_dim // 2, 2)) * rotation).flatten(2)
+        for x in (q, k)
+    )
+    if kv_cache is not None:
+        assert slot_mapping is not None
+        block_size = kv_cache.shape[3]
+        for kind, new in enumerate((k, v)):
+            rounded = new.to(kv_cache.dtype)
+            finite = torch.nan_to_num(rounded) if rounded.dtype == torch.float16 else rounded
+            kv_cache[slot_mapping // block_size, kind, :, slot_mapping % block_size] = finite
+    return (qkv if out is None else out).copy_(torch.cat((q, k, v), dim=1).view(n, -1))

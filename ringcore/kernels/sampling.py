@@ -1,0 +1,262 @@
+"""One token a row of logits, on the device: two kernels whatever the rows ask for.
+
+The first reads the logits once and leaves, for every group of neighbouring tokens, its best token and the sum of its
+weights. The second has a program a row: it takes the best token, or draws a group and then one of its tokens, having
+looked for the threshold where the row has filters. Both have static grids and read all parameters on the device. What a
+row gets does not depend on the other rows.
+
+What they compute is defined by `ringcore.model_executor.sampler`, which is the reference of the parity tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.sampling_draw import Row, draw_member, exp_of, exponentials, read_logits, scaled
+from ringcore.kernels.sampling_filters import Filters, Groups, filter_threshold, first_bound, listed_weights
+from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
+
+__all__ = ["DeviceSamplingInputs", "SamplingWorkspace", "group_size", "sample_tokens"]
+
+_TILE = 2048  # logits of a program of the first kernel: 8 KiB, and 75 programs for a row of 151,936
+_FILTER_TILE = 4096  # logits that a filtered row reads at once
+_CANDIDATES = 4096  # weights that a filtered row holds in registers
+
+
+def group_size(vocab_size: int) -> int:
+    """Neighbouring tokens that the draw's first level takes together: about sqrt(vocab_size), a power of two."""
+    return 1 << ((vocab_size.bit_length() + 1) // 2)
+
+
+@triton.jit
+def _group_kernel(
+    logits: tl.tensor,  # [n, vocab_size]
+    row_stride: int,
+    temperature: tl.tensor,  # [n]
+    bar_start: tl.tensor,  # [n + 1]
+    bar_ids: tl.tensor,
+    maxima: tl.tensor,  # [n, num_groups]: the largest logit; NaN where there is one
+    sums: tl.tensor,  # [n, num_groups]: of the weights relative to the group's best; written where temperature > 0
+    places: tl.tensor,  # [n, num_groups]: the best token, the first of equals
+    vocab_size: int,
+    num_groups: int,
+    num_tiles: int,
+    group: tl.constexpr,
+    tile_groups: tl.constexpr,
+    has_bars: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) // num_tiles).to(tl.int64)
+    groups = tl.program_id(0) % num_tiles * tile_groups + tl.arange(0, tile_groups)
+    columns = groups[:, None] * group + tl.arange(0, group)[None, :]
+    first_bar = 0
+    end_bar = 0
+    if has_bars:
+        first_bar = tl.load(bar_start + row)
+        end_bar = tl.load(bar_start + row + 1)
+    x = read_logits(logits + row * row_stride, columns, columns < vocab_size, bar_ids, first_bar, end_bar, has_bars)
+    heat = tl.load(temperature + row)
+    is_nan = x != x
+    x = tl.where(is_nan, -float("inf"), x)
+    best, place = tl.max(x, axis=1, return_indices=True)
+    any_nan = tl.max(is_nan.to(tl.int32), axis=1) > 0
+    out = row * num_groups + groups
+    mask = groups < num_groups
+    tl.store(maxima + out, tl.where(any_nan, float("nan"), best), mask=mask)
+    tl.store(places + out, groups * group + place, mask=mask)
+    if heat > 0:
+        base = tl.where((best > -float("inf")) & (best < float("inf")), best, 0.0)
+        weights = exp_of(scaled(x, heat) - scaled(base, heat)[:, None])
+        tl.store(sums + out, tl.sum(weights, axis=1), mask=mask)
+
+
+@triton.jit
+def _draw_filtered(
+    row: Row,
+    groups: Groups,
+    filters: Filters,
+    group_maxima: tl.tensor,  # [group_block]: weights
+    masses: tl.tensor,
+    slots: tl.tensor,
+    group: tl.constexpr,
+    tile: tl.constexpr,
+    capacity: tl.constexpr,
+    has_bars: tl.constexpr,
+) -> tl.tensor:
+    total = tl.sum(masses.to(tl.float64), axis=0)
+    bound = first_bound(group_maxima, masses, total, filters, row.num_groups, group)
+    is_listed = (group_maxima >= bound) & (slots < row.num_groups)
+    tl.store(groups.ids + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1, slots, mask=is_listed)
+    listed = Groups(groups.ids, tl.sum(is_listed.to(tl.int32), axis=0), groups.candidates)
+    tl.debug_barrier()
+    threshold = filter_threshold(row, listed, filters, bound, total, group, tile, capacity, has_bars)
+    won = listed.num_ids * 0
+    best = tl.full([], -1.0, tl.float64)
+    for start in range(0, listed.num_ids, tile):
+        weights, ids = listed_weights(row, listed, start, group, tile, has_bars)
+        kept = tl.sum(tl.where(weights >= threshold, weights, 0.0), axis=1).to(tl.float64)
+        race = tl.where(ids >= 0, kept / exponentials(row.seed, row.position, tl.maximum(ids, 0)), -1.0)
+        first, place = tl.max(race, axis=0, return_indices=True)
+        if first > best:
+            best = first
+            won = tl.sum(tl.where(tl.arange(0, tile) == place, ids, 0), axis=0)
+    return draw_member(row, won, threshold, group, has_bars)
+
+
+@triton.jit
+def _row_kernel(
+    logits: tl.tensor,
+    row_stride: int,
+    temperature: tl.tensor,  # this and the next five: [n]
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    bar_start: tl.tensor,
+    bar_ids: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    places: tl.tensor,
+    group_ids: tl.tensor,  # [n, num_groups]: room for a filtered row's list
+    candidates: tl.tensor,  # [n, capacity]
+    token_ids: tl.tensor,  # [n] int64
+    ok: tl.tensor,  # [n] bool
+    vocab_size: int,
+    num_groups: int,
+    group: tl.constexpr,
+    group_block: tl.constexpr,  # a power of two, num_groups or more
+    filter_groups: tl.constexpr,
+    capacity: tl.constexpr,
+    has_bars: tl.constexpr,
+    has_filters: tl.constexpr,
+) -> None:
+    i = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, group_block)
+    mask = slots < num_groups
+    largest = tl.load(maxima + i * num_groups + slots, mask=mask, other=-float("inf"))
+    is_nan = largest != largest
+    largest = tl.where(is_nan, -float("inf"), largest)
+    best, first = tl.max(largest, axis=0, return_indices=True)
+    is_ok = (tl.sum(is_nan.to(tl.int32), axis=0) == 0) & (best > -float("inf")) & (best < float("inf"))
+    token = tl.load(places + i * num_groups + first)
+    heat = tl.load(temperature + i)
+    if is_ok & (heat > 0):
+        first_bar = 0
+        end_bar = 0
+        if has_bars:
+            first_bar = tl.load(bar_start + i)
+            end_bar = tl.load(bar_start + i + 1)
+        row = Row(
+            logits + i * row_stride,
+            heat,
+            scaled(best, heat),
+            tl.load(seed + i),
+            tl.load(position + i),
+            bar_ids,
+            first_bar,
+            end_bar,
+            vocab_size,
+            num_groups,
+        )
+        group_maxima = exp_of(scaled(largest, heat) - row.scaled_best)
+        masses = tl.load(sums + i * num_groups + slots, mask=mask, other=0.0) * group_maxima
+        is_filtered = False
+        if has_filters:
+            k = tl.load(top_k + i)
+            filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
+            is_filtered = (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
+            if is_filtered:
+                room = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
+                token = _draw_filtered(
+                    row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity, has_bars
+                )
+        if not is_filtered:
+            race = masses.to(tl.float64) / exponentials(row.seed, row.position, slots)
+            won = tl.argmax(tl.where(mask, race, -1.0), axis=0)
+            token = draw_member(row, won, best * 0.0, group, has_bars)
+    tl.store(token_ids + i, token.to(tl.int64))
+    tl.store(ok + i, is_ok)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWorkspace:
+    """What the two kernels leave for each other; nothing in it outlives a call."""
+
+    maxima: torch.Tensor  # [max_rows, num_groups] float32
+    sums: torch.Tensor  # [max_rows, num_groups] float32
+    places: torch.Tensor  # [max_rows, num_groups] int32
+    group_ids: torch.Tensor  # [max_rows, num_groups] int32
+    candidates: torch.Tensor  # [max_rows, 4096] float32
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
+        """About 21 KB a row for a vocabulary of 151,936."""
+        num_groups = triton.cdiv(vocab_size, group_size(vocab_size))
+
+        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(max_rows, columns, dtype=dtype, device=device)
+
+        return cls(
+            empty(num_groups, torch.float32),
+            empty(num_groups, torch.float32),
+            empty(num_groups, torch.int32),
+            empty(num_groups, torch.int32),
+            empty(_CANDIDATES, torch.float32),
+        )
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    inputs: DeviceSamplingInputs,
+    *,
+    token_ids: torch.Tensor | None = None,
+    ok: torch.Tensor | None = None,
+    workspace: SamplingWorkspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses one token a row: (token_ids [n] int64, ok [n] bool).
+
+    logits: [n, vocab_size] of any float dtype, columns side by side, left as they are; computed in float32. A row is
+    `ok` where its largest logit is finite and none is NaN; the token of one that is not is a valid id without meaning.
+    `inputs` has n rows or more. The results are written to `token_ids` and `ok` where these are given, and `workspace`,
+    for n rows or more and this vocabulary, is used where it is given: with all three, nothing is allocated.
+
+    Greedy rows and rows without filters cost one pass over the logits. Methods: Gumbel-max in two levels, with the
+    numbers of a counter-based generator (see the sampler), and thresholds by a search in place of a sort.
+    """
+    n, vocab_size = logits.shape
+    if token_ids is None:
+        token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if ok is None:
+        ok = torch.empty(n, dtype=torch.bool, device=logits.device)
+    if workspace is None:
+        workspace = SamplingWorkspace.allocate(n, vocab_size, logits.device)
+    group = group_size(vocab_size)
+    num_groups = triton.cdiv(vocab_size, group)
+    group_block = triton.next_power_of_2(num_groups)
+    assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits must lie side by side"
+    assert (token_ids.shape, token_ids.stride(), token_ids.dtype) == ((n,), (1,), torch.int64), "token_ids: [n] int64"
+    assert (ok.shape, ok.stride(), ok.dtype) == ((n,), (1,), torch.bool), "ok: [n] bool"
+    assert workspace.maxima.shape[0] >= n, (workspace.maxima.shape, n)
+    assert workspace.maxima.shape[1] == num_groups, (workspace.maxima.shape, num_groups)
+    assert len(inputs.temperature) >= n, (len(inputs.temperature), n)
+    if not n:
+        return token_ids, ok
+    tile_groups = min(group_block, max(1, _TILE // group))
+    num_tiles = triton.cdiv(num_groups, tile_groups)
+    shared = (inputs.bar_start, inputs.bar_ids, workspace.maxima, workspace.sums, workspace.places)
+    _group_kernel[(n * num_tiles,)](
+        logits, logits.stride(0), inputs.temperature, *shared, vocab_size, num_groups, num_tiles,
+        group=group, tile_groups=tile_groups, has_bars=inputs.has_bars, num_warps=4,
+    )  # fmt: skip
+    _row_kernel[(n,)](
+        logits, logits.stride(0), inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed,
+        inputs.position, *shared, workspace.group_ids, workspace.candidates, token_ids, ok, vocab_size, num_groups,
+        group=group, group_block=group_block, filter_groups=min(group_block, max(1, _FILTER_TILE // group)),
+        capacity=_CANDIDATES, has_bars=inputs.has_bars, has_filters=inputs.has_filters,
+        num_warps=8 if inputs.has_filters else 4,
+    )  # fmt: skip
+    return token_ids, ok

@@ -1,0 +1,113 @@
+"""What a draw is made of, on the device: weights of logits, the random numbers of a row, one token of a group.
+
+The numbers are those of `ringcore.model_executor.sampler`: its generator, its two levels, its groups. A weight is
+exp(logit / temperature - the row's best) in float32 with the same roundings, save that of exp: within an ulp or two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+__all__ = ["Row", "draw_member", "exp_of", "exponentials", "read_logits", "scaled", "weights_at"]
+
+
+class Row(NamedTuple):
+    """One row, inside a kernel: scalars and pointers."""
+
+    logits: tl.tensor  # pointer to its first
+    temperature: tl.tensor
+    scaled_best: tl.tensor  # its largest logit, scaled
+    seed: tl.tensor
+    position: tl.tensor
+    bar_ids: tl.tensor  # pointer; those from first_bar to end_bar are barred
+    first_bar: tl.tensor
+    end_bar: tl.tensor
+    vocab_size: tl.tensor
+    num_groups: tl.tensor
+
+
+@triton.jit
+def read_logits(
+    logits: tl.tensor,
+    columns: tl.tensor,  # int32, any shape
+    mask: tl.tensor,
+    bar_ids: tl.tensor,
+    first_bar: tl.tensor,
+    end_bar: tl.tensor,
+    has_bars: tl.constexpr,
+) -> tl.tensor:
+    """float32; -inf where barred or masked."""
+    x = tl.load(logits + columns, mask=mask, other=-float("inf")).to(tl.float32)
+    if has_bars:
+        for i in range(first_bar, end_bar):
+            x = tl.where(columns == tl.load(bar_ids + i), -float("inf"), x)
+    return x
+
+
+@triton.jit
+def scaled(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """The quotient as IEEE 754 rounds it; Triton's `/` is an approximation."""
+    return tl.div_rn(x, temperature)
+
+
+@triton.jit
+def exp_of(d: tl.tensor) -> tl.tensor:
+    """exp of float32 d <= 0, exactly 1 at 0; 0 at and below -87, near the smallest normal number, and for NaN.
+
+    Near 0 it is correctly rounded. The hardware's exp2 is not: it would round apart the weights of nearly equal logits
+    that are equal as floats, and a filter that keeps ties would keep others. Polynomial: expf of Cephes (Moshier).
+    """
+    x = tl.minimum(tl.maximum(d, -87.0), 0.0)
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    # ln 2 in two parts; the product of k and the first one is exact.
+    r = x - k * 0.693359375
+    r = r + k * 2.12194440e-4
+    p = 1.9875691500e-4 * r + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    y = p * (r * r) + r + 1.0
+    power = ((k.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(d > -87.0, y * power, 0.0)
+
+
+@triton.jit
+def weights_at(row: Row, columns: tl.tensor, mask: tl.tensor, has_bars: tl.constexpr) -> tl.tensor:
+    """In [0, 1], the best token's being 1; any shape. 0 where masked or barred."""
+    x = read_logits(row.logits, columns, mask, row.bar_ids, row.first_bar, row.end_bar, has_bars)
+    return exp_of(scaled(x, row.temperature) - row.scaled_best)
+
+
+@triton.jit
+def exponentials(seed: tl.tensor, position: tl.tensor, columns: tl.tensor) -> tl.tensor:
+    """float64, exponentially distributed: -log of the sampler's `uniforms` in these columns (int32).
+
+    Philox-4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) with the seed as its key and (column // 4, position) as its
+    counter; column % 4 is the word of its output. In float64, since in float32 a number near 1 would be 1 and its
+    logarithm 0; a row needs only about 2 * sqrt(vocab_size) of them.
+    """
+    counter = columns // 4
+    zero = counter * 0
+    low = (position & 0xFFFFFFFF).to(tl.int32) + zero
+    high = (position >> 32).to(tl.int32) + zero
+    a, b, c, d = tl.philox(seed, counter, low, high, zero)
+    place = columns % 4
+    word = tl.where(place == 0, a, tl.where(place == 1, b, tl.where(place == 2, c, d)))
+    return -tl.log((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10)
+
+
+@triton.jit
+def draw_member(
+    row: Row, won: tl.tensor, threshold: tl.tensor, group: tl.constexpr, has_bars: tl.constexpr
+) -> tl.tensor:
+    """The second level: one token of the group `won`, among those whose weights reach the threshold."""
+    members = tl.arange(0, group)
+    columns = won * group + members
+    weights = weights_at(row, columns, columns < row.vocab_size, has_bars)
+    weights = tl.where(weights >= threshold, weights, 0.0)
+    race = exponentials(row.seed, row.position, row.num_groups + members)
+    return won * group + tl.argmax(weights.to(tl.float64) / race, axis=0)

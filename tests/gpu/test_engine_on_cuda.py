@@ -1,0 +1,114 @@
+"""SmolLM2-135M through the whole engine on a GPU: transformers' tokens in float32, near them in bfloat16."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+
+from engine import generate, make_core, tokens
+from reference import differences, load
+
+from ringcore import SamplingParams
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
+
+OPTIONS = {"device": "cuda", "max_model_len": 2048, "kv_cache_bytes": 1 << 30}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+ENTRIES = load("smollm2-135m-lengths")
+SHORT = [entry for entry in ENTRIES if len(entry.prompt_token_ids) <= 300]
+
+
+def check(core, entries, **kwargs):
+    outputs = generate(core, [entry.prompt_token_ids for entry in entries], GREEDY, **kwargs)
+    assert differences(entries, tokens(outputs)) == []
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def core(smollm2):
+    with make_core(smollm2, dtype="float32", **OPTIONS) as engine:
+        yield engine
+
+
+def test_forty_prompts_of_1_to_1500_tokens(core):
+    check(core, ENTRIES)
+
+
+def test_prefix_cache_cold_then_warm(core):
+    check(core, SHORT, salt="warm")
+    outputs = check(core, SHORT, salt="warm")
+    for entry, one in zip(SHORT, outputs, strict=True):
+        prompt = len(entry.prompt_token_ids)
+        assert one[-1].num_cached_tokens == min(prompt // 16 * 16, prompt - 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_and_preemption(smollm2, depth):
+    options = OPTIONS | {"max_num_batched_tokens": 64, "steps_in_flight": depth, "num_blocks_override": 60}
+    with make_core(smollm2, dtype="float32", **options | {"max_model_len": 512}) as engine:
+        check(engine, SHORT)
+        assert engine.stats().num_preemptions > 0
+        assert engine.stats().num_free_blocks == 59
+
+
+def test_bfloat16_is_near_the_reference(smollm2):
+    """Log-probabilities of the reference's own tokens against float32's: 8 bits of mantissa in every layer."""
+    with make_core(smollm2, dtype="bfloat16", **OPTIONS) as engine:
+        outputs = generate(engine, [entry.prompt_token_ids for entry in SHORT], GREEDY)
+    errors = []
+    for entry, one in zip(SHORT, outputs, strict=True):
+        for index, output in enumerate(one):
+            if output.new_token_ids[0] != entry.token_ids[index]:
+                break  # from here on it is another text
+            errors.append(abs(output.logprobs[0].logprobs[0] - entry.logprobs[index]))
+    assert len(errors) > 10 * len(SHORT)
+    assert np.mean(errors) < 0.02
+    assert np.quantile(errors, 0.99) < 0.15
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(smollm2, core):
+    params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=i, max_tokens=16) for i in range(8)]
+    prompts = [entry.prompt_token_ids for entry in SHORT[:8]]
+    together = tokens(generate(core, prompts, params, salt="together"))
+    alone = [tokens(generate(core, [p], one, salt="alone"))[0] for p, one in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_a_thousand_mixed_requests_end_with_all_blocks_free(core):
+    rng = np.random.default_rng(0)
+    free = core.stats().num_free_blocks
+    from ringcore.protocol import EngineCoreRequest
+
+    for i in range(1000):
+        prompt = rng.integers(0, 49152, rng.integers(1, 200)).tolist()
+        params = SamplingParams(temperature=float(rng.integers(0, 2)), max_tokens=int(rng.integers(1, 30)), seed=i)
+        core.add_request(EngineCoreRequest(f"mixed {i}", prompt, params, time.monotonic()))
+        if i % 7 == 0:
+            core.step()
+            core.abort([f"mixed {rng.integers(0, i + 1)}"])
+    ended = 0
+    while core.has_unfinished:
+        ended += sum(output.finish_reason is not None for output in core.step().outputs)
+    assert ended > 0
+    assert core.stats().num_free_blocks == free
+
+
+def test_memory_returns_with_the_engine(smollm2):
+    """In a process of its own, so that the driver's share is in it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    with make_core(smollm2, dtype="bfloat16", executor="multiproc", **OPTIONS) as engine:
+        check_alive = generate(engine, [SHORT[0].prompt_token_ids], GREEDY)
+        assert check_alive
+        assert before - torch.cuda.mem_get_info()[0] > 1 << 30
+    deadline = time.monotonic() + 10
+    while before - torch.cuda.mem_get_info()[0] > 1 << 24 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert before - torch.cuda.mem_get_info()[0] < 1 << 24

@@ -1,0 +1,189 @@
+"""The decode kernel against attention sequence by sequence in float32, and the cut of its work by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paged_batch import PagedBatch, assert_close
+
+from ringcore.kernels.decode_work import DecodeWork
+from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+SKEWED = [1, 330, 3, 64, 65, 1]
+
+
+def work_of(batch: PagedBatch, num_programs: int | None, window: int | None = None) -> DecodeWork:
+    num_kv_heads = batch.kv_cache.shape[2]
+    _, num_heads, head_size = batch.query.shape
+    dtype, device = batch.query.dtype, batch.query.device
+    return DecodeWork.allocate(
+        num_heads, num_kv_heads, head_size, dtype, device, window=window, num_programs=num_programs
+    )
+
+
+def decode(batch: PagedBatch, work: DecodeWork) -> torch.Tensor:
+    out = batch.poisoned_out()
+    tables = (batch.block_table, batch.seq_lens)
+    assert paged_attention_decode(batch.query, batch.kv_cache, *tables, work, batch.scale, out=out) is out
+    assert not work.arrivals.any(), "the counters are not ready for the next launch"
+    return out
+
+
+def check(lens: list[int], num_programs: int | None, window: int | None = None, **shape) -> None:
+    batch = PagedBatch.make([(1, n) for n in lens], window=window, **shape)
+    work = work_of(batch, num_programs, window)
+    for scratch in (work.partial_out, work.partial_stats):
+        scratch.fill_(torch.nan)
+    work.plan(batch.seq_lens)
+    expected = paged_attention_decode_reference(
+        batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, work, batch.scale
+    )
+    first = decode(batch, work)
+    assert_close(first, expected)
+    assert torch.equal(decode(batch, work), first), "a plan serves every layer of its step"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize(("block_size", "num_programs"), [(16, 7), (48, 1), (64, 5)])
+def test_one_long_sequence_among_short_ones(device, dtype, block_size, num_programs) -> None:
+    check(SKEWED, num_programs, device=device, dtype=dtype, block_size=block_size, head_size=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes(device, dtype, head_size) -> None:
+    check([70, 1, 150], 4, device=device, head_size=head_size, dtype=dtype, block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(1, 1), (2, 1), (9, 3), (4, 1), (5, 1), (6, 1), (14, 2), (8, 1), (71, 1)]
+)
+def test_query_heads_that_share_a_kv_head(device, num_heads, num_kv_heads) -> None:
+    check([130, 3], 3, device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=16)
+
+
+@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 320])
+def test_edges_of_blocks_and_tiles(device, seq_len) -> None:
+    check([seq_len], 3, device=device, num_heads=2, num_kv_heads=2, head_size=16)
+
+
+@pytest.mark.parametrize("num_programs", [2, 100])
+def test_many_parts_of_one_sequence(device, num_programs) -> None:
+    """100: more programs than tiles, more parts than are merged in one go, and programs without work."""
+    check([64 * 35 + 3], num_programs, device=device, num_heads=2, num_kv_heads=1, head_size=16)
+
+
+@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 200, 5000])
+def test_windows(device, window) -> None:
+    check(SKEWED, 5, window, device=device, num_heads=2, num_kv_heads=1, head_size=16)
+
+
+def test_rows_of_no_tokens_give_zeros(device) -> None:
+    """The padding of a batch to a fixed size."""
+    check([0, 200, 0, 5, 0, 0], 4, device=device, head_size=16)
+    check([0], 4, device=device, head_size=16)
+
+
+def test_the_next_step_needs_no_more_than_a_plan(device) -> None:
+    batches = [PagedBatch.make([(1, n) for n in lens], device=device) for lens in ([300, 2, 80], [5], [64, 640, 1, 9])]
+    work = work_of(batches[0], 5)
+    for batch in (*batches, batches[0]):
+        work.plan(batch.seq_lens)
+        tables = (batch.block_table, batch.seq_lens)
+        expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
+        assert_close(decode(batch, work), expected)
+
+
+def pairs_of(lens: list[int], work: DecodeWork) -> list[tuple[int, int, int]]:
+    """(sequence, KV head, tile) of every tile, in order."""
+    tiles = []
+    for sequence, n in enumerate(lens):
+        first = 0 if work.window is None else max(0, n - work.window) // work.tile_tokens
+        num_tiles = max(1, -(-n // work.tile_tokens) - first)
+        tiles += [(sequence, head, tile) for head in range(work.num_kv_heads) for tile in range(num_tiles)]
+    return tiles
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "window"), [(1, None), (6, 100), (17, None), pytest.param(264, 100, marks=needs_gpu)]
+)
+@pytest.mark.parametrize("lens", [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40]])
+def test_the_cut_is_even_and_whole(device, num_programs, window, lens) -> None:
+    work = DecodeWork.allocate(6, 3, 64, torch.bfloat16, torch.device(device), window=window, num_programs=num_programs)
+    work.starts.fill_(-1)
+    work.plan(torch.tensor(lens, dtype=torch.int32, device=device))
+    tiles, at = pairs_of(lens, work), 0
+    counts = work.starts[:, 3].tolist()
+    assert sum(counts) == len(tiles)
+    working = [count for count in counts if count]
+    assert max(working) - min(working) <= 1
+    assert len(working) == max(1, min(num_programs, len(tiles) // 2))
+    for record in work.starts.tolist():
+        if record[3]:
+            assert tuple(record[:3]) == tiles[at]
+            assert record[4] == at
+        at += record[3]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (32, 8, 64), (8, 1, 256)])
+@pytest.mark.parametrize(
+    "lens",
+    [[131072], [131072, *[100 + i for i in range(255)]], [1 + 7 * i % 1500 for i in range(1024)], [640], [0] * 7 + [9]],
+    ids=["long", "skewed", "many", "one", "padded"],
+)
+@pytest.mark.parametrize("window", [None, 1000])
+def test_real_shapes(device, dtype, block_size, num_heads, num_kv_heads, head_size, lens, window) -> None:
+    check(
+        lens,
+        None,
+        window,
+        device=device,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+@needs_gpu
+def test_a_graph_serves_other_lengths_than_it_was_captured_with(device) -> None:
+    shape = {"device": device, "num_heads": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    batch, later = (PagedBatch.make([(1, n) for n in lens], **shape) for lens in ([500] * 8, [1, 4000, 7] + [90] * 5))
+    width = max(batch.block_table.shape[1], later.block_table.shape[1])
+    table = torch.zeros(8, width, dtype=torch.int32, device=device)
+    cache = torch.zeros_like(max(batch.kv_cache, later.kv_cache, key=len))
+    lens, query, out = batch.seq_lens.clone(), batch.query.clone(), batch.poisoned_out()
+    work = work_of(batch, None)
+
+    def step() -> None:
+        work.plan(lens)
+        for _ in range(3):
+            paged_attention_decode(query, cache, table, lens, work, batch.scale, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for now in (batch, later, batch):
+        table.zero_()
+        table[:, : now.block_table.shape[1]] = now.block_table
+        cache[: len(now.kv_cache)] = now.kv_cache
+        lens.copy_(now.seq_lens)
+        query.copy_(now.query)
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = paged_attention_decode_reference(
+            now.query, now.kv_cache, now.block_table, now.seq_lens, work, now.scale
+        )
+        assert_close(out, expected)

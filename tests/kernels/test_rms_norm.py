@@ -1,0 +1,159 @@
+"""RMSNorm against its definition in float64.
+
+Tolerance: the kernel sums in float32, in another order and with the GPU's approximate root, which is off by some 1e-6;
+then it rounds once (`rounding`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rounding import rounding, rounds_to_nearest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ringcore.kernels.rms_norm import MAX_SIZE, rms_norm, rms_norm_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+
+large = pytest.mark.skipif(not torch.cuda.is_available(), reason="large shapes take the interpreter minutes")
+SHAPES = [
+    (1, 64),
+    (5, 64),  # several rows a program, the last program not full
+    (33, 128),
+    (3, 1),
+    (2, 100),
+    (4, 576),
+    (3, 1024),
+    (2, 1025),
+    (1, 5376),
+    (2, MAX_SIZE),
+    pytest.param((4096, 4096), marks=large),
+    pytest.param((1023, 2048), marks=large),
+    pytest.param((131072, 128), marks=large),
+    pytest.param((140_000, 16384), marks=[large, pytest.mark.timeout(300)]),  # more than 2^31 numbers
+]
+
+
+def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def poisoned(rows, size, dtype, device):
+    """Room for `rows`, with some more rows behind it that nobody may write."""
+    return torch.full((rows + 9, size), float("nan"), dtype=dtype, device=device)
+
+
+def assert_normed(ours, x, weight, eps=EPS):
+    """Rows of at most 2^24 numbers at a time: float64 takes room."""
+    assert ours.dtype == x.dtype
+    rtol = rounding(x.dtype, x.device) + 4e-6
+    rows = max(1, (1 << 24) // x.shape[1])
+    for ours_now, x_now in zip(ours.split(rows), x.split(rows), strict=True):
+        exact = x_now.double() * (x_now.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        torch.testing.assert_close(ours_now.double(), exact, atol=1e-6, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows(device, shape, dtype):
+    x, weight = randn(*shape, dtype=dtype, device=device), 1 + 0.3 * randn(shape[1], seed=1, device=device)
+    if x.numel() > 1 << 31 and dtype != torch.bfloat16:
+        pytest.skip("one dtype is enough of what is for the offsets alone")
+    weight = weight.to(dtype)
+    buffer = poisoned(*shape, dtype, device)
+    out = buffer[: shape[0]]
+    before = x[-1].clone()
+    assert rms_norm(x, weight, EPS, out=out) is out
+    assert_normed(out, x, weight)
+    assert buffer[shape[0] :].isnan().all()
+    assert torch.equal(x[-1], before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 64), (1, 576), (3, 1025), pytest.param((2048, 4096), marks=large)])
+def test_the_addend_goes_into_the_stream_first(device, shape, dtype):
+    hidden, addend = (randn(*shape, seed=seed, dtype=dtype, device=device) for seed in (0, 1))
+    weight = (1 + 0.3 * randn(shape[1], seed=2, device=device)).to(dtype)
+    total, kept = hidden + addend, addend.clone()
+    out = poisoned(*shape, dtype, device)[: shape[0]]
+    assert rms_norm(hidden, weight, EPS, addend, out=out) is out
+    if rounds_to_nearest(dtype, device):
+        assert torch.equal(hidden, total)  # to the bit: what torch's own addition gives
+    torch.testing.assert_close(hidden, total, atol=0, rtol=torch.finfo(dtype).eps)
+    assert torch.equal(addend, kept)
+    assert_normed(out, hidden, weight)
+
+
+def test_the_reference_is_the_definition(device):
+    hidden, addend = (randn(3, 40, seed=seed, device=device) for seed in (0, 1))
+    weight, total = randn(40, seed=2, device=device), hidden + addend
+    ours = rms_norm_reference(hidden, weight, EPS, addend)
+    assert torch.equal(hidden, total)
+    assert_normed(ours, total, weight)
+    assert torch.equal(rms_norm_reference(hidden, weight, EPS, out=torch.empty_like(hidden)), ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_and_reference_agree(device, dtype):
+    hidden, addend = (randn(7, 192, seed=seed, dtype=dtype, device=device) for seed in (0, 1))
+    weight = randn(192, seed=2, device=device)
+    expected = rms_norm_reference(hidden.clone(), weight, EPS, addend)
+    # Where float32 sums fall on the two sides of a rounding, one unit apart.
+    rtol = 1e-5 + 2 * rounding(dtype, hidden.device) * (dtype != torch.float32)
+    torch.testing.assert_close(rms_norm(hidden, weight, EPS, addend), expected, atol=1e-6, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_float32_is_not_rounded(device, dtype):
+    """Gemma's 1 + weight: 1 + 2^-10 is 1 in bfloat16, and the result would be off by more than its own rounding."""
+    x = randn(4, 256, dtype=dtype, device=device)
+    weight = 1 + 0.3 * randn(256, seed=1, device=device).to(dtype).float()
+    weight[::2] = 1 + 2.0**-10
+    ours = rms_norm(x, weight, EPS)
+    assert_normed(ours, x, weight)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    if rounds_to_nearest(dtype, device):
+        assert (ours == exact.to(dtype)).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-4, 1e15])
+def test_extreme_rows(device, scale):
+    """eps decides for tiny rows, and none gives a NaN."""
+    x, weight = randn(2, 96, device=device) * scale, torch.ones(96, device=device)
+    assert_normed(rms_norm(x, weight, 1e-5), x, weight, eps=1e-5)
+
+
+def test_a_row_that_is_not_finite_is_alone(device):
+    x, weight = randn(4, 64, device=device), torch.ones(64, device=device)
+    x[1, 7] = float("inf")
+    x[2, 0] = float("nan")
+    ours = rms_norm(x, weight, EPS)
+    assert ours[[0, 3]].isfinite().all()
+    assert ours[1, 7].isnan()
+    assert ours[2].isnan().all()
+
+
+def test_out_may_be_the_input_or_the_addend(device):
+    hidden, addend = (randn(5, 96, seed=seed, device=device) for seed in (0, 1))
+    weight = randn(96, seed=2, device=device)
+    expected = rms_norm(hidden, weight, EPS)
+    in_place = hidden.clone()
+    assert rms_norm(in_place, weight, EPS, out=in_place) is in_place
+    assert torch.equal(in_place, expected)
+    expected = rms_norm(hidden.clone(), weight, EPS, addend)
+    assert torch.equal(rms_norm(hidden, weight, EPS, addend, out=addend), expected)
+    with pytest.raises(AssertionError, match="cannot be one"):
+        rms_norm(hidden, weight, EPS, addend, out=hidden)
+
+
+def test_no_rows(device):
+    hidden = torch.empty(0, 64, device=device)
+    assert rms_norm(hidden, torch.ones(64, device=device), EPS, torch.empty_like(hidden)).shape == (0, 64)
+
+
+def test_rows_must_lie_side_by_side(device):
+    with pytest.raises(AssertionError, match="side by side"):
+        rms_norm(randn(4, 64, device=device)[:, :32], torch.ones(32, device=device), EPS)
