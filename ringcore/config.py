@@ -107,6 +107,7 @@ class ParallelConfig:
 class DeviceConfig:
     device: str = _option("auto", f"one of {', '.join(DEVICES)}")
     attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
+    enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
     _check_seconds("stall_warning_s", options["stall_warning_s"])
     if options["step_timeout_s"] is not None:
         _check_seconds("step_timeout_s", options["step_timeout_s"])
-    for name in ("allow_callables", "enable_prefix_caching", "preempt_lower_priority"):
+    for name in ("allow_callables", "enable_prefix_caching", "preempt_lower_priority", "enforce_eager"):
         if not isinstance(options[name], bool):
             raise _bad(name, options[name], "give True or False")
     share = options["gpu_memory_utilization"]

@@ -41,6 +41,16 @@ class AttentionBackend(ABC):
     def plan(self, metadata: AttentionMetadata) -> object:
         """Whatever all layers of this step share. Valid until the next call to `plan`."""
 
+    def plan_on_device(
+        self,
+        seq_lens: torch.Tensor,  # [num_seqs] int32
+        block_table: torch.Tensor,  # [num_seqs, max_num_blocks] int32
+    ) -> object | None:
+        """`plan` for one token a sequence, of numbers that the device alone knows, and that a CUDA graph reads anew in
+        every replay; a sequence of no tokens is padding. None: it needs them on the host.
+        """
+        return None
+
     @abstractmethod
     def forward(
         self,

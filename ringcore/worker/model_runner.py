@@ -21,6 +21,7 @@ from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.sampler import sample, token_logprobs
 from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
 from ringcore.sampling_params import SamplingParams
+from ringcore.worker.cuda_graphs import DecodeGraphs
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.kv_caches import allocate_kv_caches, group_of_layer
 from ringcore.worker.platform import Platform
@@ -86,10 +87,29 @@ class ModelRunner:
         layers = self._model.attention_layers
         self._group_of_layer = group_of_layer(kv_cache_config, layers)
         self._backends = self._choose_backends(config, kv_cache_config, platform)
+        self._graphs: DecodeGraphs | None = None  # until they are captured
         self._kv_caches = allocate_kv_caches(kv_cache_config, layers, self._backends, platform)
         num_eos_tokens = len(config.model.spec.eos_token_ids)
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, num_eos_tokens)
         self._warm_up(kv_cache_config)
+        self._graphs = self._capture(config, kv_cache_config)
+
+    def _capture(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> DecodeGraphs | None:
+        """Graphs of the decoding steps, where the device has such and nothing speaks against them."""
+        if self._device.type != "cuda" or config.device.enforce_eager:
+            return None
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        if any(backend.plan_on_device(none, none[None]) is None for backend in self._backends):
+            return None
+        return DecodeGraphs(
+            self._model,
+            self._backends,
+            self._group_of_layer,
+            self._kv_caches,
+            kv_cache_config,
+            config.scheduler.max_num_seqs,
+            self._device,
+        )
 
     def _choose_backends(
         self, config: EngineConfig, kv_cache_config: KVCacheConfig, platform: Platform
@@ -154,14 +174,18 @@ class ModelRunner:
     ) -> _Sampled:
         """Adds to `errors`, by row. A row with an error goes on: steps that have it may be on their way."""
         batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens, self._device)
-        hidden = self._model.forward(
-            batch.input_ids,
-            batch.positions,
-            ForwardContext(self._plan(batch), self._group_of_layer, self._kv_caches),
-        )
+        hidden = self._forward(batch)
         self._contain(batch, scheduled, num_scheduled_tokens, hidden, errors)
         self.rows.advance(scheduled, num_scheduled_tokens)
         return self._sample(batch, hidden, errors)
+
+    def _forward(self, batch: InputBatch) -> torch.Tensor:
+        """-> hidden states [num_tokens, hidden_size]"""
+        shape = batch.metadata[0]
+        if self._graphs is not None and shape.max_query_len == 1 and shape.num_seqs <= self._graphs.max_num_seqs:
+            return self._graphs.replay(batch)
+        ctx = ForwardContext(self._plan(batch), self._group_of_layer, self._kv_caches)
+        return self._model.forward(batch.input_ids, batch.positions, ctx)
 
     def _plan(self, batch: InputBatch) -> tuple[GroupContext, ...]:
         return tuple(GroupContext.of(*group) for group in zip(batch.metadata, self._backends, strict=True))

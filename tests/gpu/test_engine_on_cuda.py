@@ -58,6 +58,11 @@ def test_chunks_and_preemption(smollm2, depth):
         assert engine.stats().num_free_blocks == 59
 
 
+def test_graphs_off_gives_the_same_tokens(smollm2):
+    with make_core(smollm2, dtype="float32", enforce_eager=True, **OPTIONS) as engine:
+        check(engine, SHORT)
+
+
 def test_bfloat16_is_near_the_reference(smollm2):
     """Log-probabilities of the reference's own tokens against float32's: 8 bits of mantissa in every layer."""
     with make_core(smollm2, dtype="bfloat16", **OPTIONS) as engine:

@@ -94,6 +94,11 @@ class TritonBackend(AttentionBackend):
             self._decode_work(step.seq_lens.device).plan(step.seq_lens)
         return step
 
+    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> StepTensors:
+        self._decode_work(seq_lens.device).plan(seq_lens)
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        return StepTensors(starts, seq_lens, block_table, max_query_len=1)
+
     def forward(
         self,
         query: torch.Tensor,
