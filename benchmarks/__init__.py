@@ -12,4 +12,8 @@ BENCHMARKS = {
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
     "simulator": "benchmarks.simulator:Simulator",
+    "gpu": "benchmarks.gpu:Gpu",
+    "gpu_startup": "benchmarks.gpu_startup:GpuStartup",
+    "gpu_attention": "benchmarks.gpu_attention:GpuAttention",
+    "gpu_profile": "benchmarks.gpu_profile:GpuProfile",
 }

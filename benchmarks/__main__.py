@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import BENCHMARKS, report
 from benchmarks.harness import PEER_MODES, PEERS, Plan, engine_specs, load_benchmark, run_benchmark
 from benchmarks.machine import shown_path
-from benchmarks.result import write_result
+from benchmarks.result import merge_results, read_result, write_result
 from ringcore.errors import RingcoreError
 
 DEFAULT_MODEL = Path("~/.cache/ringcore/smollm2-135m")
@@ -52,6 +52,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     benchmark = load_benchmark(name)
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=_description(name))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, every sample, to FILE")
+    parser.add_argument("--merge", action="store_true", help="keep what FILE holds and this run does not measure again")
     parser.add_argument(
         "--peer",
         action="append",
@@ -85,9 +86,12 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         parser.error(f"--model {options.model}: no such folder; `make setup` makes the default one")
     specs = engine_specs(options.peer, options.peer_mode, options.peer_env)
     plan = Plan(specs, model, options.rounds, options)
+    old = read_result(options.json) if options.merge and options.json is not None and options.json.exists() else None
     result = run_benchmark(name, plan, _shown_command(name, arguments), options.commit)
     print(report.render(result), end="")
     if options.json is not None:
+        if old is not None:
+            result = merge_results(old, result)
         write_result(options.json, result)
     return 0
 

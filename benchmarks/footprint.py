@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -114,11 +115,15 @@ class Footprint(Benchmark):
         return {f"{row}, idle": v for row, v in idle.items()} | {f"{row}, at work": v for row, v in peak.items()}
 
 
-def import_cost(python: str, statement: str) -> ImportCost:
-    """What `statement` costs in a fresh interpreter. Raises `BenchmarkError` if it fails."""
+def import_cost(python: str, statement: str, env: Mapping[str, str] | None = None) -> ImportCost:
+    """What `statement` costs in a fresh interpreter whose environment is this process's with `env` laid over it.
+
+    Raises `BenchmarkError` if it fails.
+    """
     command = [python, "-c", _TIME_IMPORT.format(statement=statement)]
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": IMPORT_TIMEOUT_S}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        done = subprocess.run(command, env=os.environ | dict(env or {}), **options)
     except subprocess.TimeoutExpired as error:
         raise BenchmarkError(f"{statement!r} took more than {IMPORT_TIMEOUT_S:.0f} s", statement=statement) from error
     if done.returncode:

@@ -194,17 +194,26 @@ PEERS: Mapping[str, Callable[[str, str], list[EngineSpec]]] = {"vllm": _vllm, "t
 class Fleet:
     """All engines loaded at once, all stopped but the one whose turn it is."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, *, may_lose_peers: bool = False) -> None:
+        """`may_lose_peers`: a peer that cannot be loaded is left out, for `lost` to tell, and the others go on."""
+        self._plan, self._may_lose_peers = plan, may_lose_peers
         self._drivers: dict[str, Driver] = {}
         self._stack = ExitStack()
         self.facts: dict[str, dict[str, Any]] = {}  # name -> Python and packages
+        self.lost: dict[str, str] = {}  # name -> why it could not be loaded
 
     def __enter__(self) -> Fleet:
         with ExitStack() as stack:
             for spec in self._plan.specs:
                 driver = stack.enter_context(spec.start())
-                self.facts[spec.name] = load_engine(driver, spec, self._plan.model).facts
+                try:
+                    self.facts[spec.name] = load_engine(driver, spec, self._plan.model).facts
+                except BenchmarkError as error:
+                    if not self._may_lose_peers or spec is self._plan.specs[0]:
+                        raise
+                    self.lost[spec.name] = error.message
+                    driver.close()
+                    continue
                 driver.pause()
                 self._drivers[spec.name] = driver
             self._stack = stack.pop_all()

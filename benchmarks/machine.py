@@ -14,11 +14,11 @@ from benchmarks.peers.protocol import package_versions
 
 __all__ = ["git_commit", "machine_facts", "shown_path"]
 
-_PACKAGES = ("ringcore", "torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq")
+_PACKAGES = ("ringcore", "torch", "triton", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq")
 
 
-def machine_facts() -> dict[str, str | int | float | dict[str, str]]:
-    """CPU model, cores this process may use, memory in bytes, system, Python, packages, and the load just now."""
+def machine_facts() -> dict[str, str | int | float | dict[str, str] | list[str]]:
+    """CPU model, cores this process may use, memory in bytes, system, Python, packages, the load just now, and GPUs."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -27,7 +27,19 @@ def machine_facts() -> dict[str, str | int | float | dict[str, str]]:
         "python": platform.python_version(),
         "packages": package_versions(_PACKAGES),
         "load_average_1min": os.getloadavg()[0],
+        "gpus": _gpus(),
     }
+
+
+def _gpus() -> list[str]:
+    """Name, memory, driver and highest clocks of each NVIDIA GPU, as its tool tells them."""
+    query = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def _cpu_model() -> str:

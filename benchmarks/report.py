@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.driver import ROOT, BenchmarkError
-from benchmarks.result import Measurement, Result, read_result
+from benchmarks.result import EarlierRun, Measurement, Result, read_result
 from benchmarks.stats import Summary, pairwise_ratios, summarize
 
 __all__ = ["DOCUMENTS", "RESULTS", "outdated", "read_results", "render", "replace_tables", "update"]
@@ -76,10 +77,11 @@ def render(result: Result) -> str:
     rows = [_row(measurement, ours, peers, has_limit) for measurement in findings.measurements]
     lines = [_line(header), _line(["---"] + ["--:"] * (len(header) - 1)), *(_line(row) for row in rows), ""]
     remarks = [
-        f"Median of {result.rounds} counted rounds (lowest to highest); ratios round by round, above 1 is ahead.",
+        f"Median of {_rounds(result)} counted rounds (lowest to highest); ratios round by round, above 1 is ahead.",
         *findings.conditions,
         *(f"Limit, {m.name}: {m.limit.statement}." for m in findings.measurements if m.limit),
         *(f"{check.name[:1].upper()}{check.name[1:]}: {check.value}." for check in findings.checks),
+        *(_earlier(run) for run in result.earlier),
         _machine(result),
     ]
     return "\n".join(lines + [f"- {remark}" for remark in remarks]) + "\n"
@@ -107,6 +109,26 @@ def _share(measurement: Measurement, ours: str) -> str:
     return f"{value / limit if measurement.higher_is_better else limit / value:.0%}"
 
 
+def _rounds(result: Result) -> str:
+    """Those of the run; where measurements of others stand beside its own, what they have."""
+    counts = {len(samples) for one in result.findings.measurements for samples in one.samples.values()}
+    if not result.earlier or len(counts) < 2:
+        return str(result.rounds)
+    return f"{min(counts)} to {max(counts)}"
+
+
+def _earlier(run: EarlierRun) -> str:
+    rows = "; ".join(run.measurements)
+    return f"Of an earlier run, {run.date[:10]}, commit {run.commit}, {_device(run.machine)}: `{run.command}`: {rows}."
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """The processor, and the GPUs where there are any."""
+    gpus = machine.get("gpus", [])
+    kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)]
+    return ", ".join([*kinds, f"{machine['cpu']}, {machine['cores']} cores"])
+
+
 def _machine(result: Result) -> str:
     machine, engines = result.machine, result.findings.engines
     versions = []
@@ -116,7 +138,7 @@ def _machine(result: Result) -> str:
         settings = [f"{key}={value}" for key, value in facts["env"].items()]
         versions.append(f"{name} ({', '.join([f'{k} {v}' for k, v in listed.items()] + settings)})")
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{_device(machine)}, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"Python {machine['python']}; {'; '.join(versions)}. {result.date[:10]}, commit {result.commit}: "
         f"`{result.command}`"
     )

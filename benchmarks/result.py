@@ -11,7 +11,20 @@ import msgspec
 
 from benchmarks.driver import BenchmarkError
 
-__all__ = ["Check", "Findings", "Limit", "Measurement", "Result", "read_result", "write_result"]
+__all__ = [
+    "FAILED",
+    "Check",
+    "EarlierRun",
+    "Findings",
+    "Limit",
+    "Measurement",
+    "Result",
+    "merge_results",
+    "read_result",
+    "write_result",
+]
+
+FAILED = " failed, "  # in the name of a check: between who, and at what
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +61,17 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[Check] = []
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class EarlierRun(msgspec.Struct, frozen=True):
+    """Where measurements are from that a result took over."""
+
+    command: str
+    date: str  # UTC, ISO 8601
+    commit: str
+    machine: dict[str, Any]
+    measurements: list[str]  # their names
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     benchmark: str
     command: str
     date: str  # UTC, ISO 8601
@@ -56,6 +79,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, Any]
     rounds: int
     findings: Findings
+    earlier: list[EarlierRun] = []
 
 
 def write_result(path: Path, result: Result) -> None:
@@ -71,6 +95,46 @@ def write_result(path: Path, result: Result) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def merge_results(old: Result, new: Result) -> Result:
+    """`new`, after the measurements of those cases of `old` that it did not measure again; `earlier` tells of which run
+    they are. A case is what stands before the last comma of a measurement's name.
+
+    Raises `BenchmarkError` where they are not of one benchmark.
+    """
+    if old.benchmark != new.benchmark:
+        raise BenchmarkError(f"a result of {old.benchmark!r} and one of {new.benchmark!r}; give another --json FILE")
+    again = {_case(measurement.name) for measurement in new.findings.measurements}
+    kept = [measurement for measurement in old.findings.measurements if _case(measurement.name) not in again]
+    told = {name for run in old.earlier for name in run.measurements}
+    own = [measurement.name for measurement in kept if measurement.name not in told]
+    runs = [*old.earlier, EarlierRun(old.command, old.date, old.commit, old.machine, own)]
+    still = [
+        msgspec.structs.replace(r, measurements=[n for n in r.measurements if _case(n) not in again]) for r in runs
+    ]
+    names = {check.name for check in new.findings.checks}
+    checks = [check for check in old.findings.checks if check.name not in names and not _is_settled(check, again)]
+    measurements = kept + new.findings.measurements
+    measured = {engine for measurement in measurements for engine in measurement.samples} | set(new.findings.engines)
+    engines = old.findings.engines | new.findings.engines
+    findings = Findings(
+        measurements=measurements,
+        engines={name: facts for name, facts in engines.items() if name in measured},
+        conditions=list(dict.fromkeys(old.findings.conditions + new.findings.conditions)),
+        checks=checks + new.findings.checks,
+    )
+    return msgspec.structs.replace(new, findings=findings, earlier=[run for run in still if run.measurements])
+
+
+def _case(measurement: str) -> str:
+    return measurement.rpartition(", ")[0] or measurement
+
+
+def _is_settled(check: Check, measured: set[str]) -> bool:
+    """Whether it tells of a failure at a case, or a group of cases, that has been measured since."""
+    _, failed, what = check.name.partition(FAILED)
+    return bool(failed) and any(name.startswith(what) for name in measured)
 
 
 def read_result(path: Path) -> Result:

@@ -26,6 +26,7 @@ DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
+DEVICE_MEMORY = ("auto", "arena", "plain")
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
@@ -33,6 +34,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": DEVICES,
     "scheduling_policy": SCHEDULING_POLICIES,
     "attention_backend": ATTENTION_BACKENDS,
+    "device_memory": DEVICE_MEMORY,
 }
 
 
@@ -108,6 +110,11 @@ class DeviceConfig:
     device: str = _option("auto", f"one of {', '.join(DEVICES)}")
     attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
     enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
+    device_memory: str = _option(
+        "auto",
+        f"one of {', '.join(DEVICE_MEMORY)}: weights and KV cache in arenas of CUDA virtual memory, or by torch's own "
+        "allocator; auto is arenas where they can be had",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ Arrays are one-dimensional int32 numpy arrays; on the wire they are their raw li
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ __all__ = [
     "NewRequest",
     "OutputColumns",
     "PauseMode",
+    "PendingOutput",
     "RankHealth",
     "RowError",
     "RpcCall",
@@ -219,6 +220,23 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     row_errors: list[RowError] = []
 
 
+class PendingOutput(Protocol):
+    """What a worker may return of a step in place of its output: the step is launched on the device, and the next one
+    may be launched before the output of this one is taken. It is sent nowhere.
+
+    Whoever holds several of one worker takes their results in the order of the steps, on the worker's own thread.
+    """
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once. It is asked often, and must be cheap: a microsecond."""
+        ...
+
+    def result(self) -> ModelRunnerOutput | None:
+        """What `execute_model` would have returned, or raised. Waits; called once, and always, also on ranks that owe
+        no output."""
+        ...
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Client and engine process.
 
@@ -254,14 +272,25 @@ ClientMessage = AddRequests | AbortRequests | RpcCall | Shutdown
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
-    """What the engine learned at start."""
+    """What the engine learned at start.
+
+    `phase_seconds` has the phases, one after the other: start_workers (until every process has its worker), init_device
+    (the device and the other ranks), load_model, get_kv_cache_spec, determine_available_memory (on a GPU the largest
+    steps are run), plan_kv_cache, initialize_from_config (pages, warm-up, CUDA graphs). A name with a dot is a part of
+    a phase, of the rank that took longest for it; parts may overlap:
+
+        start_workers.boot, .create                the interpreter's start; imports, torch above all
+        init_device.device, .connect               the GPU's context; meeting the other ranks
+        load_model.weights, .kernels               reading; compiling meanwhile
+        initialize_from_config.pages, .warm_up     memory for the KV cache; a first step and the graphs
+    """
 
     num_blocks: int  # usable: the null block is not counted
     block_size: int
     token_capacity: int  # tokens of requests of max_model_len that the cache holds at once
     max_model_len: int  # as it was fitted, where it was "auto"
     max_concurrency: float  # requests of max_model_len that the cache holds at once
-    phase_seconds: dict[str, float]  # seconds of each phase of start-up, in order
+    phase_seconds: dict[str, float]  # in order
     memory_bytes: list[dict[str, int]]  # one table a rank: total, weights, activations, kv_cache, ...
     pids: dict[str, int]  # "engine", "worker 0", ...
     admin_endpoint: str | None = None  # where AdminClients connect, its port as it was picked

@@ -54,7 +54,7 @@ class FakeWorker:
 
     @rpc
     def load_model(self) -> dict[str, float]:
-        return {"weights_bytes": 0.0, "load_s": 0.0}
+        return {"weights_bytes": 0.0, "weights_s": 0.0}
 
     @rpc
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

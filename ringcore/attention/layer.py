@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ringcore.attention.context import ForwardContext
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "WrittenPages"]
+
+
+class WrittenPages(NamedTuple):
+    """Where the keys and values of a step's tokens belong."""
+
+    kv_cache: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,19 @@ class Attention:
             sliding_window=self.sliding_window,
         )
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_size], k and v: [num_tokens, num_kv_heads, head_size] -> as q."""
+    def pages(self, ctx: ForwardContext) -> WrittenPages | None:
+        """Where keys and values may be written before the call, which then gets none; None: it writes them itself."""
+        group = ctx.groups[ctx.group_of_layer[self.index]]
+        if not group.backend.takes_written_kv:
+            return None
+        return WrittenPages(ctx.kv_caches[self.index], group.metadata.slot_mapping)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """q: [num_tokens, num_heads, head_size], k and v: [num_tokens, num_kv_heads, head_size] -> as q.
+
+        k and v are None where they were written to `pages`.
+        """
         group = ctx.groups[ctx.group_of_layer[self.index]]
         return group.backend.forward(q, k, v, ctx.kv_caches[self.index], group.metadata, group.plan, self.scale)

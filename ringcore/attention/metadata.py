@@ -20,6 +20,9 @@ class AttentionMetadata:
     A block that a sliding window has left behind has no meaning: its entry is 0, or an id that others may have by now.
     A token whose keys and values are in the cache already, in a block that others may share, has its slot in block 0.
     `*_cpu` arrays are host mirrors of the same numbers.
+
+    The first `num_decodes` sequences have one token each, so sequence i of them has token i. More such sequences may
+    follow: 0 is always right.
     """
 
     num_tokens: int
@@ -30,3 +33,4 @@ class AttentionMetadata:
     seq_lens_cpu: np.ndarray  # [num_seqs] int32
     block_table_cpu: np.ndarray  # [num_seqs, max_num_blocks] int32; entries past a sequence's end are 0
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
+    num_decodes: int = 0

@@ -9,7 +9,7 @@ import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.executor.base import Executor
-from ringcore.executor.timing import timed
+from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -47,7 +47,8 @@ def start_up(
         if max_model_len is not None:
             plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
     with timed(phases, "initialize_from_config"):
-        executor.collective_rpc("initialize_from_config", (plan,))
+        told = executor.collective_rpc("initialize_from_config", (plan,))
+    add_parts(phases, "initialize_from_config", told)
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )

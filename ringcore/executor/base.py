@@ -83,7 +83,8 @@ class Executor(ABC):
     def start(self) -> dict[str, float]:
         """Starts every worker and returns when all have their device and model. Raises what stopped a worker.
 
-        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model".
+        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model"; behind each, as
+        "load_model.weights", what the workers tell of its parts, which may overlap.
         """
 
     @abstractmethod

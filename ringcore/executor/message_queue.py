@@ -16,7 +16,7 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.ring_buffer import LINE, MAX_PARTS, Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
 from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
-from ringcore.executor.waiting import SPACE_TICK_S, SpinBudget, Waiter
+from ringcore.executor.waiting import SPACE_TICK_S, PeerDied, SpinBudget, Waiter
 
 __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
 
@@ -252,6 +252,12 @@ class MessageReader:
         message = Message(lambda: None)
         message.parts = _split(memoryview(self._aside.receive(stub)))
         return message
+
+    def check_peer(self) -> None:
+        """Raises `PeerDied` if the writer has ended; for who looks at `has_message` in place of a wait."""
+        dead_fd = self._waiter.take_events()
+        if dead_fd is not None:
+            raise PeerDied(dead_fd)
 
     def close(self) -> None:
         """Tells the writer that nobody reads here any more. Idempotent; the handle stays open."""

@@ -21,12 +21,12 @@ from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.stall_watch import StallWatch, stall_report
-from ringcore.executor.timing import timed
+from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, spin_budget_s
 from ringcore.executor.wire import CALL, CALLABLE, STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
-from ringcore.executor.worker_proc import DEFAULT_FACTORY
+from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
 from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput, decoder, encoder
 
 __all__ = ["MultiprocExecutor"]
@@ -98,13 +98,15 @@ class MultiprocExecutor(Executor):
         self._attach(group, spin_s)
         if self._is_shut:
             raise _was_shut_down()
-        names = self._table.open_creation(self).result(START_TIMEOUT_S)
-        self._read_only = frozenset.intersection(*map(frozenset, msgspec.convert(names, list[list[str]])))
+        created = msgspec.convert(self._table.open_creation(self).result(START_TIMEOUT_S), list[WorkerCreated])
+        self._read_only = frozenset.intersection(*(frozenset(worker.read_only) for worker in created))
         phases["start_workers"] = time.monotonic() - started
-        with timed(phases, "init_device"):
-            self.collective_rpc("init_device", timeout=START_TIMEOUT_S)
-        with timed(phases, "load_model"):
-            self.collective_rpc("load_model", timeout=START_TIMEOUT_S)
+        parts = [{"boot_s": max(0.0, worker.began_s - started), "create_s": worker.create_s} for worker in created]
+        add_parts(phases, "start_workers", parts)
+        for method in ("init_device", "load_model"):
+            with timed(phases, method):
+                told = self.collective_rpc(method, timeout=START_TIMEOUT_S)
+            add_parts(phases, method, told)
         return phases
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:

@@ -95,6 +95,14 @@ class StatusLine:
 
     def end(self) -> None:
         """The call is over, and its reply is sent."""
+        self._count()
+        self._words[_BUSY] = 0
+
+    def end_and_begin(self, call_id: int, kind: int, method: str) -> None:
+        """The call is over, and another one was begun before it ended: at no moment is this rank idle."""
+        self._count()
+        self.begin(call_id, kind, method)
+
+    def _count(self) -> None:
         self._num_calls += 1
         self._words[_COUNT] = self._num_calls
-        self._words[_BUSY] = 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["timed"]
+__all__ = ["add_parts", "timed"]
 
 
 @contextmanager
@@ -15,3 +15,15 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     phases[name] = time.monotonic() - started
+
+
+def add_parts(phases: dict[str, float], name: str, told: Iterable[object]) -> None:
+    """Enters what the phase `name` consists of, as its workers tell: a mapping from each, in which what ends in "_s" is
+    seconds. "weights_s" becomes "name.weights", of the rank that took longest for it."""
+    for of_rank in told:
+        if not isinstance(of_rank, Mapping):
+            continue
+        for key, seconds in of_rank.items():
+            if key.endswith("_s"):
+                part = f"{name}.{key.removesuffix('_s')}"
+                phases[part] = max(phases.get(part, 0.0), float(seconds))

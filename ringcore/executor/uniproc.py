@@ -1,12 +1,19 @@
-"""The executor with its one worker in this process: nothing is sent, a call is done when it is submitted."""
+"""The executor with its one worker in this process: nothing is sent, a call is done when it is submitted.
+
+A step may only be launched then (`PendingOutput`): it is finished when somebody asks for it, or before the next call.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
+import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ringcore.config import EngineConfig
@@ -14,13 +21,15 @@ from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, RpcTime
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
 from ringcore.executor.calls import joined_error
 from ringcore.executor.child_stacks import process_state
+from ringcore.executor.launched_steps import is_done, launch_step, look_out, step_result
 from ringcore.executor.ring_buffer import Buffer
-from ringcore.executor.timing import timed
+from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, decode_value, portable_error
+from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
 from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
-from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput, encoder
+from ringcore.protocol import ModelRunnerOutput, PendingOutput, RankHealth, SchedulerOutput, encoder
 from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["UniProcExecutor"]
@@ -33,6 +42,9 @@ class UniProcExecutor(Executor):
 
     A call cannot be interrupted: one that outlasts its `timeout` is finished first and raises `RpcTimeoutError` then.
     Nor can it be overtaken: a read-only method, too, is executed when its turn comes; and no step is ended for hanging.
+
+    Invariant: `_launched` holds the steps that are not finished, oldest first. While there are any, the one descriptor
+    of `wait_fds` is readable: nothing tells when a device is done, so whoever would sleep on it has to ask.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -54,6 +66,9 @@ class UniProcExecutor(Executor):
         self._is_shut = False
         self._busy: tuple[str, float] | None = None  # what is executed, and since when; another thread may look
         self._num_calls = 0
+        self._launched: deque[_Step] = deque()
+        self._has_launched_fd: int | None = None  # an eventfd
+        self._spin_s = spin_budget_s(1)
 
     def start(self) -> dict[str, float]:
         assert self._worker is None, "start() was called twice"
@@ -79,12 +94,14 @@ class UniProcExecutor(Executor):
 
     def _start(self) -> dict[str, float]:
         phases: dict[str, float] = {}
+        self._has_launched_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         with timed(phases, "start_workers"):
             self._worker = create_worker(self._factory, self.config, RANK, None)
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                self.collective_rpc(method)
+                told = self.collective_rpc(method)
+            add_parts(phases, method, told)
         return phases
 
     def forward(self, call: EncodedCall) -> RpcFuture:
@@ -92,6 +109,8 @@ class UniProcExecutor(Executor):
         self._check_alive()
         head = CallHead(0, CALLABLE if call.is_callable else CALL, call.unique_reply_rank, call.method)
         started = time.monotonic()
+        while self._launched:
+            self._finish_oldest_step()
         with self._executing(call.method):
             outcome = perform_call(self._worker, RANK, head, call.parts)
         assert outcome is not None, "the one rank there is owes the value"
@@ -104,14 +123,39 @@ class UniProcExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
         self._check_alive()
+        if not self._launched:
+            self._busy = STEP_METHOD, time.monotonic()
+        step = _Step(self, launch_step(self._worker, scheduler_output))
+        self._launched.append(step)
+        self.finish_done_steps()
+        if self._launched and self._has_launched_fd is not None:
+            signal_event(self._has_launched_fd)
+        return step
+
+    def finish_done_steps(self) -> None:
+        """Settles the steps that are over, as far as those before them are."""
+        while self._launched and is_done(self._launched[0].pending):
+            self._finish_oldest_step()
+
+    def finish_step(self, step: _Step, deadline: float | None) -> None:
+        """Settles a step, after those before it. Returns earlier at `deadline` (monotonic)."""
+        while not step.is_settled:
+            oldest = self._launched[0].pending
+            if not look_out(partial(is_done, oldest), self._spin_s, deadline):
+                return
+            self._finish_oldest_step()
+
+    def _finish_oldest_step(self) -> None:
+        step = self._launched[0]
         try:
-            with self._executing(STEP_METHOD):
-                output = self._worker.execute_model(scheduler_output)
-            if output is None:
-                raise TypeError("execute_model returned None on the output rank")
+            step.settle(step_result(step.pending))
         except Exception as error:
-            return _Failed(joined_error({RANK: portable_error(error, RANK, STEP_METHOD)}))
-        return _StepOutput(output)
+            step.settle(joined_error({RANK: portable_error(error, RANK, STEP_METHOD)}))
+        self._launched.popleft()  # only now: an interrupt while waiting must not lose the step
+        self._num_calls += 1
+        self._busy = (STEP_METHOD, time.monotonic()) if self._launched else None
+        if not self._launched and self._has_launched_fd is not None:
+            drain_event(self._has_launched_fd)
 
     @contextmanager
     def _executing(self, method: str) -> Iterator[None]:
@@ -123,7 +167,7 @@ class UniProcExecutor(Executor):
             self._busy = None
 
     def wait_fds(self) -> list[int]:
-        return []
+        return [] if self._has_launched_fd is None else [self._has_launched_fd]
 
     def pids(self) -> dict[str, int]:
         return {}
@@ -167,8 +211,23 @@ class UniProcExecutor(Executor):
     def _end(self, error: EngineDeadError) -> None:
         worker, self._worker = self._worker, None
         self._dead = error
+        self._drop_steps(error)
         if worker is not None:
             shut_down(worker)
+        fd, self._has_launched_fd = self._has_launched_fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _drop_steps(self, error: EngineDeadError) -> None:
+        """Waits for the steps on the device, so that the worker may give its memory back; their futures get `error`."""
+        while self._launched:
+            step = self._launched.popleft()
+            step.settle(copy.copy(error))
+            try:
+                step.pending.result()
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+        self._busy = None
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -195,20 +254,36 @@ class _Value:
         return [list(self._parts)]
 
 
-class _StepOutput:
-    """The `RpcFuture` of a step that went well."""
+class _Step:
+    """The `RpcFuture` of a step: settled, once, with its output or an error."""
 
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
+    def __init__(self, executor: UniProcExecutor, pending: PendingOutput) -> None:
+        self.pending, self.is_settled = pending, False
+        self._executor = executor
+        self._outcome: ModelRunnerOutput | RingcoreError | None = None
+
+    def settle(self, outcome: ModelRunnerOutput | RingcoreError) -> None:
+        self._outcome, self.is_settled = outcome, True
 
     def done(self) -> bool:
-        return True
+        if not self.is_settled:
+            self._executor.finish_done_steps()
+        return self.is_settled
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        return self._output
+        if not self.is_settled:
+            self._executor.finish_step(self, None if timeout is None else time.monotonic() + timeout)
+        match self._outcome:
+            case None:
+                assert timeout is not None
+                raise _too_late(STEP_METHOD, timeout)
+            case RingcoreError() as error:
+                raise error
+            case output:
+                return output
 
     def encoded_result(self) -> list[list[Buffer]]:
-        return [[encoder().encode(self._output)]]
+        return [[encoder().encode(self.result())]]
 
 
 class _Failed:

@@ -174,8 +174,12 @@ def usable_cores() -> int:
 
 
 def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int) -> dict[str, str]:
-    """What to lay over the environment `user` for a worker: its share of the cores, unless the user has said."""
+    """What to lay over the environment `user` for a worker: its share of the cores, where compiled kernels are kept;
+    unless the user has said."""
     ours: dict[str, str] = {}
+    if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
+        cache = user.get("XDG_CACHE_HOME") or os.path.join(user.get("HOME") or os.path.expanduser("~"), ".cache")
+        ours["TRITON_CACHE_DIR"] = os.path.join(cache, "ringcore", "triton")
     num_threads = max(1, num_cores // num_workers)
     if "OMP_NUM_THREADS" not in user:
         ours["OMP_NUM_THREADS"] = str(num_threads)
@@ -185,4 +189,8 @@ def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int
         ours |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": GOMP_SPINCOUNT}
     if num_workers > 1 and "GLOO_SOCKET_IFNAME" not in user:
         ours["GLOO_SOCKET_IFNAME"] = "lo"
+    if num_workers > 1 and "NCCL_NVLS_ENABLE" not in user:
+        # Sums in NVLink's switch: a process that dies within one can leave the switch, which all GPUs of the host
+        # share, in a state that only a reset ends.
+        ours["NCCL_NVLS_ENABLE"] = "0"
     return ours

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.executor.child_main import PARENT_DEATH
+from ringcore.executor.launched_steps import StepOver, is_done, launch_step, look_out, step_result
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.status_board import StatusLine
@@ -26,7 +29,7 @@ from ringcore.executor.waiting import PeerDied
 from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, pack_reply, unpack_call
 from ringcore.executor.worker_aside import AsideThread
 from ringcore.executor.worker_calls import Outcome, failed, prepare_call
-from ringcore.protocol import SchedulerOutput, decoder, encoder
+from ringcore.protocol import PendingOutput, SchedulerOutput, decoder, encoder
 from ringcore.worker.rpc import read_only_names
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "RENDEZVOUS",
     "REPLIES",
     "STATUS",
+    "WorkerCreated",
     "WorkerStart",
     "create_worker",
     "main",
@@ -57,8 +61,17 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spin_s: float
 
 
+class WorkerCreated(msgspec.Struct, frozen=True):
+    """What a worker's process tells when it has its worker. Seconds; `began_s` is a moment on the monotonic clock."""
+
+    read_only: list[str]  # names of methods
+    began_s: float  # when its own code began
+    create_s: float  # what it took to make the worker, imports among it
+
+
 def main(payload: bytes, fds: dict[str, int]) -> None:
     """The process from beginning to end. Exit code 1 if the worker cannot be made or fails in its own shutdown."""
+    began_s = time.monotonic()
     start: WorkerStart = decoder(WorkerStart).decode(payload)
     link = _Link(start.rank, fds, start.spin_s)
     status = StatusLine(fds[STATUS], start.rank)
@@ -72,10 +85,11 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         link.reply(creation, failed(error, start.rank, creation.method))
         raise SystemExit(1) from error
     aside.serve(worker, names)
-    link.reply(creation, Outcome(False, encode_value(names)))
+    created = WorkerCreated(names, began_s, time.monotonic() - began_s)
+    link.reply(creation, Outcome(False, encode_value(created)))
     status.end()
     try:
-        _Loop(worker, link, status).run()
+        _Loop(worker, link, status, start.spin_s).run()
     except RingClosed:
         if not shut_down(worker):
             raise SystemExit(1) from None
@@ -135,46 +149,110 @@ class _Link:
 
 
 class _Loop:
-    """Receives a call, performs it, replies; in the order of arrival. Ends by `RingClosed` or `PeerDied`."""
+    """Receives a call, performs it, replies; in the order of arrival. Ends by `RingClosed` or `PeerDied`.
 
-    def __init__(self, worker: Any, link: _Link, status: StatusLine) -> None:
-        self._worker, self._link, self._status = worker, link, status
+    A step may be launched and finished later (`PendingOutput`). Those that are stand in `_launched`, oldest first, and
+    each gets its reply as soon as it and all before it are done. The next step is launched meanwhile; any other call
+    waits for all of them. The status line shows the oldest one, as of when it became that.
+    """
+
+    def __init__(self, worker: Any, link: _Link, status: StatusLine, spin_s: float) -> None:
+        self._worker, self._link, self._status, self._spin_s = worker, link, status, spin_s
         self._step_decoder, self._step_encoder = decoder(SchedulerOutput), encoder()
+        self._launched: deque[tuple[CallHead, PendingOutput]] = deque()
 
     def run(self) -> None:
-        link, status = self._link, self._status
-        while True:
-            head, perform = self._receive()
-            status.begin(head.call_id, head.kind, head.method)
-            outcome = perform()
-            if outcome is not None:
-                link.reply(head, outcome)
-            status.end()
+        try:
+            while True:
+                self._finish_done_steps()
+                self._await_call()
+                perform = self._receive()
+                perform()
+        except RingClosed:
+            self._drop_steps()
+            raise
 
-    def _receive(self) -> tuple[CallHead, Callable[[], Outcome | None]]:
+    def _receive(self) -> Callable[[], None]:
         """The next call, ready to be performed. Its memory has gone back to the executor by then, which so never has
         to wait for a call that is under way."""
         with self._link.calls.receive() as parts:
             head, request = unpack_call(parts)
             if head.kind == STEP:
-                return head, self._prepare_step(request[0])
-            return head, prepare_call(self._worker, self._link.rank, head, request)
+                return self._prepare_step(head, request[0])
+            perform = prepare_call(self._worker, self._link.rank, head, request)
+            return lambda: self._execute(head, perform)
 
-    def _prepare_step(self, body: Buffer) -> Callable[[], Outcome | None]:
+    def _execute(self, head: CallHead, perform: Callable[[], Outcome | None]) -> None:
+        while self._launched:
+            self._await_oldest_step()
+            self._finish_oldest_step()
+        self._status.begin(head.call_id, head.kind, head.method)
+        outcome = perform()
+        if outcome is not None:
+            self._link.reply(head, outcome)
+        self._status.end()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Steps.
+
+    def _prepare_step(self, head: CallHead, body: Buffer) -> Callable[[], None]:
         try:
             scheduler_output = self._step_decoder.decode(body)
         except Exception as error:
-            outcome = failed(error, self._link.rank, STEP_METHOD)
-            return lambda: outcome
-        return lambda: self._perform_step(scheduler_output)
+            undecodable = StepOver(error=error)
+            return lambda: self._begin(head, lambda: undecodable)
+        return lambda: self._begin(head, lambda: launch_step(self._worker, scheduler_output))
 
-    def _perform_step(self, scheduler_output: SchedulerOutput) -> Outcome | None:
+    def _begin(self, head: CallHead, launch: Callable[[], PendingOutput]) -> None:
+        if not self._launched:
+            self._status.begin(head.call_id, head.kind, head.method)
+        self._launched.append((head, launch()))
+
+    def _await_call(self) -> None:
+        """Returns when a call is there, or no step is left and the queue's own wait will do."""
+        calls = self._link.calls
+        while self._launched and not calls.has_message():
+            look_out(lambda: calls.has_message() or self._oldest_is_done(), self._spin_s, check=calls.check_peer)
+            self._finish_done_steps()
+
+    def _await_oldest_step(self) -> None:
+        look_out(self._oldest_is_done, self._spin_s, check=self._link.calls.check_peer)
+
+    def _oldest_is_done(self) -> bool:
+        return is_done(self._launched[0][1])
+
+    def _finish_done_steps(self) -> None:
+        while self._launched and self._oldest_is_done():
+            self._finish_oldest_step()
+
+    def _finish_oldest_step(self) -> None:
+        head, step = self._launched.popleft()
+        outcome = self._outcome(step)
+        if outcome is not None:
+            self._link.reply(head, outcome)
+        if self._launched:
+            following, _ = self._launched[0]
+            self._status.end_and_begin(following.call_id, following.kind, following.method)
+        else:
+            self._status.end()
+
+    def _outcome(self, step: PendingOutput) -> Outcome | None:
+        """The errors of all ranks are told; of the outputs, only that of rank 0."""
         try:
-            output = self._worker.execute_model(scheduler_output)
-            if self._link.rank != 0:
-                return None
-            if output is None:
-                raise TypeError("execute_model returned None on the output rank")
-            return Outcome(False, [self._step_encoder.encode(output)])
+            if self._link.rank == 0:
+                return Outcome(False, [self._step_encoder.encode(step_result(step))])
+            step.result()
+            return None
         except Exception as error:
             return failed(error, self._link.rank, STEP_METHOD)
+
+    def _drop_steps(self) -> None:
+        """The executor has gone: nobody hears of what the steps come to, but they must be off the device before the
+        worker gives its memory back."""
+        while self._launched:
+            self._await_oldest_step()
+            _, step = self._launched.popleft()
+            try:
+                step.result()
+            except Exception:
+                traceback.print_exc(file=sys.stderr)

@@ -6,10 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["gelu_tanh_and_mul", "gelu_tanh_and_mul_reference", "silu_and_mul", "silu_and_mul_reference"]
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+
+__all__ = ["activated", "gelu_tanh_and_mul", "gelu_tanh_and_mul_reference", "silu_and_mul", "silu_and_mul_reference"]
 
 _MAX_BLOCK = 1024
 _ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+
+
+@triton.jit
+def activated(gate, is_gelu: tl.constexpr):
+    """silu(gate), or gelu(gate) in its form with tanh, of float32 numbers."""
+    if is_gelu:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation; 2 * sqrt(2 / pi) = 1.5957691
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    return gate / (1.0 + tl.exp(-inner))
 
 
 @triton.jit
@@ -19,18 +32,17 @@ def _activate_and_multiply_kernel(
     size: tl.constexpr,
     block: tl.constexpr,
     is_gelu: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     mask = columns < size
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(gate_up + row * (2 * size) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * size) + size + columns, mask=mask, other=0.0).to(tl.float32)
-    if is_gelu:
-        # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation; 2 * sqrt(2 / pi) = 1.5957691
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        inner = gate
-    product = gate / (1.0 + tl.exp(-inner)) * up
+    product = activated(gate, is_gelu) * up
     tl.store(out + row * size + columns, product.to(out.dtype.element_ty), mask=mask)
 
 
@@ -58,8 +70,16 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -
     assert (out.shape, out.dtype) == ((n, size), gate_up.dtype), (out.shape, out.dtype)
     if out.numel():
         block = min(_MAX_BLOCK, triton.next_power_of_2(size))
+        pdl = overlaps_launches(gate_up.device)
         _activate_and_multiply_kernel[(n, triton.cdiv(size, block))](
-            gate_up, out, size=size, block=block, is_gelu=is_gelu, num_warps=max(1, block // _ELEMENTS_A_WARP)
+            gate_up,
+            out,
+            size=size,
+            block=block,
+            is_gelu=is_gelu,
+            pdl=pdl,
+            num_warps=max(1, block // _ELEMENTS_A_WARP),
+            **launch_options(pdl),
         )
     return out
 

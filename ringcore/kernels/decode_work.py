@@ -14,28 +14,28 @@ a number that the host would have to know.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.decode_merge import UNWRITTEN
 from ringcore.kernels.kv_write import padded_head_size
 
-__all__ = ["DecodeWork", "context_tiles", "program_of"]
+__all__ = ["DecodeTiling", "DecodeWork", "context_tiles"]
 
-# Of a program's record in `DecodeWork.starts`: where its run begins, and how the cut was made.
+# Of a program's record in `DecodeWork.starts`: where its run begins, and whose part comes before.
 SEQUENCE = tl.constexpr(0)  # sequence, KV head and tile in the pair where the run begins
 HEAD = tl.constexpr(1)
 TILE = tl.constexpr(2)
 COUNT = tl.constexpr(3)  # tiles in the run
-AT = tl.constexpr(4)  # tiles of the row before the run
-BASE = tl.constexpr(5)  # the first EXTRA programs have BASE + 1 tiles, the others BASE
-EXTRA = tl.constexpr(6)
+SEQ_LEN = tl.constexpr(4)  # of that sequence
+FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that pair
 RECORD = tl.constexpr(8)
 
-_PROGRAMS_PER_SM = 2
-_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, two programs have room on an SM
-_MIN_TILES = 2  # a run of one tile costs more in merging than it saves in reading
+_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
+_FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are most of it
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
 
 
@@ -59,6 +59,7 @@ def _plan_decode(
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
+    skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
 ):
@@ -66,11 +67,14 @@ def _plan_decode(
     index = tl.arange(0, seqs)
     seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
     _, _, tiles = context_tiles(seq_len, window, tile_tokens)
-    tiles = tl.where(index < num_seqs, tiles * num_kv_heads, 0)
+    counted = index < num_seqs
+    if skips_empty:
+        counted &= seq_len > 0
+    tiles = tl.where(counted, tiles * num_kv_heads, 0)
     ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
     used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
-    base = num_tiles // used
+    base = num_tiles // used  # the first `extra` programs have base + 1 tiles, the others base
     extra = num_tiles % used
 
     program = tl.program_id(0) * programs + tl.arange(0, programs)
@@ -81,22 +85,37 @@ def _plan_decode(
     sequence = tl.sum(passed.to(tl.int32), 1)
     in_sequence = at - tl.sum(tl.where(passed, tiles[None, :], 0), 1)
     pair_tiles = tl.maximum(tl.sum(tl.where(holds, tiles[None, :], 0), 1) // num_kv_heads, 1)
+    tile = in_sequence % pair_tiles
+    pair_at = at - tile  # the first tile of the pair, in the row
+    longer = extra * (base + 1)  # tiles in the runs of base + 1
+    first_program = tl.where(pair_at < longer, pair_at // (base + 1), extra + (pair_at - longer) // tl.maximum(base, 1))
     record = starts + program * RECORD
     mine = program < num_programs
     tl.store(record + SEQUENCE, sequence, mask=mine)
     tl.store(record + HEAD, in_sequence // pair_tiles, mask=mine)
-    tl.store(record + TILE, in_sequence % pair_tiles, mask=mine)
+    tl.store(record + TILE, tile, mask=mine)
     tl.store(record + COUNT, count, mask=mine)
-    tl.store(record + AT, at, mask=mine)
-    tl.store(record + BASE, base, mask=mine)
-    tl.store(record + EXTRA, extra, mask=mine)
+    tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=mine)
+    tl.store(record + FIRST_PROGRAM, first_program, mask=mine)
 
 
-@triton.jit
-def program_of(tile, base, extra):
-    """The program whose run has tile number `tile` of the row."""
-    longer = extra * (base + 1)  # tiles in the runs of base + 1
-    return tl.where(tile < longer, tile // (base + 1), extra + (tile - longer) // base)
+class DecodeTiling(NamedTuple):
+    """How the decode kernel goes about its work: of what is known without a length."""
+
+    tile_tokens: int  # keys and values of one iteration
+    num_warps: int
+    stages: int  # of which a load behind a load has one fewer
+    programs_per_sm: int
+    min_tiles: int  # of a run: shorter ones save less reading than their merging costs
+    is_brief: bool = False  # runs are so short that what counts is when their first tile is there
+
+    @classmethod
+    def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
+        """For at most `num_seqs` sequences over caches of `dtype`."""
+        tile_tokens = max(16, min(64, _TILE_BYTES // (padded_head_size(head_size) * dtype.itemsize)))
+        if num_seqs <= _FEW_SEQS:
+            return cls(tile_tokens, 4, 3, 2, 1, is_brief=True)
+        return cls(tile_tokens, 4, 3, 3, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +129,10 @@ class DecodeWork:
     group: int  # query heads that share a KV head
     head_size: int
     window: int | None  # tokens that a token sees, itself among them; None: all before it
-    tile_tokens: int
+    tiling: DecodeTiling
     starts: torch.Tensor  # [num_programs, 8] int32: a record a program, written by `plan`
-    partial_out: torch.Tensor  # [2 * num_programs, group, head_size] float32
-    partial_stats: torch.Tensor  # [2 * num_programs, group, 2] float32: maximum and sum
-    arrivals: torch.Tensor  # [num_programs] int32, by the pair's first program; zero between launches
+    partial_out: torch.Tensor  # [2 * num_programs, group, head_size] float32; UNWRITTEN between launches
+    partial_weight: torch.Tensor  # [2 * num_programs, group] float32: log2 of the sum of weights; likewise
 
     @classmethod
     def allocate(
@@ -122,34 +140,39 @@ class DecodeWork:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype,
+        tiling: DecodeTiling,
         device: torch.device,
         *,
         window: int | None = None,
         num_programs: int | None = None,
     ) -> DecodeWork:
-        """For caches of `dtype` on `device`; num_programs: the grid, None for what the device runs at once."""
+        """num_programs: the grid, None for what `device` runs at once."""
         if num_programs is None:
-            num_programs = _num_programs(device)
+            num_programs = _num_sms(device) * tiling.programs_per_sm
         group = num_heads // num_kv_heads
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
             head_size=head_size,
             window=window,
-            tile_tokens=max(16, min(64, _TILE_BYTES // (padded_head_size(head_size) * dtype.itemsize))),
+            tiling=tiling,
             starts=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
-            partial_out=torch.empty(2 * num_programs, group, head_size, dtype=torch.float32, device=device),
-            partial_stats=torch.empty(2 * num_programs, group, 2, dtype=torch.float32, device=device),
-            arrivals=torch.zeros(num_programs, dtype=torch.int32, device=device),
+            partial_out=_unwritten(2 * num_programs, group, head_size, device=device),
+            partial_weight=_unwritten(2 * num_programs, group, device=device),
         )
 
     @property
     def num_programs(self) -> int:
         return self.starts.shape[0]
 
-    def plan(self, seq_lens: torch.Tensor) -> None:
-        """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`."""
+    def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
+        """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.
+
+        skips_empty: there is no work for sequences of 0 tokens, which must come last; else they have one tile.
+
+        The kernel is launched and ends as an ordinary one, so that all that stands before it and its own records are
+        written when any kernel behind it starts, dependent launch or not.
+        """
         num_seqs = seq_lens.shape[0]
         assert seq_lens.dtype == torch.int32
         assert num_seqs > 0
@@ -160,15 +183,18 @@ class DecodeWork:
             self.num_programs,
             num_kv_heads=self.num_kv_heads,
             window=self.window or 0,
-            tile_tokens=self.tile_tokens,
-            min_tiles=_MIN_TILES,
+            tile_tokens=self.tiling.tile_tokens,
+            min_tiles=self.tiling.min_tiles,
+            skips_empty=skips_empty,
             seqs=max(256, triton.next_power_of_2(num_seqs)),  # few sizes: each is compiled
             programs=_PLANNED_PROGRAMS,
         )
 
 
-def _num_programs(device: torch.device) -> int:
-    """What runs at once; the interpreter, on a CPU, gets a few, so that programs share sequences there too."""
-    if device.type == "cpu":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
+def _unwritten(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, UNWRITTEN.value, dtype=torch.int32, device=device).view(torch.float32)
+
+
+def _num_sms(device: torch.device) -> int:
+    """The interpreter, on a CPU, gets a few, so that programs share sequences there too."""
+    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

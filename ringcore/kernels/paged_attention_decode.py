@@ -1,9 +1,8 @@
 """Attention of one token a sequence over paged keys and values, with the reading spread evenly over the device.
 
 A program has a run of tiles (`decode_work`). If it has all of a (sequence, KV head) pair it writes the result. Programs
-that share a pair write what they have (an unnormalised sum, and the maximum and the sum of the weights) and count
-themselves in; the last to do so adds it all up, in the order of the programs, so that the result does not depend on who
-was last. (FlashAttention's split-KV decoding.)
+that share a pair leave what they have in a scratch, and the one that has the pair's end adds it all up once its own run
+is done (`decode_merge`). (FlashAttention's split-KV decoding.)
 """
 
 from __future__ import annotations
@@ -14,70 +13,56 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks, tile_rows
+from ringcore.kernels.decode_merge import merge_parts, written
 from ringcore.kernels.decode_work import (
-    AT,
-    BASE,
     COUNT,
-    EXTRA,
+    FIRST_PROGRAM,
     HEAD,
     RECORD,
+    SEQ_LEN,
     SEQUENCE,
     TILE,
     DecodeWork,
     context_tiles,
-    program_of,
 )
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 from ringcore.kernels.kv_write import check_rows, padded_head_size
-from ringcore.kernels.paged_attention_prefill import HIDDEN, attend_tile, paged_attention_prefill_reference
+from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
-_STAGES = 5  # of which a load behind the load of its block id gets two buffers
-_NUM_WARPS = 4
-
 
 @triton.jit
-def _merge(
-    partial_out,
-    partial_stats,
-    first_program,
-    num_parts,
-    group: tl.constexpr,
-    rows: tl.constexpr,
+def _prefetch_tile(
+    blocks,
+    pages,
+    start,
+    num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
-    parts: tl.constexpr,
+    block_size: tl.constexpr,
+    tile_tokens: tl.constexpr,
 ):
-    """What the programs from `first_program` on have of one pair, added up -> [rows, width] float32.
+    """Has the L2 cache fetch a tile's keys and values. There they stay true: a write meanwhile goes to the same place.
 
-    The first program left its part in its slot 1, since the pair is the last one of its run; the others in slot 0.
+    Tokens that nobody sees have block 0 or what is behind the sequence's end in its last block, which can be read.
     """
-    row = tl.arange(0, rows)
-    dim = tl.arange(0, width)
-    best = tl.full([rows], HIDDEN, tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    attended = tl.zeros([rows, width], tl.float32)
-    for begin in range(0, num_parts, parts):
-        part = begin + tl.arange(0, parts)
-        slot = 2 * (first_program + part) + (part == 0).to(tl.int32)
-        exists = (part < num_parts)[:, None] & (row < group)[None, :]
-        at = slot[:, None] * group + row[None, :]
-        # Written by other programs of this launch, so read from where all see the same, past the cache of the SM.
-        bests = tl.load(partial_stats + at * 2, mask=exists, other=HIDDEN, cache_modifier=".cg")
-        totals = tl.load(partial_stats + at * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
-        sums = tl.load(
-            partial_out + at[:, :, None] * head_size + dim[None, None, :],
-            mask=exists[:, :, None] & (dim < head_size)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
+    half_page: tl.constexpr = num_kv_heads * block_size * head_size
+    line: tl.constexpr = 1024 // pages.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    lines: tl.constexpr = width // line if width > line else 1
+    rows = tile_rows(blocks, start, half_page, head_size, block_size, tile_tokens)
+    number = tl.minimum(tl.arange(0, lines) * line, head_size - 1)
+    keys = pages + rows[:, None] + number[None, :]
+    for half in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(keys + half * half_page).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
-        new_best = tl.maximum(best, tl.max(bests, 0))
-        fade = tl.exp2(best - new_best)
-        weights = tl.exp2(bests - new_best[None, :])
-        total = total * fade + tl.sum(totals * weights, 0)
-        attended = attended * fade[:, None] + tl.sum(sums * weights[:, :, None], 0)
-        best = new_best
-    return attended / tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -89,8 +74,7 @@ def _paged_attention_decode(
     starts,
     out,
     partial_out,
-    partial_stats,
-    arrivals,
+    partial_weight,
     scale_log2,
     query_stride,
     table_stride,
@@ -98,79 +82,97 @@ def _paged_attention_decode(
     group: tl.constexpr,
     rows: tl.constexpr,  # group, rounded up to what a matrix product takes
     merge_rows: tl.constexpr,  # group, rounded up to a power of two
-    merge_parts: tl.constexpr,
+    parts: tl.constexpr,  # that are merged in one go
     head_size: tl.constexpr,
     width: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
+    is_brief: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    if pdl:
+        gdc_launch_dependents()
     program = tl.program_id(0)
+    # The plan and the tables are a step's, not a layer's: they stood before the first kernel behind `DecodeWork.plan`
+    # could start, so they may be read before the wait. (Past the cache of the SM, which may remember another step.)
     record = starts + program * RECORD
-    sequence = tl.load(record + SEQUENCE)
-    kv_head = tl.load(record + HEAD)
-    tile = tl.load(record + TILE)
-    count = tl.load(record + COUNT)
-    at = tl.load(record + AT)
-    base = tl.load(record + BASE)
-    extra = tl.load(record + EXTRA)
+    sequence = tl.load(record + SEQUENCE, cache_modifier=".cg")
+    kv_head = tl.load(record + HEAD, cache_modifier=".cg")
+    tile = tl.load(record + TILE, cache_modifier=".cg")
+    count = tl.load(record + COUNT, cache_modifier=".cg")
+    seq_len = tl.load(record + SEQ_LEN, cache_modifier=".cg")
+    first_program = tl.load(record + FIRST_PROGRAM, cache_modifier=".cg")
     row = tl.arange(0, rows)
     dim = tl.arange(0, width)[None, :]
     exists = (row < group)[:, None] & (dim < head_size)
     in_pair = row[:, None] * head_size + dim
+
+    first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+    # The pair that others began and that ends here; no other pair of this run is one.
+    merges = (count > 0) & (tile > 0) & (count >= num_tiles - tile)
+    merged_pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+    table = block_table + sequence.to(tl.int64) * table_stride
+    begin = (first_tile + tile) * tile_tokens
+    blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)  # no work: seq_len is 0
+    if pdl:
+        if is_brief:
+            pages = kv_cache + kv_head * block_size * head_size
+            _prefetch_tile(blocks, pages, begin, num_kv_heads, head_size, width, block_size, tile_tokens)
+        gdc_wait()
     while count > 0:
-        seq_len = tl.load(seq_lens + sequence)
-        first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
         taken = tl.minimum(count, num_tiles - tile)
-        queries = tl.load(
-            query + sequence.to(tl.int64) * query_stride + kv_head * group * head_size + in_pair, mask=exists, other=0.0
-        )
-        table = block_table + sequence.to(tl.int64) * table_stride
+        source = query + sequence.to(tl.int64) * query_stride + kv_head * group * head_size + in_pair
+        if not is_brief:
+            queries = tl.load(source, mask=exists, other=0.0)
         pages = kv_cache + kv_head * block_size * head_size
         best = tl.full([rows], HIDDEN, tl.float32)
         total = tl.zeros([rows], tl.float32)
         attended = tl.zeros([rows, width], tl.float32)
-        begin = (first_tile + tile) * tile_tokens
         # Always masked: a second loop for the last tile would wait for memory with nothing under way behind it.
         for start in tl.range(begin, begin + taken * tile_tokens, tile_tokens, num_stages=stages):
+            following = tile_blocks(table, start + tile_tokens, first, seq_len, block_size, tile_tokens)
+            if is_brief:  # beside the first keys, not before them; the mask keeps the compiler from moving it there
+                queries = tl.load(source, mask=exists & (start >= 0), other=0.0)
             best, total, attended = attend_tile(
-                queries, best, total, attended, table, pages, start, first, seq_len, seq_len - 1, scale_log2,
+                queries, best, total, attended, blocks, pages, start, first, seq_len, seq_len - 1, scale_log2,
                 num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
             )  # fmt: skip
-        target = out + (sequence.to(tl.int64) * num_kv_heads + kv_head) * group * head_size
-        if taken == num_tiles:
-            result = attended / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(target + in_pair, result.to(out.dtype.element_ty), mask=exists)
-        else:
-            slot = 2 * program + (tile == 0).to(tl.int32)
-            stats = partial_stats + (slot * group + row) * 2
-            tl.store(partial_out + slot * group * head_size + in_pair, attended, mask=exists)
-            tl.store(stats, best, mask=row < group)
-            tl.store(stats + 1, total, mask=row < group)
-            first_program = program_of(at - tile, base, extra)
-            num_parts = program_of(at - tile + num_tiles - 1, base, extra) - first_program + 1
-            # All threads have written before one of them counts the program in, and that is seen in this order.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + first_program, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
-                merged = _merge(
-                    partial_out, partial_stats, first_program, num_parts,
-                    group, merge_rows, head_size, width, merge_parts,
-                )  # fmt: skip
-                merge_row = tl.arange(0, merge_rows)[:, None]
-                tl.store(
-                    target + merge_row * head_size + dim,
-                    merged.to(out.dtype.element_ty),
-                    mask=(merge_row < group) & (dim < head_size),
-                )
-                tl.store(arrivals + first_program, 0)  # for the next launch
-        at += taken
+            blocks = following
+        result = attended / total[:, None]
+        pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+        is_whole = taken == num_tiles
+        slot = 2 * program + (tile == 0).to(tl.int32)
+
+        # What the next pair needs is on its way while this one is stored.
         count -= taken
         tile = tile * 0
         is_last_head = kv_head == num_kv_heads - 1
         sequence += is_last_head.to(tl.int32)
         kv_head = tl.where(is_last_head, 0, kv_head + 1)
+        seq_len = tl.load(seq_lens + sequence, mask=count > 0, other=0)
+        first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+        table = block_table + sequence.to(tl.int64) * table_stride
+        begin = first_tile * tile_tokens
+        blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)
+
+        if is_whole:
+            tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
+        else:
+            tl.store(partial_out + slot * group * head_size + in_pair, written(result), mask=exists)
+            tl.store(partial_weight + slot * group + row, written(best + tl.log2(total)), mask=row < group)
+    if merges:
+        merged = merge_parts(
+            partial_out, partial_weight, first_program, program - first_program + 1,
+            group, merge_rows, head_size, width, parts,
+        )  # fmt: skip
+        merge_row = tl.arange(0, merge_rows)[:, None]
+        tl.store(
+            out + merged_pair * group * head_size + merge_row * head_size + dim,
+            merged.to(out.dtype.element_ty),
+            mask=(merge_row < group) & (dim < head_size),
+        )
 
 
 def paged_attention_decode(
@@ -187,8 +189,10 @@ def paged_attention_decode(
 
     query: [num_seqs, num_heads, head_size]; tokens may lie apart, the heads of one may not.
     kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
-    block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, as `work.plan` got them; a sequence of 0
-    tokens, which is padding, gives zeros. scale: of the scores, above 0. out: as query, contiguous. Returns `out`.
+    block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as `work.plan` got them; a sequence
+    of 0 tokens, which is padding, gives zeros, or is left alone where the plan skips such. scale: of the scores, above
+    0. out: as query, contiguous. Returns `out`.
+    `work.plan` read the same numbers in the same step: what is written to the tables after it may not be seen.
     """
     num_seqs, num_heads, head_size = check_rows(query)
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -197,7 +201,7 @@ def paged_attention_decode(
     assert kv_cache.dtype == query.dtype
     assert (work.num_kv_heads, work.group * num_kv_heads, work.head_size) == (num_kv_heads, num_heads, head_size)
     assert seq_lens.shape == (num_seqs,)
-    assert block_table.shape[0] == num_seqs
+    assert block_table.shape[0] >= num_seqs
     assert block_table.stride(1) == 1
     assert {block_table.dtype, seq_lens.dtype} == {torch.int32}
     assert scale > 0
@@ -205,6 +209,7 @@ def paged_attention_decode(
     assert out.shape == query.shape
     assert out.is_contiguous()
     width, merge_rows = padded_head_size(head_size), triton.next_power_of_2(work.group)
+    pdl = overlaps_launches(query.device)
     _paged_attention_decode[(work.num_programs,)](
         query,
         kv_cache,
@@ -213,8 +218,7 @@ def paged_attention_decode(
         work.starts,
         out,
         work.partial_out,
-        work.partial_stats,
-        work.arrivals,
+        work.partial_weight,
         scale * math.log2(math.e),
         query.stride(0),
         block_table.stride(0),
@@ -222,14 +226,17 @@ def paged_attention_decode(
         group=work.group,
         rows=max(16, merge_rows),
         merge_rows=merge_rows,
-        merge_parts=max(1, min(16, 8192 // (merge_rows * width))),  # as many as registers have room for
+        parts=max(1, min(16, 4096 // (merge_rows * width))),  # as many as registers have room for
         head_size=head_size,
         width=width,
         block_size=block_size,
         window=work.window or 0,
-        tile_tokens=work.tile_tokens,
-        stages=_STAGES,
-        num_warps=_NUM_WARPS,
+        tile_tokens=work.tiling.tile_tokens,
+        stages=work.tiling.stages,
+        is_brief=work.tiling.is_brief,
+        pdl=pdl,
+        num_warps=work.tiling.num_warps,
+        **launch_options(pdl),
     )
     return out
 

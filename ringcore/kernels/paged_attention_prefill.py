@@ -18,78 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 
-__all__ = ["HIDDEN", "attend_tile", "paged_attention_prefill", "paged_attention_prefill_reference"]
+__all__ = ["paged_attention_prefill", "paged_attention_prefill_reference"]
 
-HIDDEN = tl.constexpr(-1e30)  # a score of nothing: finite, so that a tile in which a row sees nothing makes no NaN
 _SEARCH = tl.constexpr(128)  # sequences looked at in one go
-
-
-@triton.jit
-def attend_tile(
-    query,  # [rows, width]
-    best,  # [rows] float32: the largest score so far, times scale_log2
-    total,  # [rows] float32: the sum of the weights so far
-    attended,  # [rows, width] float32: the weighted sum of the values so far
-    table,  # pointer to the sequence's row of the block table
-    pages,  # pointer to the KV head's keys in block 0
-    start,  # the tile's first token, a multiple of tile_tokens
-    first,  # tokens before it are not read
-    end,  # nor tokens from it on
-    positions,  # of the rows: [rows, 1], or one number for all
-    scale_log2,
-    num_kv_heads: tl.constexpr,
-    head_size: tl.constexpr,
-    width: tl.constexpr,
-    block_size: tl.constexpr,
-    window: tl.constexpr,  # 0: none
-    tile_tokens: tl.constexpr,
-    masked: tl.constexpr,  # whether some row does not see some token of the tile
-):
-    """The running softmax of `rows` queries with one more tile of keys and values -> (best, total, attended).
-
-    Values that are not read count as zeros: what lies in their slots may be anything, NaN among it, and a weight of
-    zero would not hide that.
-    """
-    half_page: tl.constexpr = num_kv_heads * block_size * head_size
-    index = tl.arange(0, tile_tokens)
-    dim = tl.arange(0, width)[None, :]
-    tokens = start + index
-    present = (tokens >= first) & (tokens < end)
-    if block_size % tile_tokens == 0:  # one block for the whole tile
-        block = tl.load(table + start // block_size).to(tl.int64)
-        rows = block * (2 * half_page) + (start % block_size + index) * head_size
-    else:
-        if masked:
-            block = tl.load(table + tokens // block_size, mask=present, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + tokens // block_size).to(tl.int64)
-        rows = block * (2 * half_page) + (tokens % block_size) * head_size
-    source = pages + rows[:, None] + dim
-    if masked:
-        exists = present[:, None] & (dim < head_size)
-        keys = tl.load(source, mask=exists, other=0.0)
-        values = tl.load(source + half_page, mask=exists, other=0.0)
-    elif width == head_size:
-        keys = tl.load(source)
-        values = tl.load(source + half_page)
-    else:
-        keys = tl.load(source, mask=dim < head_size, other=0.0)
-        values = tl.load(source + half_page, mask=dim < head_size, other=0.0)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2
-    # Scaled before they are hidden: of HIDDEN scaled, the compiler's fused product less its own rounded self is not 0.
-    if masked:
-        visible = tokens[None, :] <= positions
-        if window > 0:
-            visible &= tokens[None, :] > positions - window
-        scores = tl.where(visible, scores, HIDDEN)
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_best[:, None])
-    fade = tl.exp2(best - new_best)
-    total = total * fade + tl.sum(weights, 1)
-    attended = tl.dot(weights.to(values.dtype), values, attended * fade[:, None], input_precision="ieee")
-    return new_best, total, attended
 
 
 @triton.jit
@@ -125,16 +60,20 @@ def _paged_attention_prefill(
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program a KV head and tile of query rows. The last tiles first: of a prompt they have the most to read."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     tokens_per_tile: tl.constexpr = tile_rows // group
     kv_head = tl.program_id(0) % num_kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // num_kv_heads
-    sequence = _sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile)
+    sequence = tl.maximum(_sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile), 0)
     begin = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - begin
     first_query = (tile - (begin // tokens_per_tile + sequence)) * tokens_per_tile
-    if first_query >= query_len:
+    if (first_query < 0) | (first_query >= query_len):  # below 0: the tokens before the first sequence
         return
     num_queries = min(tokens_per_tile, query_len - first_query)
     low = tl.load(seq_lens + sequence) - query_len + first_query  # the position of the tile's first token
@@ -160,25 +99,33 @@ def _paged_attention_prefill(
     if window > 0:
         first = tl.maximum(low - window + 1, 0)
         start = first // tile_tokens * tile_tokens
+    blocks = tile_blocks(table, start, first, end, block_size, tile_tokens)
+    if window > 0:
         last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
         middle = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
         for at in tl.range(start, middle, tile_tokens, num_stages=stages):
+            following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
             best, total, attended = attend_tile(
-                queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+                queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
                 num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
             )  # fmt: skip
+            blocks = following
         start = middle
         seen_by_all = tl.maximum(seen_by_all, middle)
     for at in tl.range(start, seen_by_all, tile_tokens, num_stages=stages):
+        following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
         best, total, attended = attend_tile(
-            queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+            queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, False,
         )  # fmt: skip
+        blocks = following
     for at in tl.range(seen_by_all, end, tile_tokens, num_stages=stages):
+        following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
         best, total, attended = attend_tile(
-            queries, best, total, attended, table, pages, at, first, end, positions, scale_log2,
+            queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
         )  # fmt: skip
+        blocks = following
     target = (row_token * (num_kv_heads * group) + row_head) * head_size + dim
     tl.store(out + target, (attended / total[:, None]).to(out.dtype.element_ty), mask=exists)
 
@@ -193,13 +140,12 @@ class _Tiles(NamedTuple):
     def choose(cls, max_rows: int, group: int, width: int, itemsize: int) -> _Tiles:
         """For at most `max_rows` rows a sequence.
 
-        A load whose address is itself loaded gets (stages - 1) // 2 buffers, so 5 stages are two.
         Float32 is multiplied without tensor cores, which keep too few bits of it, and needs registers for that.
         """
         if itemsize == 4:
             return cls(max(32, triton.next_power_of_2(group)), 32 if width <= 64 else 16, 4, 3)
         rows = max(128 if max_rows > 64 else 64, triton.next_power_of_2(group))
-        return cls(rows, 64, 4 if rows == 64 else 8, 5 if width <= 128 else 3)
+        return cls(rows, 64, 4 if rows == 64 else 8, 3 if width <= 128 else 2)
 
 
 def paged_attention_prefill(
@@ -220,9 +166,9 @@ def paged_attention_prefill(
     kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
     block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, this step's tokens among them.
     query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
-    which there may be none. max_query_len: no sequence has more; it chooses the size of tiles and nothing else.
-    scale: of the scores, above 0. out: as query, contiguous. Returns `out`, where the rows of tokens that no sequence
-    has are left alone. The launch depends on shapes, `max_query_len` and `window` only.
+    which there may be none; the first may begin behind token 0. max_query_len: no sequence has more; it chooses the
+    size of tiles and nothing else. scale: of the scores, above 0. out: as query, contiguous. Returns `out`, where the
+    rows of tokens that no sequence has are left alone. The launch depends on shapes, `max_query_len` and `window` only.
     """
     num_tokens, num_heads, head_size = check_rows(query)
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -244,6 +190,7 @@ def paged_attention_prefill(
     width = padded_head_size(head_size)
     tiles = _Tiles.choose(max_query_len * group, group, width, query.element_size())
     num_tiles = num_tokens // (tiles.rows // group) + num_seqs
+    pdl = overlaps_launches(query.device)
     _paged_attention_prefill[(num_tiles * num_kv_heads,)](
         query,
         kv_cache,
@@ -265,7 +212,9 @@ def paged_attention_prefill(
         tile_rows=tiles.rows,
         tile_tokens=tiles.tokens,
         stages=tiles.stages,
+        pdl=pdl,
         num_warps=tiles.num_warps,
+        **launch_options(pdl),
     )
     return out
 

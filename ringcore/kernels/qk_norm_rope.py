@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
 _ELEMENTS = 1024  # of one program: as many whole heads as that
@@ -18,8 +20,8 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 def _qk_norm_rope_kernel(
     qkv: tl.tensor,  # [n, num_heads + 2 * num_kv_heads, head_dim]
     out: tl.tensor,  # as qkv
-    positions: tl.tensor,  # [n] int64
-    cos_sin: tl.tensor,  # [num_positions, head_dim] float32
+    positions: tl.tensor,  # [n] int64, read where has_positions
+    cos_sin: tl.tensor,  # [num_positions, head_dim] float32; without positions a row a token
     norm_weight: tl.tensor,  # [2, head_dim], read where has_norm
     kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim], written where writes_kv
     slot_mapping: tl.tensor,  # [n] int64, read where writes_kv
@@ -31,9 +33,11 @@ def _qk_norm_rope_kernel(
     heads_a_program: tl.constexpr,
     stored_heads: tl.constexpr,  # how many of a token's heads are stored in out
     block_size: tl.constexpr,
+    has_positions: tl.constexpr,
     has_norm: tl.constexpr,
     writes_kv: tl.constexpr,
     largest: tl.constexpr,  # the largest finite number of a dtype that keys may overflow; 0: none
+    pdl: tl.constexpr,
 ) -> None:
     num_turned: tl.constexpr = num_heads + num_kv_heads
     num_all: tl.constexpr = num_turned + num_kv_heads
@@ -44,14 +48,24 @@ def _qk_norm_rope_kernel(
     is_value = heads >= num_turned
     mask = (heads < num_all)[:, None] & (dims < head_dim)[None, :]
     offsets = (token * num_all + heads)[:, None] * head_dim + dims[None, :]
-    x = tl.load(qkv + offsets, mask=mask, other=0.0)
-    position = tl.load(positions + token)
-    angles = tl.load(cos_sin + position * head_dim + dims, mask=dims < head_dim, other=0.0)
-    y = x.to(tl.float32)
+    if pdl:
+        gdc_launch_dependents()
     if has_norm:
         rows = norm_weight + is_key.to(tl.int32)[:, None] * head_dim + dims[None, :]
-        gain = tl.load(rows, mask=(dims < head_dim)[None, :], other=0.0).to(tl.float32)
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_dim + eps)[:, None] * gain
+        gain = tl.load(rows, mask=(dims < head_dim)[None, :], other=0.0)
+    if pdl:
+        gdc_wait()
+    x = tl.load(qkv + offsets, mask=mask, other=0.0)
+    if writes_kv:
+        slot = tl.load(slot_mapping + token)
+    if has_positions:
+        row = tl.load(positions + token)
+    else:
+        row = token
+    angles = tl.load(cos_sin + row * head_dim + dims, mask=dims < head_dim, other=0.0)
+    y = x.to(tl.float32)
+    if has_norm:
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_dim + eps)[:, None] * gain.to(tl.float32)
     cos, sin = tl.split(tl.reshape(angles, [1, block_dim // 2, 2]))
     first, second = tl.split(tl.reshape(y, [heads_a_program, block_dim // 2, 2]))
     turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
@@ -60,7 +74,6 @@ def _qk_norm_rope_kernel(
     if writes_kv:
         if largest > 0:
             y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
-        slot = tl.load(slot_mapping + token)
         kv_heads = tl.where(is_value, heads - num_turned, heads - num_heads)
         pages = (slot // block_size * 2 + is_value.to(tl.int64)) * num_kv_heads + kv_heads
         places = (pages * block_size + slot % block_size)[:, None] * head_dim + dims[None, :]
@@ -69,7 +82,7 @@ def _qk_norm_rope_kernel(
 
 def qk_norm_rope(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     cos_sin: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -84,7 +97,8 @@ def qk_norm_rope(
 
     qkv and out: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous, the heads of q, then of k, then of v; the
     pairs that turn together are neighbours, 2i and 2i + 1. positions: [n] int64. cos_sin: [num_positions, head_dim]
-    float32, cosine and sine of each pair side by side. norm_weight: [2, head_dim], q's then k's: each head is first
+    float32, cosine and sine of each pair side by side; without positions it has a row for each token, which saves many
+    layers the same trip to memory. norm_weight: [2, head_dim], q's then k's: each head is first
     divided by its root mean square and multiplied by it, as `rms_norm` does, in any float dtype.
     kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], of qkv's dtype, contiguous; the finished keys and the
     values of token i go to slot slot_mapping[i] = block_id * block_size + offset, [n] int64. In float16, whose keys can
@@ -98,7 +112,10 @@ def qk_norm_rope(
     assert head_dim % 2 == 0, head_dim
     assert qkv.shape == (n, num_all * head_dim), (qkv.shape, num_heads, num_kv_heads, head_dim)
     assert (out.shape, out.dtype) == (qkv.shape, qkv.dtype), "out is not as qkv"
-    assert (positions.shape, positions.dtype) == ((n,), torch.int64), (positions.shape, positions.dtype)
+    if positions is None:
+        assert len(cos_sin) == n, (cos_sin.shape, n)
+    else:
+        assert (positions.shape, positions.dtype) == ((n,), torch.int64), (positions.shape, positions.dtype)
     assert cos_sin.dtype == torch.float32, cos_sin.dtype
     assert norm_weight is None or norm_weight.shape == (2, head_dim), norm_weight.shape
     if kv_cache is not None:
@@ -115,14 +132,15 @@ def qk_norm_rope(
     # Values are only moved: where they stay where they are, no program is for them alone.
     touched = stored if kv_cache is None else num_all
     heads_a_program = min(max(1, _ELEMENTS // block_dim), triton.next_power_of_2(touched))
+    pdl = overlaps_launches(qkv.device)
     _qk_norm_rope_kernel[(n, triton.cdiv(touched, heads_a_program))](
         qkv,
         out,
-        positions,
+        qkv if positions is None else positions,
         cos_sin,
         qkv if norm_weight is None else norm_weight,
         qkv if kv_cache is None else kv_cache,
-        positions if slot_mapping is None else slot_mapping,
+        qkv if slot_mapping is None else slot_mapping,
         eps,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -131,17 +149,20 @@ def qk_norm_rope(
         heads_a_program=heads_a_program,
         stored_heads=stored,
         block_size=1 if kv_cache is None else kv_cache.shape[3],
+        has_positions=positions is not None,
         has_norm=norm_weight is not None,
         writes_kv=kv_cache is not None,
         largest=_LARGEST_HALF if qkv.dtype == torch.float16 else 0.0,
+        pdl=pdl,
         num_warps=max(1, heads_a_program * block_dim // _ELEMENTS_A_WARP),
+        **launch_options(pdl),
     )
     return out
 
 
 def qk_norm_rope_reference(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     cos_sin: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -161,7 +182,8 @@ def qk_norm_rope_reference(
             x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
             for x, weight in zip((q, k), norm_weight, strict=True)
         )
-    rotation = torch.view_as_complex(cos_sin.view(-1, 1, head_dim // 2, 2))[positions]
+    rotation = torch.view_as_complex(cos_sin.view(-1, 1, head_dim // 2, 2))
+    rotation = rotation if positions is None else rotation[positions]
     q, k = (
         torch.view_as_real(torch.view_as_complex(x.reshape(n, -1, head_dim // 2, 2)) * rotation).flatten(2)
         for x in (q, k)

@@ -1,10 +1,12 @@
-"""Root-mean-square normalisation of rows, after an addition to the residual stream where one is due."""
+"""Root-mean-square normalisation of rows, and its addition to the residual stream where it is due there."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 
 __all__ = ["MAX_SIZE", "rms_norm", "rms_norm_reference"]
 
@@ -15,8 +17,7 @@ _ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    hidden: tl.tensor,  # [num_rows, size]
-    addend: tl.tensor,  # [num_rows, size], read where has_addend
+    x: tl.tensor,  # [num_rows, size]
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [num_rows, size]
     num_rows: int,
@@ -24,58 +25,62 @@ def _rms_norm_kernel(
     size: tl.constexpr,
     block: tl.constexpr,  # a power of two, size or more
     rows_a_program: tl.constexpr,
-    has_addend: tl.constexpr,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * rows_a_program + tl.arange(0, rows_a_program)
     columns = tl.arange(0, block)
     mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
     offsets = rows[:, None] * size + columns[None, :]
-    x = tl.load(hidden + offsets, mask=mask, other=0.0)
-    gain = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
-    if has_addend:
-        more = tl.load(addend + offsets, mask=mask, other=0.0)
-        # Rounded as it is stored: the norm is of what the next layer finds in the stream.
-        x = (x.to(tl.float32) + more.to(tl.float32)).to(hidden.dtype.element_ty)
-        tl.store(hidden + offsets, x, mask=mask)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
-    normed = x * scale[:, None] * gain[None, :]
-    tl.store(out + offsets, normed.to(out.dtype.element_ty), mask=mask)
+    if pdl:
+        gdc_launch_dependents()
+    gain = tl.load(weight + columns, mask=columns < size, other=0.0)
+    if pdl:
+        gdc_wait()
+    y = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if adds:
+        before = tl.load(out + offsets, mask=mask, other=0.0)
+    scale = tl.rsqrt(tl.sum(y * y, axis=1) / size + eps)
+    y = y * scale[:, None] * gain.to(tl.float32)[None, :]
+    if adds:
+        y += before.to(tl.float32)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(
-    hidden: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    addend: torch.Tensor | None = None,
     *,
+    add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of every row x of hidden; where `addend` is given, hidden += addend first.
+    """x / sqrt(mean(x^2) + eps) * weight of every row x, stored in `out` or added to what is in `add_to`.
 
-    hidden, addend and out: [n, size] of one dtype, contiguous, size up to `MAX_SIZE`; weight: [size], any float dtype.
-    Computed in float32 and rounded once; the sum with `addend` is rounded as it is stored in `hidden`. `out` may be
-    `hidden` itself where there is no addend, and may be `addend`. Returns `out`, a new tensor where none is given.
+    x, add_to and out: [n, size] of one dtype, contiguous, size up to `MAX_SIZE`; weight: [size], any float dtype.
+    Computed in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, a new
+    tensor where neither is given.
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
-    num_rows, size = hidden.shape
+    num_rows, size = x.shape
+    if add_to is not None:
+        assert out is None, "it goes to one place"
+        out = add_to
     if out is None:
-        out = torch.empty_like(hidden)
+        out = torch.empty_like(x)
     assert 0 < size <= MAX_SIZE, size
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
-    for rows in (hidden, out) if addend is None else (hidden, out, addend):
+    for rows in (x, out):
         assert rows.is_contiguous(), "rows must lie side by side"
-        assert (rows.shape, rows.dtype) == (hidden.shape, hidden.dtype), (rows.shape, rows.dtype, hidden.shape)
-    if addend is not None:
-        assert out is not hidden, "the stream and the norm of it cannot be one tensor"
+        assert (rows.shape, rows.dtype) == (x.shape, x.dtype), (rows.shape, rows.dtype, x.shape)
     if not num_rows:
         return out
     block = triton.next_power_of_2(size)
     rows_a_program = max(1, _ELEMENTS // block)
+    pdl = overlaps_launches(x.device)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_a_program),)](
-        hidden,
-        hidden if addend is None else addend,
+        x,
         weight,
         out,
         num_rows,
@@ -83,23 +88,25 @@ def rms_norm(
         size=size,
         block=block,
         rows_a_program=rows_a_program,
-        has_addend=addend is not None,
+        adds=add_to is not None,
+        pdl=pdl,
         num_warps=min(16, max(1, block * rows_a_program // _ELEMENTS_A_WARP)),
+        **launch_options(pdl),
     )
     return out
 
 
 def rms_norm_reference(
-    hidden: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    addend: torch.Tensor | None = None,
     *,
+    add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
-    if addend is not None:
-        hidden += addend
-    x = hidden.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return (torch.empty_like(hidden) if out is None else out).copy_(normed)
+    rows = x.float()
+    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if add_to is not None:
+        return add_to.copy_(add_to.float() + normed)
+    return (torch.empty_like(x) if out is None else out).copy_(normed)

@@ -37,7 +37,8 @@ def _group_kernel(
     logits: tl.tensor,  # [n, vocab_size]
     row_stride: int,
     temperature: tl.tensor,  # [n]
-    bar_start: tl.tensor,  # [n + 1]
+    bar_start: tl.tensor,  # [n]
+    bar_end: tl.tensor,  # [n]
     bar_ids: tl.tensor,
     maxima: tl.tensor,  # [n, num_groups]: the largest logit; NaN where there is one
     sums: tl.tensor,  # [n, num_groups]: of the weights relative to the group's best; written where temperature > 0
@@ -56,7 +57,7 @@ def _group_kernel(
     end_bar = 0
     if has_bars:
         first_bar = tl.load(bar_start + row)
-        end_bar = tl.load(bar_start + row + 1)
+        end_bar = tl.load(bar_end + row)
     x = read_logits(logits + row * row_stride, columns, columns < vocab_size, bar_ids, first_bar, end_bar, has_bars)
     heat = tl.load(temperature + row)
     is_nan = x != x
@@ -110,13 +111,14 @@ def _draw_filtered(
 def _row_kernel(
     logits: tl.tensor,
     row_stride: int,
-    temperature: tl.tensor,  # this and the next five: [n]
+    temperature: tl.tensor,  # this and the next seven: [n]
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
     bar_start: tl.tensor,
+    bar_end: tl.tensor,
     bar_ids: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
@@ -149,7 +151,7 @@ def _row_kernel(
         end_bar = 0
         if has_bars:
             first_bar = tl.load(bar_start + i)
-            end_bar = tl.load(bar_start + i + 1)
+            end_bar = tl.load(bar_end + i)
         row = Row(
             logits + i * row_stride,
             heat,
@@ -247,7 +249,7 @@ def sample_tokens(
         return token_ids, ok
     tile_groups = min(group_block, max(1, _TILE // group))
     num_tiles = triton.cdiv(num_groups, tile_groups)
-    shared = (inputs.bar_start, inputs.bar_ids, workspace.maxima, workspace.sums, workspace.places)
+    shared = (inputs.bar_start, inputs.bar_end, inputs.bar_ids, workspace.maxima, workspace.sums, workspace.places)
     _group_kernel[(n * num_tiles,)](
         logits, logits.stride(0), inputs.temperature, *shared, vocab_size, num_groups, num_tiles,
         group=group, tile_groups=tile_groups, has_bars=inputs.has_bars, num_warps=4,

@@ -43,13 +43,14 @@ _COLUMNS = {
     "top_p": torch.float32,
     "min_p": torch.float32,
     "bar_start": torch.int32,
+    "bar_end": torch.int32,
     "bar_ids": torch.int32,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingInputs:
-    """Sampling parameters of max_rows rows and their barred tokens, sorted by row; views of `buffer`.
+    """Sampling parameters of max_rows rows and their barred tokens, which lie side by side; views of `buffer`.
 
     `has_filters` and `has_bars` choose the kernels' variants on the host: False promises that no row that draws has
     filters, no row bars; True promises nothing. Inputs that a CUDA graph holds keep what they were captured with.
@@ -61,7 +62,8 @@ class DeviceSamplingInputs:
     top_k: torch.Tensor  # [max_rows] int32
     top_p: torch.Tensor  # [max_rows] float32
     min_p: torch.Tensor  # [max_rows] float32
-    bar_start: torch.Tensor  # [max_rows + 1] int32: row i may not sample bar_ids[bar_start[i]:bar_start[i + 1]]
+    bar_start: torch.Tensor  # [max_rows] int32: row i may not sample bar_ids[bar_start[i]:bar_end[i]]
+    bar_end: torch.Tensor  # [max_rows] int32
     bar_ids: torch.Tensor  # [max_bars] int32
     buffer: torch.Tensor  # uint8: all of them
     has_filters: bool
@@ -104,17 +106,18 @@ def _fill(columns: dict[str, np.ndarray], inputs: HostSamplingInputs) -> None:
     for name in ("seed", "position", "temperature", "top_k", "top_p", "min_p"):
         columns[name][:n] = getattr(inputs, name)
         columns[name][n:] = 0
-    columns["bar_start"][:] = num_bars
+    columns["bar_start"][:] = columns["bar_end"][:] = 0
     columns["bar_ids"][:] = 0
     if num_bars:
         order = np.argsort(inputs.barred_rows, kind="stable")
         columns["bar_ids"][:num_bars] = inputs.barred_ids[order]
-        columns["bar_start"][: n + 1] = np.searchsorted(inputs.barred_rows[order], np.arange(n + 1))
+        edges = np.searchsorted(inputs.barred_rows[order], np.arange(n + 1))
+        columns["bar_start"][:n], columns["bar_end"][:n] = edges[:-1], edges[1:]
 
 
 def _lengths(max_rows: int, max_bars: int) -> dict[str, int]:
     """`bar_ids` has one element at least, so that it has an address."""
-    return dict.fromkeys(_COLUMNS, max_rows) | {"bar_start": max_rows + 1, "bar_ids": max(1, max_bars)}
+    return dict.fromkeys(_COLUMNS, max_rows) | {"bar_ids": max(1, max_bars)}
 
 
 def _num_bytes(max_rows: int, max_bars: int) -> int:

@@ -5,18 +5,25 @@ A layer declares what it needs as data (`Weight`), in the terms of the checkpoin
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from ringcore.checkpoint import ModelFiles
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor.staging import Copied, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
-from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.model_executor.weight import Init, Weight, WeightPart
 
-__all__ = ["Weight", "WeightPart", "load_weights", "pending_weights"]
+__all__ = ["Allocate", "Weight", "WeightPart", "load_weights", "pending_weights"]
 
 # Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
 # that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
@@ -24,27 +31,39 @@ __all__ = ["Weight", "WeightPart", "load_weights", "pending_weights"]
 _DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
 
 
+_ALIGNMENT = 256  # bytes: of a tensor's address in the memory of all
+_NUM_READERS = 8  # threads: a few fill what the memory of a host gives
+_PIECE_BYTES = 32 << 20  # of a tensor that one thread reads; a large one is read by several
+
+Allocate = Callable[[int], torch.Tensor]  # bytes -> uint8 [bytes], at a multiple of 256 bytes
+
+
 def load_weights(
-    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device
+    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device, allocate: Allocate | None = None
 ) -> dict[str, torch.Tensor]:
     """Every weight by name, on `device`, all at once; otherwise as `pending_weights`."""
-    with pending_weights(weights, files, seed, device) as pending:
+    with pending_weights(weights, files, seed, device, allocate) as pending:
         return {weight.name: pending.pop(weight.name) for weight in weights}
 
 
 @contextmanager
 def pending_weights(
-    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device
-) -> Iterator[PendingWeights]:
-    """The weights by name, each read as it is taken. `seed` matters to dummy weights only.
+    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device, allocate: Allocate | None = None
+) -> Iterator[PendingWeights | PrefetchedWeights]:
+    """The weights by name, to be taken once each. `seed` matters to dummy weights only.
 
-    A model that packs its weights as it takes them so never has all of them twice. Each final tensor is allocated
-    once and only this rank's slices are read. Raises `ModelLoadError`, here and not later, where a tensor is
-    missing, has another shape than the model's, or has no place in the model.
+    Without `allocate` each weight is allocated and read as it is taken: a model that packs its weights as it takes
+    them so never has all of them twice. With it, its one piece of memory gets them all, read by several threads from
+    now on, and whoever takes a weight waits for that one. Only this rank's slices are read. Raises `ModelLoadError`,
+    here and not later, where a tensor is missing, has another shape than the model's, or has no place in the model.
     """
     with open_source(files, seed) as source:
         _check(weights, files, source)
-        yield PendingWeights(weights, source, device)
+        if allocate is None:
+            yield PendingWeights(weights, source, device)
+            return
+        with PrefetchedWeights(weights, source, device, allocate) as prefetched:
+            yield prefetched
 
 
 class PendingWeights:
@@ -58,17 +77,83 @@ class PendingWeights:
         return len(self._weights)
 
     def pop(self, name: str, /) -> torch.Tensor:
-        return _load(self._weights.pop(name), self._source, self._device)
+        weight = self._weights.pop(name)
+        allocate = torch.empty if _is_filled(weight) else torch.zeros
+        tensor = allocate(weight.shape, dtype=weight.dtype, device=self._device)
+        for part in weight.parts:
+            if part.length:
+                self._source.read(part, weight.init, tensor.narrow(part.dim, part.offset, part.length))
+        return tensor
 
 
-def _load(weight: Weight, source: TensorSource, device: torch.device) -> torch.Tensor:
-    filled = sum(part.length for part in weight.parts) == weight.shape[weight.parts[0].dim]
-    allocate = torch.empty if filled else torch.zeros
-    tensor = allocate(weight.shape, dtype=weight.dtype, device=device)
-    for part in weight.parts:
-        if part.length:
-            source.read(part, weight.init, tensor.narrow(part.dim, part.offset, part.length))
-    return tensor
+class PrefetchedWeights:
+    """What `pending_weights` hands out where it was given memory: `pop` waits for a weight, and gives it once."""
+
+    def __init__(
+        self, weights: Sequence[Weight], source: TensorSource, device: torch.device, allocate: Allocate
+    ) -> None:
+        self._source, self._tensors = source, _carved(weights, device, allocate)
+        for weight in weights:
+            if not _is_filled(weight):
+                self._tensors[weight.name].zero_()
+        self._streams = ReaderStreams(device)
+        self._threads = ThreadPoolExecutor(min(_NUM_READERS, len(os.sched_getaffinity(0))))
+        self._reads = {
+            weight.name: [self._threads.submit(self._read, *piece) for piece in self._pieces(weight)]
+            for weight in weights
+        }
+
+    def _pieces(self, weight: Weight) -> Iterator[tuple[WeightPart, Init, torch.Tensor]]:
+        tensor = self._tensors[weight.name]
+        for part in weight.parts:
+            if not part.length:
+                continue
+            out = tensor.narrow(part.dim, part.offset, part.length)
+            if part.dim != 0:  # its rows are all of the tensor's: no part says which
+                yield part, weight.init, out
+                continue
+            num_rows = max(1, _PIECE_BYTES * len(out) // max(1, out.nbytes))
+            for first in range(0, len(out), num_rows):
+                rows = out[first : first + num_rows]
+                yield replace(part, start=part.start + first, length=len(rows)), weight.init, rows
+
+    @torch.inference_mode()  # which is each thread's own
+    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> Copied:
+        with self._streams.of_thread() as stream:
+            self._source.read(part, init, out)
+            return stream.mark()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def pop(self, name: str, /) -> torch.Tensor:
+        for read in self._reads.pop(name):
+            read.result().wait()
+        return self._tensors.pop(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _is_filled(weight: Weight) -> bool:
+    """Whether its parts leave nothing out."""
+    return sum(part.length for part in weight.parts) == weight.shape[weight.parts[0].dim]
+
+
+def _carved(weights: Sequence[Weight], device: torch.device, allocate: Allocate) -> dict[str, torch.Tensor]:
+    """A tensor for each weight, side by side in one piece of memory."""
+    starts = [0, *accumulate(-(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT for weight in weights)]
+    memory = allocate(starts[-1])
+    assert memory.device == device, (memory.device, device)
+    return {
+        weight.name: memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        for weight, start in zip(weights, starts, strict=False)  # the last one is the end
+    }
 
 
 def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -> None:

@@ -1,4 +1,5 @@
-"""A matrix product with its weight laid out once for the CPU's kernels; on a GPU it stays as it is.
+"""A matrix product with its weight laid out once for the CPU's kernels; on a GPU it stays as it is, and few rows take
+kernels of ours (`kernel_product`).
 
 All products of one step of SmolLM2-135M in ms, for M tokens, measured in one sitting on two cores of a Xeon with AMX:
 
@@ -31,10 +32,12 @@ from collections.abc import Callable
 import torch
 
 from ringcore.model_executor import ops
+from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.product import Product
 
-__all__ = ["Product", "pack_linear", "pack_logits"]
+__all__ = ["pack_linear", "pack_logits"]
 
-Product = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
+Multiply = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
 
 _MKL_ROWS_HINT = 64
 _CHUNK = 1 << 16  # numbers looked at together: in the cache, and no memory that is touched for the first time
@@ -46,6 +49,17 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
     The packed form is a copy: a caller that drops `weight` afterwards frees it.
     """
+    if _takes_kernels(weight):
+        return KernelProduct(weight, bias)
+    return Product(_pack(weight, bias))
+
+
+def _takes_kernels(weight: torch.Tensor) -> bool:
+    """float32 does not: there a sum in another order is another token now and then."""
+    return ops.has_kernels(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     if weight.device.type == "cpu" and weight.numel():
         if weight.dtype == torch.float32 and _agrees(_pack_mkl, torch.float32):
             return _pack_float32(weight, bias)
@@ -60,12 +74,12 @@ def pack_logits(weight: torch.Tensor) -> Product:
     A GPU sums in float32 anyway, and here the sums are not rounded to 16 bits on their way out: two tokens whose
     logits differ in the third digit stay apart.
     """
-    if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
-        return functools.partial(torch.mm, mat2=weight.t(), out_dtype=torch.float32)
+    if _takes_kernels(weight):
+        return KernelProduct(weight, None, torch.float32)
     return pack_linear(weight, None)
 
 
-def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     many = _pack_mkl(weight, bias)
     scale = _half_scale(weight) if _agrees(_pack_half, torch.float32) else None
     if scale is None:
@@ -94,7 +108,7 @@ def _is_half(values: torch.Tensor) -> bool:
     return torch.equal(values.half().float(), values)
 
 
-def _pack_half(weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0) -> Product:
+def _pack_half(weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0) -> Multiply:
     if scale != 1:
         weight, bias = weight * scale, None if bias is None else bias * scale
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
@@ -104,7 +118,7 @@ def _pack_half(weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1
     return lambda x: multiply(x, packed).div_(scale)  # a power of two: nothing is rounded
 
 
-def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS_HINT)
     multiply: Callable[..., torch.Tensor] = torch.ops.mkl._mkl_linear.default
     # The operator takes the plain weight too, to fall back on where x has another number of rows than it is told.
@@ -117,7 +131,7 @@ def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return product
 
 
-def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     multiply: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
@@ -128,7 +142,7 @@ def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 @functools.cache
-def _agrees(pack: Callable[[torch.Tensor, torch.Tensor | None], Product], dtype: torch.dtype) -> bool:
+def _agrees(pack: Callable[[torch.Tensor, torch.Tensor | None], Multiply], dtype: torch.dtype) -> bool:
     """Whether this build has the packing for `dtype` and it computes what `F.linear` does. Tried once a process.
 
     These operators are torch's own but not public: a build without them, or one in which they changed, gets the

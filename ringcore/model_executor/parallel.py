@@ -1,4 +1,4 @@
-"""Tensor parallelism as a model sees it: a rank, a size and two collectives, passed as an argument."""
+"""Tensor parallelism as a model sees it: a rank, a size and some collectives, passed as an argument."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class TensorParallel(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, [same shape]; may be written in place."""
+
+    def all_reduce_add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        """residual += the sum over ranks of `partial`, in place; both [n, hidden_size] of one dtype.
+
+        `residual` is equal on every rank, before and after. `partial` may be written over.
+        """
+        residual.add_(self.all_reduce(partial))
 
     @abstractmethod
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:

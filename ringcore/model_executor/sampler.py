@@ -16,9 +16,11 @@ from torch.nn import functional
 from ringcore.protocol import TokenLogprobs
 
 __all__ = [
+    "LaunchedLogprobs",
     "LogprobTensors",
     "Sampled",
     "SamplingInputs",
+    "launch_logprobs",
     "logprob_tensors",
     "philox_4x32_10",
     "sample",
@@ -49,16 +51,15 @@ class SamplingInputs:
 class Sampled:
     """`token_ids` of a row that is not `ok` is a valid id without meaning."""
 
-    token_ids: torch.Tensor  # [n] int64, on the logits' device
-    # [n] bool: the row's logits have a finite maximum and no NaN. Of logits on a GPU it is not yet filled when `sample`
-    # returns: read it after `token_ids` have been copied to the host.
-    ok: np.ndarray
+    token_ids: torch.Tensor  # [n] int64
+    ok: np.ndarray  # [n] bool: the row's logits have a finite maximum and no NaN
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-    """Chooses one token a row. logits: [n, vocab_size] float32, left as they are."""
-    if logits.is_cuda:
-        return _sample_on_gpu(logits, inputs)
+    """Chooses one token a row. logits: [n, vocab_size] float32, on the CPU, left as they are.
+
+    On a GPU it is `kernels.sampling.sample_tokens`, which chooses the same.
+    """
     if len(inputs.barred_rows):
         bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
         logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
@@ -72,19 +73,6 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         weights = _weights(scaled, inputs.top_k[drawn], inputs.top_p[drawn], inputs.min_p[drawn])
         token_ids[rows] = _draw(weights, inputs.seed[drawn], inputs.position[drawn])
     return Sampled(token_ids, ok)
-
-
-def _sample_on_gpu(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-    """The same numbers by kernels, without waiting for the GPU."""
-    from ringcore.kernels.sampling import (
-        DeviceSamplingInputs,
-        sample_tokens,
-    )  # where there is no GPU there is no Triton
-
-    token_ids, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, logits.device))
-    ok_cpu = torch.empty(ok.shape, dtype=torch.bool, pin_memory=True)
-    ok_cpu.copy_(ok, non_blocking=True)
-    return Sampled(token_ids, ok_cpu.numpy())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -243,21 +231,53 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -
     return LogprobTensors(torch.cat((sampled, top.indices), dim=1), values - normalizer, ranks)
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
-) -> list[TokenLogprobs | None] | None:
-    """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens; None for one that did not (below 0).
+class LaunchedLogprobs:
+    """`logprob_tensors` of the rows that asked, on their way to the host."""
 
-    None where no row asked. Waits for the device where one did.
+    def __init__(self, tensors: LogprobTensors, asked: np.ndarray, num_logprobs: np.ndarray) -> None:
+        self._asked, self._num_logprobs = asked, num_logprobs
+        self._on_host = [_to_host(tensor) for tensor in tensors]
+        self._arrival: torch.cuda.Event | None = None
+        if tensors.logprobs.is_cuda:
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def result(self) -> list[TokenLogprobs | None]:
+        """Of every row, None for one that did not ask. Waits for the device."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        ids, logprobs, ranks = (tensor.tolist() for tensor in self._on_host)
+        found: list[TokenLogprobs | None] = [None] * len(self._num_logprobs)
+        for i, row in enumerate(self._asked.tolist()):
+            n = 1 + int(self._num_logprobs[row])
+            found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
+        return found
+
+
+def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> LaunchedLogprobs | None:
+    """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens, below 0 for none; does not wait.
+
+    None where no row asked.
     """
     asked = np.flatnonzero(num_logprobs >= 0)
     if not len(asked):
         return None
-    rows = torch.from_numpy(asked).to(logits.device)
+    rows = torch.from_numpy(asked)
+    if logits.is_cuda:
+        rows = rows.pin_memory().to(logits.device, non_blocking=True)
     tensors = logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs.max()))
-    ids, logprobs, ranks = (tensor.tolist() for tensor in tensors)
-    found: list[TokenLogprobs | None] = [None] * len(num_logprobs)
-    for i, row in enumerate(asked.tolist()):
-        n = 1 + int(num_logprobs[row])
-        found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
-    return found
+    return LaunchedLogprobs(tensors, asked, num_logprobs)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
+) -> list[TokenLogprobs | None] | None:
+    """`launch_logprobs`, waited for."""
+    launched = launch_logprobs(logits, token_ids, num_logprobs)
+    return None if launched is None else launched.result()

@@ -1,10 +1,14 @@
-"""The memory through which pieces of a file reach a tensor."""
+"""How pieces of a file reach a tensor: the memory on the way, and the order of the copies on a GPU."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ["Staging"]
+__all__ = ["Copied", "ReaderStreams", "Staging"]
 
 
 class Staging:
@@ -45,3 +49,61 @@ class Staging:
         event = self._copied[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(out.device))
         self._copied[self._turn] = event
+
+
+class ReaderStreams:
+    """A stream for each thread that reads, so that the copies of one need not wait for another's. A CPU has none.
+
+    What was launched on the stream that is current at construction comes before all that they copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._begin = _event(device) if self._is_cuda else None
+        self._local = threading.local()
+
+    @contextmanager
+    def of_thread(self) -> Iterator[ReaderStream]:
+        """The calling thread's; on a GPU it is the current one within."""
+        if not self._is_cuda:
+            yield ReaderStream(self._device)
+            return
+        torch.cuda.set_device(self._device)
+        stream: torch.cuda.Stream | None = vars(self._local).get("stream")
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            assert self._begin is not None
+            stream.wait_event(self._begin)
+        with torch.cuda.stream(stream):
+            yield ReaderStream(self._device)
+
+
+class ReaderStream:
+    """What a thread does its copies on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Copied:
+        """All that it was given so far."""
+        return Copied(_event(self._device) if self._device.type == "cuda" else None)
+
+
+class Copied:
+    """Copies that were given to a stream, up to one of them."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """What the calling thread launches on its current stream from now on comes after them."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """Recorded on the current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

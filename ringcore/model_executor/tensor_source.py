@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import struct
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -33,7 +35,8 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
-        """Copies the slice that `part` describes into `out`, a tensor or view of its shape.
+        """Copies the slice that `part` describes into `out`, a tensor or view of its shape. On a GPU, on the current
+        stream and perhaps not yet when it returns. Several threads may read at the same time.
 
         `out` may be of any float dtype and device. Raises `ModelLoadError` where the data is not there.
         """
@@ -60,6 +63,10 @@ def open_source(files: ModelFiles, seed: int) -> TensorSource:
             return DummySource(seed)
 
 
+class _OfThread(threading.local):
+    staging: Staging | None = None  # made for the device of the first tensor that the thread reads
+
+
 class SafetensorsSource(TensorSource):
     """Reads with pread through small buffers, on a CPU one that stays in its cache.
 
@@ -80,7 +87,8 @@ class SafetensorsSource(TensorSource):
         self._index = TensorIndex(files)
         self.shapes = {name: entry.shape for name, entry in self._index.items()}
         self._descriptors: dict[str, int] = {}
-        self._staging: Staging | None = None  # made for the device of the first tensor that is read
+        self._lock = threading.Lock()  # of the descriptors
+        self._of_thread = _OfThread()
 
     def file_of(self, name: str) -> str:
         return self._index[name].file
@@ -94,7 +102,9 @@ class SafetensorsSource(TensorSource):
             row_bytes, begin = stride, entry.begin + part.start * stride
         else:
             row_bytes, begin = part.length * dtype.itemsize, entry.begin + part.start * dtype.itemsize
-        self._staging = staging = self._staging or Staging(self.BUFFER_BYTES, out.device)
+        staging = self._of_thread.staging
+        if staging is None:
+            staging = self._of_thread.staging = Staging(self.BUFFER_BYTES, out.device)
         rows_at_once = max(1, self.BUFFER_BYTES // row_bytes)
         for first in range(0, out.shape[0], rows_at_once):
             rows = out[first : first + rows_at_once]
@@ -116,9 +126,7 @@ class SafetensorsSource(TensorSource):
         """Fills `out` with runs of `row_bytes`, `stride` bytes apart in the file."""
         num_bytes = out.numel()
         num_runs, run_bytes = (1, num_bytes) if row_bytes == stride else (num_bytes // row_bytes, row_bytes)
-        if entry.file not in self._descriptors:
-            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
-        descriptor, buffer = self._descriptors[entry.file], out.numpy().data
+        descriptor, buffer = self._descriptor(entry.file), out.numpy().data
         for run in range(num_runs):
             at, end, offset = run * run_bytes, (run + 1) * run_bytes, begin + run * stride
             while at < end:
@@ -131,6 +139,12 @@ class SafetensorsSource(TensorSource):
                         tensor=name,
                     )
                 at, offset = at + got, offset + got
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -161,60 +175,74 @@ class GGUFSource(TensorSource):
 
 
 class DummySource(TensorSource):
-    """Random tensors that depend on the seed, the name and the whole shape, not on the slice that is read.
+    """Random tensors that depend on the seed, the name and an element's place in the whole tensor, on nothing else: not
+    on the slice that is read, nor on the device, where they are made.
 
     Matrices are uniform with variance 1 / fan-in, so that activations and logits keep the size that they have in
-    a trained model. Rows come in groups, each from its own generator: a rank draws the groups that it touches, and
-    several at a time: a thread makes some 100 million numbers a second.
+    a trained model. On a CPU several threads work at a time.
     """
 
-    GROUP_ELEMENTS = 1 << 20
+    GROUP_ELEMENTS = 1 << 17  # made at once, on a CPU: they stay in its cache
+    DEVICE_GROUP_ELEMENTS = 1 << 24
     shapes = None
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._num_threads = len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(self._num_threads)
+        self._threads = ThreadPoolExecutor(self._num_threads)  # none is started before there is work
 
     def file_of(self, name: str) -> str:
         return "dummy weights"
 
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
-        num_rows, *row_shape = part.checkpoint_shape
+        on_host = out.device.type == "cpu"
+        row_elements = math.prod(part.checkpoint_shape[1:])
+        group_rows = max(1, (self.GROUP_ELEMENTS if on_host else self.DEVICE_GROUP_ELEMENTS) // row_elements)
         first_row = part.start if part.dim == 0 else 0
-        end_row = first_row + len(out)
-        group_rows = max(1, self.GROUP_ELEMENTS // math.prod(row_shape))
+        digest = hashlib.sha256(f"{self._seed}/{part.checkpoint_name}".encode()).digest()
+        keys = struct.unpack_from("<2i", digest)
 
-        def drawn(group: int) -> tuple[int, torch.Tensor]:
-            """Its first row, and of its rows those that are asked for, in the final dtype."""
-            begin = group * group_rows
-            values = self._group(part.checkpoint_name, group, (min(group_rows, num_rows - begin), *row_shape), init)
-            low, high = max(begin, first_row), min(begin + len(values), end_row)
-            rows = values[low - begin : high - begin]
-            return low, (rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)).to(out.dtype)
+        @torch.inference_mode()  # which is each thread's own
+        def fill(begin: int) -> None:
+            rows = out[begin : begin + group_rows]
+            shape = (len(rows), *part.checkpoint_shape[1:])
+            values = _uniform((first_row + begin) * row_elements, math.prod(shape), keys, out.device)
+            values = _scaled(values, init, shape[-1]).view(shape)
+            rows.copy_(values if part.dim == 0 else values.narrow(part.dim, part.start, part.length))
 
-        for low, rows in self._in_threads(drawn, range(first_row // group_rows, -(-end_row // group_rows))):
-            out[low - first_row : low - first_row + len(rows)].copy_(rows)
-
-    def _in_threads(
-        self, draw: Callable[[int], tuple[int, torch.Tensor]], groups: range
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """In order, and no more at a time than there are threads: what is drawn has to lie somewhere."""
-        for first in range(0, len(groups), self._num_threads):
-            yield from self._threads.map(draw, groups[first : first + self._num_threads])
+        groups = range(0, len(out), group_rows)
+        for _ in self._threads.map(fill, groups) if on_host else map(fill, groups):
+            pass
 
     def close(self) -> None:
         self._threads.shutdown()
 
-    def _group(self, name: str, group: int, shape: tuple[int, ...], init: Init) -> torch.Tensor:
-        digest = hashlib.sha256(f"{self._seed}/{name}/{group}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.empty(shape, dtype=torch.float32)
-        match init:
-            case "matrix":
-                bound = math.sqrt(3 / shape[-1])
-                return values.uniform_(-bound, bound, generator=generator)
-            case "bias":
-                return values.uniform_(-0.05, 0.05, generator=generator)
-            case "norm":
-                return values.uniform_(0.8, 1.2, generator=generator)
+
+def _uniform(first: int, count: int, keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """[count] float32 in (0, 1), the same on every device: a hash of the numbers `first`, `first` + 1, ...
+
+    Method: the 32-bit integer hash "lowbias32" of C. Wellons (hash-prospector), in arithmetic that wraps.
+    """
+    x = torch.arange(count, dtype=torch.int32, device=device)
+    x.add_(_signed(first)).mul_(_signed(0x9E3779B1)).add_(keys[0])
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor)).bitwise_xor_(keys[1])
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    return x.bitwise_and_(0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
+
+
+def _signed(number: int) -> int:
+    """The int32 with the low 32 bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _scaled(values: torch.Tensor, init: Init, fan_in: int) -> torch.Tensor:
+    """Numbers in (0, 1) spread over the range of `init`, in place."""
+    match init:
+        case "matrix":
+            low, high = -math.sqrt(3 / fan_in), math.sqrt(3 / fan_in)
+        case "bias":
+            low, high = -0.05, 0.05
+        case "norm":
+            low, high = 0.8, 1.2
+    return values.mul_(high - low).add_(low)

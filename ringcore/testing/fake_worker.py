@@ -47,9 +47,9 @@ class FakeWorker:
 
     @rpc
     def load_model(self) -> dict[str, float]:
-        """-> {"weights_bytes", "load_s"}: what the weights would take, and that they took no time."""
+        """-> {"weights_bytes", "weights_s"}: what the weights would take, and that they took no time."""
         self._stage = "model"
-        return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "load_s": 0.0}
+        return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "weights_s": 0.0}
 
     @rpc
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

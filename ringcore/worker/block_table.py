@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["BlockTable"]
+__all__ = ["AppendedBlocks", "BlockTable"]
+
+
+class AppendedBlocks(NamedTuple):
+    """Entries of a block table that were empty and now are not."""
+
+    rows: np.ndarray  # [n] int32
+    columns: np.ndarray  # [n] int64
+    block_ids: np.ndarray  # [n] int32
 
 
 class BlockTable:
@@ -30,16 +40,18 @@ class BlockTable:
         self.block_ids[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
 
-    def append(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
+    def append(self, rows: np.ndarray, block_ids: np.ndarray) -> AppendedBlocks:
         """A row may come several times: its blocks are appended in the order of the arrays."""
         if not len(rows):
-            return
+            return AppendedBlocks(rows, rows, block_ids)
         order = np.argsort(rows, kind="stable")
         by_row = rows[order]
         distinct, first, counts = np.unique(by_row, return_index=True, return_counts=True)
         nth = np.arange(len(by_row)) - np.repeat(first, counts)
-        self.block_ids[by_row, self.num_blocks[by_row] + nth] = block_ids[order]
+        appended = AppendedBlocks(by_row, self.num_blocks[by_row] + nth, block_ids[order])
+        self.block_ids[by_row, appended.columns] = appended.block_ids
         self.num_blocks[distinct] += counts
+        return appended
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, is_cached: np.ndarray | None) -> np.ndarray:
         """[n] int64: where token positions[i] of row rows[i] is written: block_id * block_size + offset in the block.

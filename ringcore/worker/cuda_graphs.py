@@ -1,15 +1,17 @@
-"""The forward pass of decoding steps as CUDA graphs: one launch in place of hundreds.
+"""A decoding step from the rows to the rows, all of it on the device, and CUDA graphs of it: one launch for hundreds.
 
-A graph is captured for a padded number of sequences and reads its inputs from memory that stays where it is; a step
-copies its own there. Rows behind the step's have no tokens: they write to the null block and attend to nothing.
-Contexts of any length fit, since the attention kernels read lengths on the device.
+A graph is captured for a padded number of sequences and reads its inputs from memory that stays where it is. Rows
+behind the step's have no tokens: they write to the null block and attend to nothing. Contexts of any length fit, since
+the attention kernels read lengths on the device.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,26 +19,36 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.kernels.sampling import sample_tokens
+from ringcore.kernels.step import finish_rows, prepare_decode
+from ringcore.kernels.step_state import DecodeInputs
 from ringcore.model_executor.models.base import CausalLM
+from ringcore.protocol import int_array
+from ringcore.worker.device_rows import DeviceRows
 from ringcore.worker.input_batch import InputBatch
+from ringcore.worker.result_ring import ResultRing
+from ringcore.worker.upload import upload
 
-__all__ = ["DecodeGraphs", "graph_sizes"]
+__all__ = ["DecodeGraphs", "DecodeStep", "MixedGraphs", "graph_sizes"]
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# The sizes that are there before the first request, of those that `graph_sizes` has; the others come when they are met.
+_COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)  # tokens; above, launching takes less than what is launched
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """The padded sizes, ascending: dense where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), *range(320, 1025, 64)]
-    return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, sizes[-1])]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """One graph a size, the largest captured first: the others then fit into its memory.
+class DecodeStep:
+    """A step in which every row has one token left: inputs, model, sampling, stop checks.
 
-    `replay` must not be called for another step before the one before it was taken from `hidden`; on one stream that is
-    the order anyway.
+    Nothing in it depends on what the host knows, but for the number of rows.
     """
 
     def __init__(
@@ -45,72 +57,178 @@ class DecodeGraphs:
         backends: Sequence[AttentionBackend],  # by group; each can `plan_on_device`
         group_of_layer: tuple[int, ...],
         kv_caches: tuple[torch.Tensor, ...],
-        kv_cache_config: KVCacheConfig,
-        max_num_seqs: int,
-        device: torch.device,
+        rows: DeviceRows,
+        ring: ResultRing,
     ) -> None:
-        """Captures every graph. Raises RuntimeError where the model does what a graph cannot hold."""
         self._model, self._backends = model, backends
         self._group_of_layer, self._kv_caches = group_of_layer, kv_caches
-        self._sizes = graph_sizes(max_num_seqs)
-        rows = self._sizes[-1]
-        self._input_ids, self._positions = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._slots = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in backends]
-        widths = [-(-kv_cache_config.max_model_len // group.spec.block_size) for group in kv_cache_config.groups]
-        self._tables = [torch.zeros(rows, width, dtype=torch.int32, device=device) for width in widths]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and its hidden states
+        self._rows, self._ring = rows, ring
+        self._inputs = DecodeInputs.allocate(rows.layout, rows.state, rows.layout.max_rows)
+
+    def prepare_common(self) -> None:
+        """Before the first request: what would take long in it. A step of nobody."""
+        self.launch(int_array())
+
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step of these rows [n] -> logits [n, vocab_size] and token ids [n], both until the next launch."""
+        self._set_rows(scheduled)
+        return self._run(max(1, len(scheduled)))
+
+    def _set_rows(self, scheduled: np.ndarray) -> None:
+        """Of the step that is launched next."""
+        self._rows.set_batch(scheduled)
+        self._rows.write()
+        self._ring.launched()
+
+    def _run(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self._inputs
+        prepare_decode(self._rows.state, self._rows.layout, inputs, size)
+        groups = []
+        for backend, slots, table in zip(self._backends, inputs.slots, inputs.block_tables, strict=True):
+            plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size])
+            assert plan is not None, f"{backend.name} cannot plan on the device"
+            groups.append(GroupContext(_metadata(size, slots[:size]), backend, plan))
+        ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
+        logits = self._model.compute_logits(self._model.forward(inputs.input_ids[:size], inputs.positions[:size], ctx))
+        token_ids, ok = sample_tokens(logits, inputs.sampling)
+        finish_rows(self._rows.state, self._rows.layout, self._rows.batch, token_ids, ok, self._ring.words, size)
+        return logits, token_ids
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [size, vocab_size]
+    token_ids: torch.Tensor  # [size]
+
+
+class DecodeGraphs(DecodeStep):
+    """One graph a size, in one pool of memory: two of them never run at the same time."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._sizes = graph_sizes(self._rows.layout.max_rows)
+        self._graphs: dict[int, _Captured] = {}
+
+    def prepare_common(self) -> None:
+        """Captures the common sizes, the largest first: the others then fit into its memory."""
         started = time.monotonic()
         for size in reversed(self._sizes):
-            self._capture(size)
+            if size in _COMMON_SIZES:
+                self._capture(size)
         _log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
 
-    @property
-    def max_num_seqs(self) -> int:
-        return self._sizes[-1]
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        n = len(scheduled)
+        size = self._sizes[bisect.bisect_left(self._sizes, n)]
+        if size not in self._graphs:
+            self._capture(size)
+        self._set_rows(scheduled)
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.logits[:n], captured.token_ids[:n]
 
     def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which a capture cannot
-            self._forward(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            hidden = self._forward(size)
-        self._graphs[size] = graph, hidden
+        self._set_rows(int_array())  # what is run before the capture must be a step of nobody
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        graph, (logits, token_ids) = _captured(lambda: self._run(size), pool)
+        self._graphs[size] = _Captured(graph, logits, token_ids)
 
-    def _forward(self, size: int) -> torch.Tensor:
+
+class MixedGraphs:
+    """The forward pass of steps of up to `max_tokens` tokens, shared among sequences in any way, as graphs.
+
+    The host puts the batch together, and samples afterwards. A graph is captured when a step of its size is first met.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backends: Sequence[AttentionBackend],  # by group; each can `plan_mixed_on_device`
+        group_of_layer: tuple[int, ...],
+        kv_caches: tuple[torch.Tensor, ...],
+        rows: DeviceRows,
+        max_tokens: int,
+    ) -> None:
+        self._model, self._backends = model, backends
+        self._group_of_layer, self._kv_caches = group_of_layer, kv_caches
+        self._sizes = [size for size in _MIXED_SIZES if size < max_tokens] + [min(_MIXED_SIZES[-1], max_tokens)]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and its hidden states
+        device, layout, tokens = rows.state.device, rows.layout, self._sizes[-1]
+        self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+        self._slots = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in backends]
+        num_seqs = min(tokens, layout.max_rows)
+        self._starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
+        self._seq_lens, self._decode_seq_lens = torch.zeros(2, num_seqs, dtype=torch.int32, device=device)
+        self._tables = [
+            torch.zeros(num_seqs, layout.table_stride(group), dtype=torch.int32, device=device)
+            for group in range(len(backends))
+        ]
+
+    @property
+    def max_tokens(self) -> int:
+        return self._sizes[-1]
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """At most `max_tokens` tokens -> hidden states [num_tokens, hidden_size], until the next call."""
+        num_tokens = batch.metadata[0].num_tokens
+        size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
+        if size not in self._graphs:
+            self._capture(size)
+        self._fill(batch, size)
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return hidden[:num_tokens]
+
+    def _fill(self, batch: InputBatch, size: int) -> None:
+        step = batch.metadata[0]
+        n, d = step.num_seqs, step.num_decodes
+        pairs = zip(batch.metadata, self._slots, strict=True)
+        tokens = [(self._input_ids, batch.input_ids), (self._positions, batch.positions)]
+        for kept, values in tokens + [(slots, metadata.slot_mapping) for metadata, slots in pairs]:
+            kept[: step.num_tokens].copy_(values)
+            kept[step.num_tokens : size].zero_()
+        starts = np.full(len(self._starts), step.num_tokens, dtype=np.int32)
+        starts[d : n + 1] = step.query_start_loc_cpu[d:]
+        starts[:d] = d
+        lens = np.zeros((2, len(self._seq_lens)), dtype=np.int32)
+        lens[0, :n], lens[1, :d] = step.seq_lens_cpu, step.seq_lens_cpu[:d]
+        for kept, array in ((self._starts, starts), (self._seq_lens, lens[0]), (self._decode_seq_lens, lens[1])):
+            kept.copy_(upload(array, kept.device))
+        for metadata, table in zip(batch.metadata, self._tables, strict=True):
+            width = metadata.block_table_cpu.shape[1]
+            table[:n, :width].copy_(upload(metadata.block_table_cpu, table.device))
+
+    def _capture(self, size: int) -> None:
+        for kept in (self._input_ids, self._positions, self._starts, self._seq_lens, self._decode_seq_lens):
+            kept.zero_()  # padding alone
+        for slots in self._slots:
+            slots.zero_()
+        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        self._graphs[size] = _captured(lambda: self._run(size), pool)
+
+    def _run(self, size: int) -> torch.Tensor:
         groups = []
+        n = min(size, len(self._seq_lens))  # sequences: each has a token at least
+        starts, lens, decode_lens = self._starts[: n + 1], self._seq_lens[:n], self._decode_seq_lens[:n]
         for backend, slots, table in zip(self._backends, self._slots, self._tables, strict=True):
-            plan = backend.plan_on_device(self._seq_lens[:size], table[:size])
+            plan = backend.plan_mixed_on_device(starts, lens, table[:n], decode_lens, size)
             assert plan is not None, f"{backend.name} cannot plan on the device"
             groups.append(GroupContext(_metadata(size, slots[:size]), backend, plan))
         ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
         return self._model.forward(self._input_ids[:size], self._positions[:size], ctx)
 
-    def replay(self, batch: InputBatch) -> torch.Tensor:
-        """One token a sequence, at most `max_num_seqs` of them -> hidden [num_seqs, hidden_size], until the next."""
-        num_seqs = batch.metadata[0].num_seqs
-        size = next(size for size in self._sizes if size >= num_seqs)
-        _fill(self._input_ids, batch.input_ids, size)
-        _fill(self._positions, batch.positions, size)
-        _fill(self._seq_lens, torch.from_numpy(batch.metadata[0].seq_lens_cpu), size)
-        for metadata, slots, table in zip(batch.metadata, self._slots, self._tables, strict=True):
-            _fill(slots, metadata.slot_mapping, size)
-            block_table = torch.from_numpy(np.ascontiguousarray(metadata.block_table_cpu))
-            table[:num_seqs, : block_table.shape[1]].copy_(block_table, non_blocking=True)
-        graph, hidden = self._graphs[size]
-        graph.replay()
-        return hidden[:num_seqs]
 
-
-def _fill(kept: torch.Tensor, values: torch.Tensor, size: int) -> None:
-    """The step's values, and zeros up to `size`."""
-    kept[: len(values)].copy_(values, non_blocking=True)
-    if len(values) < size:
-        kept[len(values) : size].zero_()
+def _captured(run: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
+    """A graph of what `run` launches, and what it returned: tensors that every replay fills anew."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which a capture cannot
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph, result
 
 
 def _metadata(size: int, slots: torch.Tensor) -> AttentionMetadata:
@@ -125,4 +243,5 @@ def _metadata(size: int, slots: torch.Tensor) -> AttentionMetadata:
         seq_lens_cpu=nothing,
         block_table_cpu=nothing,
         slot_mapping=slots,
+        num_decodes=size,
     )

@@ -1,15 +1,20 @@
-"""The door between the columns: what an executor loads by name, in the process that is to be the worker."""
+"""The door between the columns: what an executor loads by name, in the process that is to be the worker.
+
+torch is imported when a worker is made, and not with this module: a GPU can be woken meanwhile.
+"""
 
 from __future__ import annotations
 
 import os
 from importlib import import_module
-
-import torch
+from typing import TYPE_CHECKING
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.worker.worker import Worker
+from ringcore.worker.gpu_context import begin_gpu_context
+
+if TYPE_CHECKING:
+    from ringcore.worker.worker import Worker
 
 __all__ = ["create_worker"]
 
@@ -19,6 +24,10 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
 
     Raises `ConfigError` where the extension cannot be found or mixed in.
     """
+    if config.device.device != "cpu":
+        begin_gpu_context(rank)
+    import torch
+
     if "OMP_NUM_THREADS" not in os.environ:  # torch has taken that one in itself
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.parallel.tensor_parallel_size))
@@ -26,6 +35,8 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
 
 
 def _worker_class(extension: str | None) -> type[Worker]:
+    from ringcore.worker.worker import Worker
+
     if extension is None:
         return Worker
     module_name, _, class_name = extension.rpartition(".")

@@ -9,6 +9,7 @@ import torch
 
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.worker.request_rows import RequestRows
+from ringcore.worker.upload import upload
 
 __all__ = ["InputBatch"]
 
@@ -30,10 +31,22 @@ class InputBatch:
 
     @classmethod
     def gather(
-        cls, rows: RequestRows, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, device: torch.device
+        cls,
+        rows: RequestRows,
+        scheduled: np.ndarray,
+        num_scheduled_tokens: np.ndarray | None,
+        device: torch.device,
+        *,
+        starts: np.ndarray | None = None,
+        num_decodes: int = 0,
     ) -> InputBatch:
-        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one of each."""
-        starts = rows.num_computed_tokens[scheduled]
+        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one of each.
+
+        starts: [n] int64, where they begin if not with the row's first that is not computed. num_decodes: see
+        `AttentionMetadata`.
+        """
+        if starts is None:
+            starts = rows.num_computed_tokens[scheduled]
         if num_scheduled_tokens is None:
             query_start_loc = np.arange(len(scheduled) + 1, dtype=np.int32)
             token_rows, positions, seq_lens, max_query_len = scheduled, starts, starts + 1, 1
@@ -49,11 +62,11 @@ class InputBatch:
         last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
         lens = query_start_loc, seq_lens, max_query_len
         return cls(
-            input_ids=torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64)).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            metadata=_metadata(rows, scheduled, *lens, token_rows, positions, device),
+            input_ids=upload(rows.token_ids[token_rows, positions].astype(np.int64), device),
+            positions=upload(positions, device),
+            metadata=_metadata(rows, scheduled, *lens, token_rows, positions, num_decodes, device),
             sample_rows=scheduled[sampling],
-            sample_tokens=None if len(last_tokens) == len(token_rows) else torch.from_numpy(last_tokens).to(device),
+            sample_tokens=None if len(last_tokens) == len(token_rows) else upload(last_tokens, device),
         )
 
 
@@ -65,6 +78,7 @@ def _metadata(
     max_query_len: int,
     token_rows: np.ndarray,
     positions: np.ndarray,
+    num_decodes: int,
     device: torch.device,
 ) -> tuple[AttentionMetadata, ...]:
     max_seq_len, seq_lens_cpu = int(seq_lens.max()), seq_lens.astype(np.int32)
@@ -83,7 +97,8 @@ def _metadata(
                 query_start_loc_cpu=query_start_loc,
                 seq_lens_cpu=seq_lens_cpu,
                 block_table_cpu=table.block_ids[scheduled, : -(-max_seq_len // table.block_size)],
-                slot_mapping=torch.from_numpy(table.slots(token_rows, positions, is_cached)).to(device),
+                slot_mapping=upload(table.slots(token_rows, positions, is_cached), device),
+                num_decodes=num_decodes,
             )
         )
     return tuple(found)

@@ -1,18 +1,28 @@
-"""Allocates the pages that the planner decided on, layer by layer, as the attention backends want them."""
+"""Who reads the pages that the planner decided on, and their memory, layer by layer, as the backends want them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends import choose_backend
 from ringcore.attention.layer import Attention
 from ringcore.errors import CapacityError
-from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.worker.arena import ALIGNMENT
 from ringcore.worker.platform import Platform
 
-__all__ = ["allocate_kv_caches", "group_of_layer"]
+__all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer", "page_dtype"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def page_dtype(spec: KVCacheSpec) -> torch.dtype:
+    """Of keys and values as layers of `spec` store them."""
+    return _DTYPES[spec.dtype]
 
 
 def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[int, ...]:
@@ -20,6 +30,20 @@ def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[
     groups = {name: index for index, group in enumerate(config.groups) for name in group.layer_names}
     assert sorted(groups) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
     return tuple(groups[layer.name] for layer in layers)
+
+
+def choose_backends(
+    name: str, config: KVCacheConfig, layers: Sequence[Attention], platform: Platform
+) -> list[AttentionBackend]:
+    """By group, for the plan's specs: what a layer reported may have become another there. name: the engine option
+    attention_backend. Raises `ConfigError` where no backend can serve a group."""
+    specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
+    backends = []
+    for index, spec in enumerate(specs):
+        (num_heads,) = {layer.num_heads for layer, group in zip(layers, of_layer, strict=True) if group == index}
+        neighbours = specs[:index] + specs[index + 1 :]
+        backends.append(choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, neighbours))
+    return backends
 
 
 def allocate_kv_caches(
@@ -43,11 +67,18 @@ def allocate_kv_caches(
             available_bytes=free,
         )
     shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[backends[0].spec.dtype]
-    tensors = [platform.allocate_pages(shapes[0], dtype) for _ in range(config.num_tensors)]
+    tensors = _tensors(shapes[0], page_dtype(backends[0].spec), config.num_tensors, platform)
     by_name = {
         name: tensor.view(shape)
         for group, shape in zip(config.groups, shapes, strict=True)
         for name, tensor in zip(group.layer_names, tensors, strict=False)  # the shorter groups leave the last ones
     }
     return tuple(by_name[layer.name] for layer in layers)
+
+
+def _tensors(shape: tuple[int, ...], dtype: torch.dtype, count: int, platform: Platform) -> list[torch.Tensor]:
+    """`count` tensors in one piece of memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    memory = platform.allocate(stride * count, "kv_cache")
+    return [memory[at : at + num_bytes].view(dtype).view(shape) for at in range(0, stride * count, stride)]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 
-from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.backends import choose_backend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -19,13 +17,13 @@ from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.sampler import sample, token_logprobs
-from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.protocol import ModelRunnerOutput, NewRequest, PendingOutput, RowError, SchedulerOutput, int_array
 from ringcore.sampling_params import SamplingParams
-from ringcore.worker.cuda_graphs import DecodeGraphs
 from ringcore.worker.input_batch import InputBatch
-from ringcore.worker.kv_caches import allocate_kv_caches, group_of_layer
+from ringcore.worker.kv_caches import allocate_kv_caches, choose_backends, group_of_layer
 from ringcore.worker.platform import Platform
 from ringcore.worker.request_rows import RequestRows
+from ringcore.worker.step_output import SampledRows, make_output
 
 __all__ = ["LoadedModel", "ModelRunner"]
 
@@ -50,21 +48,16 @@ class LoadedModel:
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
         model = model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
         weights = model.weights()
-        with pending_weights(weights, config.model.files, config.model.seed, platform.device) as tensors:
+        # A CPU's are packed one by one, and dropped: they have no place that stays.
+        allocate = None if platform.device.type == "cpu" else partial(platform.allocate, tag="weights")
+        files, seed = config.model.files, config.model.seed
+        with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
             model.bind(tensors)
         platform.synchronize()
         return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start)
 
     def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
         return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
-
-
-class _Sampled(NamedTuple):
-    """What each row of a batch that samples got."""
-
-    rows: np.ndarray  # [n] int32
-    token_ids: np.ndarray  # [n] int32
-    logprobs: list[TokenLogprobs | None] | None  # [n]
 
 
 class ModelRunner:
@@ -79,58 +72,25 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, kv_cache_config: KVCacheConfig, platform: Platform, rank: int
     ) -> None:
-        """Allocates the pages and warms up. Raises `CapacityError` or `ConfigError`."""
+        """Allocates the pages. Raises `CapacityError` or `ConfigError`."""
         self._model = loaded.model
         self._dtype = loaded.dtype
         self._device = platform.device
-        self._is_output_rank = rank == 0
+        self.is_output_rank = rank == 0
         layers = self._model.attention_layers
         self._group_of_layer = group_of_layer(kv_cache_config, layers)
-        self._backends = self._choose_backends(config, kv_cache_config, platform)
-        self._graphs: DecodeGraphs | None = None  # until they are captured
+        self._backends = choose_backends(config.device.attention_backend, kv_cache_config, layers, platform)
         self._kv_caches = allocate_kv_caches(kv_cache_config, layers, self._backends, platform)
         num_eos_tokens = len(config.model.spec.eos_token_ids)
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, num_eos_tokens)
-        self._warm_up(kv_cache_config)
-        self._graphs = self._capture(config, kv_cache_config)
+        self._kv_cache_config = kv_cache_config
 
-    def _capture(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> DecodeGraphs | None:
-        """Graphs of the decoding steps, where the device has such and nothing speaks against them."""
-        if self._device.type != "cuda" or config.device.enforce_eager:
-            return None
-        none = torch.zeros(1, dtype=torch.int32, device=self._device)
-        if any(backend.plan_on_device(none, none[None]) is None for backend in self._backends):
-            return None
-        return DecodeGraphs(
-            self._model,
-            self._backends,
-            self._group_of_layer,
-            self._kv_caches,
-            kv_cache_config,
-            config.scheduler.max_num_seqs,
-            self._device,
-        )
-
-    def _choose_backends(
-        self, config: EngineConfig, kv_cache_config: KVCacheConfig, platform: Platform
-    ) -> list[AttentionBackend]:
-        """By group. By the plan's specs: what a layer reported may have become another there."""
-        specs = [group.spec for group in kv_cache_config.groups]
-        backends = []
-        for index, spec in enumerate(specs):
-            members = zip(self._model.attention_layers, self._group_of_layer, strict=True)
-            (num_heads,) = {layer.num_heads for layer, group in members if group == index}
-            neighbours = specs[:index] + specs[index + 1 :]
-            name, order = config.device.attention_backend, platform.attention_backends
-            backends.append(choose_backend(name, spec, num_heads, platform.device, order, neighbours))
-        return backends
-
-    def _warm_up(self, kv_cache_config: KVCacheConfig) -> None:
+    def warm_up(self) -> None:
         """A prompt of one token, so that what the libraries set up lazily is not set up in the first request.
 
         It leaves a token in block 1, which the block's first owner overwrites as it would any old one.
         """
-        if kv_cache_config.max_model_len < 2:
+        if self._kv_cache_config.max_model_len < 2:
             return
         request = NewRequest(
             row=0,
@@ -138,12 +98,12 @@ class ModelRunner:
             num_prompt_tokens=1,
             num_computed_tokens=0,
             num_cached_tokens=0,
-            block_ids=[int_array([1]) for _ in kv_cache_config.groups],
+            block_ids=[int_array([1]) for _ in self._kv_cache_config.groups],
             sampling_params=SamplingParams(),
             seed=0,
             stop_token_ids=[],
         )
-        self.execute(
+        output = self.execute(
             SchedulerOutput(
                 step=0,
                 num_steps=1,
@@ -155,23 +115,25 @@ class ModelRunner:
                 num_tokens=1,
             )
         )
+        if output is not None and not isinstance(output, ModelRunnerOutput):
+            output.result()
         self.rows.clear()
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         """One message, of one step or several; the output on rank 0, None on the others."""
         self.rows.apply(step)
         scheduled = self.rows.scheduled
-        steps: list[_Sampled] = []
+        steps: list[SampledRows] = []
         errors: dict[int, RowError] = {}
         if len(scheduled):
             steps.append(self._execute_one(scheduled, step.num_scheduled_tokens, errors))
             steps += [self._execute_one(scheduled, None, errors) for _ in range(1, step.num_steps)]
-        return self._output(step.step, steps, errors) if self._is_output_rank else None
+        return make_output(step.step, len(scheduled), steps, errors) if self.is_output_rank else None
 
     def _execute_one(
         self, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, errors: dict[int, RowError]
-    ) -> _Sampled:
+    ) -> SampledRows:
         """Adds to `errors`, by row. A row with an error goes on: steps that have it may be on their way."""
         batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens, self._device)
         hidden = self._forward(batch)
@@ -181,50 +143,27 @@ class ModelRunner:
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """-> hidden states [num_tokens, hidden_size]"""
-        shape = batch.metadata[0]
-        if self._graphs is not None and shape.max_query_len == 1 and shape.num_seqs <= self._graphs.max_num_seqs:
-            return self._graphs.replay(batch)
         ctx = ForwardContext(self._plan(batch), self._group_of_layer, self._kv_caches)
         return self._model.forward(batch.input_ids, batch.positions, ctx)
 
     def _plan(self, batch: InputBatch) -> tuple[GroupContext, ...]:
         return tuple(GroupContext.of(*group) for group in zip(batch.metadata, self._backends, strict=True))
 
-    def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> _Sampled:
+    def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:
         rows = batch.sample_rows
         if not len(rows):
-            return _Sampled(rows, rows, None)
+            return SampledRows(rows, rows, None)
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
         sampled = sample(logits, inputs)
         token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
         self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may already have them
-        if not self._is_output_rank:
-            return _Sampled(rows, token_ids, None)
+        if not self.is_output_rank:
+            return SampledRows(rows, token_ids, None)
         for row in rows[~sampled.ok].tolist():
             errors.setdefault(row, self._row_error(row, "logits"))
-        return _Sampled(rows, token_ids, token_logprobs(logits, sampled.token_ids, inputs.num_logprobs))
-
-    def _output(self, step: int, steps: list[_Sampled], errors: dict[int, RowError]) -> ModelRunnerOutput:
-        if not steps:
-            return ModelRunnerOutput(step, None, int_array())
-        rows = steps[0].rows
-        assert all(len(other.rows) == len(rows) for other in steps), "a row of several steps did not sample in each"
-        token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1)  # [n, num_steps]
-        logprobs: list[TokenLogprobs | None] | None = None
-        good = ~np.isin(rows, list(errors)) if errors else np.ones(len(rows), dtype=bool)
-        if any(sampled.logprobs for sampled in steps):
-            of_rows = zip(*(sampled.logprobs or [] for sampled in steps), strict=True)
-            logprobs = [entry for entries, keep in zip(of_rows, good, strict=True) if keep for entry in entries]
-        is_whole = len(rows) == len(self.rows.scheduled) and not errors
-        return ModelRunnerOutput(
-            step,
-            None if is_whole else rows[good],
-            token_ids[good].reshape(-1),
-            logprobs,
-            list(errors.values()),
-        )
+        return SampledRows(rows, token_ids, token_logprobs(logits, sampled.token_ids, inputs.num_logprobs))
 
     # -----------------------------------------------------------------------------------------------------------
     # A request whose numbers overflow ends alone.

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.worker.device_memory import MemoryTag
 
-__all__ = ["Platform"]
+__all__ = ["Platform", "ProcessMemory"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What one process has of a device, in bytes. Others on the device are no part of it, where the driver tells."""
+
+    own_bytes: int  # all of it
+    torch_bytes: int  # of that, what torch's allocator holds, used or not
+    arena_bytes: int  # and what is mapped into arenas
+
+    @property
+    def non_torch_bytes(self) -> int:
+        """The driver's share: context, kernels' code, communication buffers, instantiated graphs."""
+        return max(0, self.own_bytes - self.torch_bytes - self.arena_bytes)
 
 
 class Platform(ABC):
@@ -20,6 +36,7 @@ class Platform(ABC):
     attention_backends: ClassVar[Sequence[str]]  # for attention_backend="auto", the best first
     default_memory_share: ClassVar[float]  # for `memory_budget_bytes`, where the user gave no gpu_memory_utilization
     attention_gathers: ClassVar[bool]  # whether its backends copy pages together
+    measures_steps: ClassVar[bool] = False  # whether a step is run, to see what it takes, before there are pages
 
     @classmethod
     @abstractmethod
@@ -47,9 +64,28 @@ class Platform(ABC):
         """What this rank, one of `num_ranks` of the host, may still take, where it shall have `share` of the device."""
 
     @abstractmethod
-    def allocate_pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a layer's pages, zero-filled: what a page holds before its first token must be finite."""
+    def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
+        """-> uint8 [num_bytes] for what lives as long as the engine, at a multiple of 256 bytes.
+
+        "kv_cache" is zero-filled: what a page holds before its first token must be finite. What "weights" holds is not
+        said. Raises `CapacityError` where the device has too little left.
+        """
+
+    def process_memory(self) -> ProcessMemory | None:
+        """What this process has of the device now; None where that is not told apart."""
+        return None
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Runs `run`; -> the most that torch took from the device meanwhile, beside what it had before.
+
+        Asked only where `measures_steps`. Raises torch's OutOfMemoryError where it is too much.
+        """
+        raise RuntimeError(f"memory of a step is not measured on {self.device}")
 
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when the device has done all it was given."""
+
+    def close(self) -> None:  # noqa: B027  memory of a host goes with the tensors
+        """Gives back the memory of `allocate`, whose tensors must not be touched afterwards, and what is cached.
+        Idempotent."""

@@ -11,9 +11,12 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import SamplingInputs
 from ringcore.protocol import NewRequest, SchedulerOutput, int_array
 from ringcore.sampling_params import MAX_STOP_TOKEN_IDS
-from ringcore.worker.block_table import BlockTable
+from ringcore.worker.block_table import AppendedBlocks, BlockTable
 
-__all__ = ["RequestRows"]
+__all__ = ["UNKNOWN_TOKEN", "AppendedBlocks", "RequestRows"]
+
+
+UNKNOWN_TOKEN = -1
 
 
 class RequestRows:
@@ -43,17 +46,25 @@ class RequestRows:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: none asked for
+        self.num_admissions = np.zeros(
+            max_num_seqs, dtype=np.int64
+        )  # since the start: who asks can tell requests apart
 
-    def apply(self, delta: SchedulerOutput) -> None:
-        """Takes in what changed since the last step, in the order of the message's fields."""
+    def apply(self, delta: SchedulerOutput) -> list[AppendedBlocks]:
+        """Takes in what changed since the last step, in the order of the message's fields.
+
+        -> the blocks that were appended, by KV cache group; none where no group has any.
+        """
         self._clear(delta.finished_rows)
         for request in delta.new_requests:
             self._admit(request)
+        appended = []
         if delta.new_blocks:
-            for table, new in zip(self.block_tables, delta.new_blocks, strict=True):
-                table.append(new.rows, new.block_ids)
+            tables = zip(self.block_tables, delta.new_blocks, strict=True)
+            appended = [table.append(new.rows, new.block_ids) for table, new in tables]
         if delta.rows is not None:
             self.scheduled = delta.rows.copy()  # the message's own memory may be its sender's
+        return appended
 
     def clear(self) -> None:
         """Forgets all rows."""
@@ -74,6 +85,7 @@ class RequestRows:
         assert not self.num_tokens[row], f"row {row} is in use"
         assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]
         assert request.num_computed_tokens <= request.num_cached_tokens <= num_tokens
+        self.num_admissions[row] += 1
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
@@ -95,8 +107,8 @@ class RequestRows:
         """These tokens are computed; None: one of each."""
         self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
 
-    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """One sampled token each; the input of the row's next step."""
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int) -> None:
+        """One sampled token each; the input of the row's next step. `UNKNOWN_TOKEN`: the device alone knows it."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.model_executor import ops
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput
-from ringcore.worker.memory import format_table, memory_table
+from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.worker.memory import StepPeaks, format_table, memory_table
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.rpc import rpc
 from ringcore.worker.thread_stacks import thread_stacks
+
+if TYPE_CHECKING:
+    from ringcore.worker.kernels_ahead import KernelsAhead
 
 __all__ = ["Worker"]
 
@@ -42,29 +47,43 @@ class Worker:
         self._tp: TensorParallel | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
+        self._peaks: StepPeaks | None = None  # until they are measured, where they are
         self._kv_cache_bytes = 0
         self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
 
     @rpc
-    def init_device(self) -> None:
-        """Takes hold of the device and meets the other ranks. Raises `ConfigError`; RuntimeError if one is absent."""
-        self._platform = choose_platform(self.config.device.device, self.rank)
+    def init_device(self) -> dict[str, float]:
+        """Takes hold of the device and meets the other ranks; -> the seconds of each. Raises `ConfigError`, and
+        RuntimeError if a rank is absent."""
+        started = time.monotonic()
+        self._platform = choose_platform(self.config.device.device, self.rank, self.config.device.device_memory)
+        self._platform.synchronize()  # by now the device has its context
+        has_device = time.monotonic()
+        self._tp = self._connect(self._platform)
+        return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
+
+    def _connect(self, platform: Platform) -> TensorParallel:
         size = self.config.parallel.tensor_parallel_size
         if size == 1:
-            self._tp = SingleRank()
-            return
+            return SingleRank()
         if self._rendezvous is None:
             raise InvalidRequestError(
                 f"rendezvous=None: {size} ranks need a file to find each other", field="rendezvous", value=None
             )
-        self._tp = self._platform.connect(self.rank, size, self._rendezvous)
+        return platform.connect(self.rank, size, self._rendezvous)
 
     @rpc
     def load_model(self) -> dict[str, float]:
-        """-> {"weights_bytes", "load_s"}. Raises `ModelLoadError`."""
-        platform = _made(self._platform, "init_device")
-        self._loaded = LoadedModel.load(self.config, platform, _made(self._tp, "init_device"))
-        return {"weights_bytes": float(self._loaded.weights_bytes), "load_s": self._loaded.load_s}
+        """-> "weights_bytes", and the seconds of what goes on at the same time: "weights_s", "kernels_s" where there
+        are kernels to compile. Raises `ModelLoadError`."""
+        platform, tp = _made(self._platform, "init_device"), _made(self._tp, "init_device")
+        kernels = _compile_kernels(self.config, platform, tp)
+        try:
+            self._loaded = LoadedModel.load(self.config, platform, tp)
+        finally:
+            kernels_s = None if kernels is None else kernels.finish()
+        told = {"weights_bytes": float(self._loaded.weights_bytes), "weights_s": self._loaded.load_s}
+        return told if kernels_s is None else told | {"kernels_s": kernels_s}
 
     @rpc
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -73,24 +92,38 @@ class Worker:
 
     @rpc
     def determine_available_memory(self) -> dict[str, int]:
-        """The memory table in bytes; `available_kv_cache_bytes` is what the KV cache may have. See `worker.memory`."""
+        """The memory table in bytes; `available_kv_cache_bytes` is what the KV cache may have. See `worker.memory`.
+
+        Where the device measures steps it runs some, together with the other ranks. Raises `CapacityError`.
+        """
         loaded = _made(self._loaded, "load_model")
         platform = _made(self._platform, "init_device")
-        table = memory_table(self.config, platform, self.get_kv_cache_spec(), loaded.dtype, loaded.weights_bytes)
+        specs = self.get_kv_cache_spec()
+        if platform.measures_steps:
+            from ringcore.worker.profile_run import profile_steps  # with the kernels, which a CPU may not have
+
+            self._peaks = profile_steps(self.config, loaded.model, specs, platform)
+        table = memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks)
         _log.info("%s", format_table(self.rank, table))
         return table
 
     @rpc
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocates the pages as planned and warms up. Raises `CapacityError` or `ConfigError`."""
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float]:
+        """Allocates the pages as planned and warms up; -> the seconds of each. Raises `CapacityError` or
+        `ConfigError`."""
+        started = time.monotonic()
         loaded = _made(self._loaded, "load_model")
         platform = _made(self._platform, "init_device")
-        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, self.rank)
+        self._runner = _runner_class(platform)(self.config, loaded, kv_cache_config, platform, self.rank)
+        has_pages = time.monotonic()
+        self._runner.warm_up()
         self._kv_cache_bytes = kv_cache_config.total_bytes
+        return {"pages_s": has_pages - started, "warm_up_s": time.monotonic() - has_pages}
 
     @rpc
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """One step, or the several of one message; what they sampled on rank 0, None on the others."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
+        """One step, or the several of one message; what they sampled on rank 0, None on the others. On a GPU they are
+        launched, and what they sampled comes later."""
         output = _made(self._runner, "initialize_from_config").execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
@@ -124,7 +157,7 @@ class Worker:
         if loaded is None or platform is None:
             return table
         specs = loaded.kv_cache_spec(self.config.cache.block_size)
-        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes) | table
+        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks) | table
 
     @rpc(read_only=True)
     def stack(self) -> str:
@@ -146,7 +179,27 @@ class Worker:
         tp, self._tp = self._tp, None
         if tp is not None:
             tp.close()
-        self._platform = None
+        platform, self._platform = self._platform, None
+        if platform is not None:
+            platform.close()
+
+
+def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelsAhead | None:
+    """In a thread; None where there are none."""
+    if not ops.has_kernels(platform.device):
+        return None
+    from ringcore.worker.kernels_ahead import KernelsAhead  # with the kernels, which a CPU may not have
+
+    dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
+    return KernelsAhead(config, platform, tp, dtype, _runner_class(platform))
+
+
+def _runner_class(platform: Platform) -> type[ModelRunner]:
+    if not ops.has_kernels(platform.device):
+        return ModelRunner
+    from ringcore.worker.gpu_model_runner import GPUModelRunner  # with the kernels, which a CPU may not have
+
+    return GPUModelRunner
 
 
 def _resident_bytes() -> int:

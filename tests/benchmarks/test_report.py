@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,17 @@ from benchmarks.__main__ import _shown_command, main
 from benchmarks.driver import ROOT, BenchmarkError
 from benchmarks.machine import shown_path
 from benchmarks.report import number, outdated, read_results, render, replace_tables, update
-from benchmarks.result import Check, Findings, Limit, Measurement, Result, read_result, write_result
+from benchmarks.result import (
+    FAILED,
+    Check,
+    Findings,
+    Limit,
+    Measurement,
+    Result,
+    merge_results,
+    read_result,
+    write_result,
+)
 
 EMPTY = """# Title
 
@@ -124,6 +135,77 @@ def test_documents_are_written_and_checked(result: Result, tmp_path: Path) -> No
     assert outdated([document, other], results) == [document]
     assert update([document, other], results) == [document]
     assert outdated([document, other], results) == []
+
+
+def run_of(date: str, rounds: int, *names: str, checks: tuple[str, ...] = (), **changes: Any) -> Result:
+    measurements = [
+        Measurement(name=name, unit="ms", higher_is_better=False, samples={"ringcore": [1.0] * rounds})
+        for name in names
+    ]
+    fields: dict[str, Any] = {
+        "benchmark": "gpu",
+        "command": f"python -m benchmarks gpu {date}",
+        "date": f"2026-01-{date}T00:00:00+00:00",
+        "commit": f"c{date}",
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_bytes": 8 << 30, "python": "3.11.1", "gpus": ["a GPU"] * 2},
+        "rounds": rounds,
+        "findings": Findings(
+            measurements=measurements,
+            engines={"ringcore": {"packages": {}, "env": {}}},
+            conditions=["In bfloat16."],
+            checks=[Check(name=name, value="so it is") for name in checks],
+        ),
+    }
+    return Result(**fields | changes)
+
+
+def test_a_result_takes_over_what_it_did_not_measure_again() -> None:
+    failed = f"vllm{FAILED}B, offline"
+    first = run_of("01", 3, "A, a step", "A, a request", "B, offline, all", checks=(failed, "tokens equal"))
+    second = merge_results(first, run_of("02", 2, "A, a step", "C, a step"))
+    assert [one.name for one in second.findings.measurements] == ["B, offline, all", "A, a step", "C, a step"]
+    assert [(run.date[:10], run.measurements) for run in second.earlier] == [("2026-01-01", ["B, offline, all"])]
+    assert second.findings.conditions == ["In bfloat16."]
+    assert [check.name for check in second.findings.checks] == [failed, "tokens equal"]
+    third = merge_results(second, run_of("03", 2, "B, offline, all", "D, a step"))
+    assert [(run.date[:10], run.measurements) for run in third.earlier] == [("2026-01-02", ["A, a step", "C, a step"])]
+    assert [check.name for check in third.findings.checks] == ["tokens equal"]
+    assert third.date == "2026-01-03T00:00:00+00:00"
+
+
+def test_an_engine_without_a_row_is_not_told_of() -> None:
+    vllm = {"ringcore": {}, "vllm": {}}
+    first = run_of("01", 1, "A, a step")
+    findings = Findings(measurements=first.findings.measurements, engines=vllm, conditions=[])
+    second = merge_results(run_of("01", 1, findings=findings), run_of("02", 1, "A, a step"))
+    assert list(second.findings.engines) == ["ringcore"]
+    assert second.earlier == []
+
+
+def test_a_table_tells_which_rows_are_of_an_earlier_run() -> None:
+    lines = render(merge_results(run_of("01", 3, "A, a step"), run_of("02", 2, "B, a step"))).splitlines()
+    assert "- Median of 2 to 3 counted rounds (lowest to highest); ratios round by round, above 1 is ahead." in lines
+    assert (
+        "- Of an earlier run, 2026-01-01, commit c01, 2 x a GPU, a CPU, 2 cores: "
+        "`python -m benchmarks gpu 01`: A, a step." in lines
+    )
+    assert lines[-1].startswith("- 2 x a GPU, a CPU, 2 cores, 8 GiB, Python 3.11.1; ringcore ().")
+
+
+def test_results_of_two_benchmarks_are_not_merged(result: Result) -> None:
+    with pytest.raises(BenchmarkError, match="a result of 'throughput' and one of 'gpu'"):
+        merge_results(result, run_of("01", 1, "A, a step"))
+
+
+def test_the_command_merges_into_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([run_of("01", 1, "A, a step"), run_of("02", 1, "B, a step"), run_of("03", 1, "C, a step")])
+    monkeypatch.setattr("benchmarks.__main__.run_benchmark", lambda *arguments: next(runs))
+    path = tmp_path / "gpu.json"
+    for _ in range(2):
+        assert main(["gpu", "--merge", "--json", str(path)]) == 0
+    assert [one.name for one in read_result(path).findings.measurements] == ["A, a step", "B, a step"]
+    assert main(["gpu", "--json", str(path)]) == 0
+    assert [one.name for one in read_result(path).findings.measurements] == ["C, a step"]
 
 
 def test_the_command_checks_and_writes(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

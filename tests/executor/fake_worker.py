@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 from ringcore.checkpoint import ModelFiles, ModelSpec, RopeSpec
 from ringcore.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.errors import CapacityError, ModelLoadError, RingcoreError
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput, int_array
+from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput, int_array
 from ringcore.worker import rpc
 
 FACTORY = f"{__name__}:create_worker"
@@ -121,10 +122,16 @@ class FakeWorker:
             if what == "leave":
                 os._exit(3)
             raise ModelLoadError("still there", path=gate)
-        return {"weights_bytes": 1.0}
+        return {"weights_bytes": 1.0, "weights_s": 0.25 * (1 + self.rank)}
 
     @rpc
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
+        what, _, folder = self.config.model.model.partition(" in ")
+        if what == "steps are launched":
+            return LaunchedStep(lambda: self._run(scheduler_output), Path(folder), scheduler_output.step, self.rank)
+        return self._run(scheduler_output)
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         trouble = int(scheduler_output.rows[0])
         if trouble == RAISES or (trouble == RAISES_ON_RANK_1 and self.rank == 1):
             raise ArithmeticError(f"step {scheduler_output.step} on rank {self.rank}")
@@ -299,6 +306,25 @@ class FakeWorker:
     def interrupt_yourself(self) -> str:
         os.kill(os.getpid(), signal.SIGINT)
         return "still here"
+
+
+class LaunchedStep:
+    """A step on a device that is a folder: "launched <step>.<rank>" is made here, "taken <step>.<rank>" when the
+    result is asked for, and it is over when "end <step>" is there."""
+
+    def __init__(self, run: Callable[[], ModelRunnerOutput | None], folder: Path, number: int, rank: int) -> None:
+        self._run, self._folder, self._name = run, folder, f"{number}.{rank}"
+        self._end = folder / f"end {number}"
+        (folder / f"launched {self._name}").touch()
+
+    def done(self) -> bool:
+        return self._end.exists()
+
+    def result(self) -> ModelRunnerOutput | None:
+        while not self.done():
+            time.sleep(0.001)
+        (self._folder / f"taken {self._name}").touch(exist_ok=False)
+        return self._run()
 
 
 def _hang_in_here() -> None:

@@ -306,7 +306,7 @@ def test_a_start_and_the_calls_before_it_and_after_the_shutdown(name):
     with pytest.raises(EngineDeadError, match="not started"):
         executor.collective_rpc("echo")
     phases = executor.start()
-    assert list(phases) == ["start_workers", "init_device", "load_model"]
+    assert [name for name in phases if "." not in name] == ["start_workers", "init_device", "load_model"]
     assert all(seconds >= 0 for seconds in phases.values())
     executor.shutdown()
     executor.shutdown()
@@ -326,7 +326,8 @@ def test_a_restart_makes_new_workers(name):
     executor.start()
     try:
         assert executor.collective_rpc("count", [3]) == [3]
-        assert list(executor.restart()) == ["start_workers", "init_device", "load_model"]
+        phases = executor.restart()
+        assert [name for name in phases if "." not in name] == ["start_workers", "init_device", "load_model"]
         assert executor.collective_rpc("count", [1]) == [1]
         assert executor.execute_model(step(2)).result(30).step == 2
     finally:

@@ -224,9 +224,12 @@ def test_waits_end_with_the_peers_death():
     read_fd, write_fd = os.pipe()
     queue = Queue(deaths=(read_fd,))
     queue.writer.send([b"before"])
+    queue.readers[0].check_peer()  # it takes the wake-up, and not the message
     os.close(write_fd)
     with queue.readers[0].receive() as parts:  # what it said before it died still counts
         assert bytes(parts[0]) == b"before"
+    with pytest.raises(PeerDied):
+        queue.readers[0].check_peer()
     with pytest.raises(PeerDied):
         queue.readers[0].receive()
     while queue.writer.try_send([bytes(1000)]):

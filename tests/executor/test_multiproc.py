@@ -226,18 +226,51 @@ def test_threads_and_network_of_a_worker(monkeypatch):
     ("user", "cores", "workers", "ours"),
     [
         ({}, 1, 1, {"OMP_NUM_THREADS": "1"}),
-        ({}, 2, 4, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}),
+        ({}, 2, 4, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}),
         ({}, 8, 1, {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}),
         ({"OMP_NUM_THREADS": "1"}, 8, 1, {}),
         ({"OMP_NUM_THREADS": "3"}, 1, 1, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, 8, 1, {"OMP_NUM_THREADS": "8"}),
-        ({"GOMP_SPINCOUNT": "1", "GLOO_SOCKET_IFNAME": "eth0"}, 8, 2, {"OMP_NUM_THREADS": "4"}),
+        (
+            {"GOMP_SPINCOUNT": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "1"},
+            8,
+            2,
+            {"OMP_NUM_THREADS": "4"},
+        ),
     ],
 )
 def test_the_user_environment_comes_first(user, cores, workers, ours):
-    assert worker_group.worker_environment(user, cores, workers) == ours
+    assert worker_group.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
+
+
+@pytest.mark.parametrize(
+    ("user", "folder"),
+    [
+        ({"HOME": "/home/her"}, "/home/her/.cache/ringcore/triton"),
+        ({"HOME": "/home/her", "XDG_CACHE_HOME": "/caches"}, "/caches/ringcore/triton"),
+        ({"TRITON_CACHE_DIR": "/theirs"}, None),
+    ],
+)
+def test_where_compiled_kernels_are_kept(user, folder):
+    assert worker_group.worker_environment(user, 1, 1).get("TRITON_CACHE_DIR") == folder
 
 
 def test_a_worker_ignores_ctrl_c():
     with running() as executor:
         assert executor.collective_rpc("interrupt_yourself") == ["still here"]
+
+
+def test_the_parts_of_a_phase_are_those_of_the_slowest_rank():
+    with running(2) as executor:
+        phases = executor.restart()
+    assert list(phases) == [
+        "start_workers",
+        "start_workers.boot",
+        "start_workers.create",
+        "init_device",
+        "load_model",
+        "load_model.weights",
+    ]
+    assert phases["load_model.weights"] == 0.5
+    assert 0 < phases["start_workers.create"] <= phases["start_workers"]
+    assert 0 < phases["start_workers.boot"] <= phases["start_workers"]

@@ -41,6 +41,19 @@ def test_a_call_from_beginning_to_end(board):
     assert reader.read(0).num_calls == reader.read(69).num_calls == 0
 
 
+def test_a_call_that_was_begun_before_the_last_one_ended(board):
+    reader, line_of = board
+    line = line_of(0)
+    line.begin(1, STEP, "execute_model")
+    line.end_and_begin(2, STEP, "execute_model")
+    status = reader.read(0)
+    assert (status.call_id, status.num_calls) == (2, 1)
+    assert status.busy_since_ns is not None
+    assert (status.has_finished(1), status.has_finished(2)) == (True, False)
+    line.end()
+    assert (reader.read(0).busy_since_ns, reader.read(0).num_calls) == (None, 2)
+
+
 def test_a_step_needs_no_name_and_leaves_none(board):
     reader, line_of = board
     line = line_of(3)

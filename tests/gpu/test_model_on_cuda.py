@@ -15,13 +15,17 @@ from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.checkpoint import ModelFiles
+from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
+from ringcore.model_executor import loader
+from ringcore.model_executor.kernel_product import KernelProduct
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import model_class
 from ringcore.model_executor.parallel import SingleRank
 from ringcore.model_executor.tensor_source import DummySource, SafetensorsSource
 from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.registry import MODELS
 
 LENGTH = 120
 CHUNKS = ((0, 70), (70, 115), *((at, at + 1) for at in range(115, LENGTH)))
@@ -90,7 +94,7 @@ def test_layers_bind_the_kernels(folder_of):
 
     model = load(folder_of("Gemma3"), device="cuda")
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64, device="cuda")), KernelRotation)
-    assert model.layers[0].mlp._activate_and_multiply is activation.gelu_tanh_and_mul
+    assert model.layers[0].mlp._gate.activate_and_multiply is activation.gelu_tanh_and_mul
     assert model.layers[0].input_norm._normalise.func is rms_norm.rms_norm
 
 
@@ -104,18 +108,38 @@ def test_weights_arrive_whole(folder_of, monkeypatch, stored, wanted):
     torch.cuda.synchronize()
     assert torch.equal(ours.embed_tokens.table.cpu(), theirs.embed_tokens.table)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        weight = layer.mlp.down_proj._product.keywords["weight"]
+        product = layer.mlp.down_proj._product
+        weight = product.weight if isinstance(product, KernelProduct) else product.multiply.keywords["weight"]
         x = torch.eye(weight.shape[1], dtype=wanted)
         torch.testing.assert_close(weight.t().cpu().float(), other.mlp.down_proj(x).float(), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("group_elements", [100, 1 << 20])
 def test_dummy_weights_are_those_of_the_cpu(monkeypatch, group_elements):
-    monkeypatch.setattr(DummySource, "GROUP_ELEMENTS", group_elements)
+    monkeypatch.setattr(DummySource, "DEVICE_GROUP_ELEMENTS", group_elements)
     weight = Weight("w", (60, 40), torch.bfloat16, (WeightPart("c", (64, 40), 0, 4, 60),), "matrix")
     files = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
     ours, theirs = (load_weights([weight], files, 7, torch.device(device))["w"] for device in ("cuda", "cpu"))
     assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_that_are_read_ahead_by_several_threads(folder_of, monkeypatch, load_format):
+    monkeypatch.setattr(SafetensorsSource, "BUFFER_BYTES", 3000)
+    monkeypatch.setattr(loader, "_PIECE_BYTES", 10_000)
+    files = find_model(folder_of("Qwen2"), load_format)
+    spec = read_model_spec(files, MODELS)
+    weights = model_class(spec.architecture)(spec, Place(1, 2), torch.bfloat16, MAX_LEN).weights()
+
+    def poisoned(num_bytes):
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+
+    ours = load_weights(weights, files, 7, torch.device("cuda", 0), poisoned)
+    sums = {name: tensor.sum(dtype=torch.float64) for name, tensor in ours.items()}  # at once, on this thread's stream
+    theirs = load_weights(weights, files, 7, torch.device("cpu"))
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].cpu(), tensor), name
+        assert float(sums[name]) == pytest.approx(float(tensor.sum(dtype=torch.float64)), abs=1e-3), name
 
 
 class Place(SingleRank):

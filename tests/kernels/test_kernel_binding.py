@@ -12,15 +12,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))  # the tiny models and their attention
 
-from dense_attention import DenseRun
+from dense_attention import DenseAttention, DenseRun
 from rounding import rounding
 from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
 
-from ringcore.kernels import activation, rms_norm
+from ringcore.kernels import activation, rms_norm, skinny_configs
+from ringcore.kernels.skinny_configs import DotConfig
 from ringcore.model_executor import ops
+from ringcore.model_executor.kernel_product import KernelProduct
 from ringcore.model_executor.layers.activation import bind_activation
-from ringcore.model_executor.layers.norm import bind_add_rms_norm, bind_rms_norm
+from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
 from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
+from ringcore.model_executor.product import Product
 
 CPU = torch.device("cpu")
 
@@ -31,9 +34,41 @@ def with_kernels(monkeypatch):
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
 
 
-def logits(folder, device, dtype):
+def few_programs(num_outputs, num_inputs, num_rows, *, is_gated=False):
+    """In place of `skinny_configs.choose`: the interpreter goes from program to program, and in sums of several things
+    at once from number to number."""
+    return DotConfig(64, 64, 4, 2, 2)
+
+
+@pytest.fixture
+def in_good_time(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(skinny_configs, "choose", few_programs)
+
+
+class WrittenAttention(DenseAttention):
+    """Takes keys and values from pages of the kernels' layout, where they stand already."""
+
+    takes_written_kv = True
+
+    def kv_cache_shape(self, num_blocks):
+        return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
+
+    def forward(self, query, key, value, kv_cache, metadata, plan, scale):
+        assert key is None
+        assert value is None
+        kv_heads, head_size = self.spec.num_kv_heads, self.spec.head_size
+        rows = kv_cache.permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_size)
+        key, value = rows[:, metadata.slot_mapping]
+        return super().forward(query, key, value, rows, metadata, plan, scale)
+
+
+def logits(folder, device, dtype, attention=DenseAttention):
     """[9, vocab_size]: a prompt of 6 tokens, then 3 single ones, with one sequence beside them."""
     run = DenseRun(load(folder, dtype=dtype, device=device), MAX_LEN, 2, str(dtype).removeprefix("torch."))
+    run.backends = [attention(backend.spec, backend.num_heads) for backend in run.backends]
+    shape = run.backends[0].kv_cache_shape(2)
+    run.kv_caches = tuple(cache.new_zeros(shape) for cache in run.kv_caches)
     ids = random_ids(8)
     steps = [{0: ids[:6]}, {0: ids[6:7], 1: ids[2:4]}, {0: ids[7:]}]
     return torch.cat([run.step(step) for step in steps]).cpu()
@@ -55,17 +90,20 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
     folder = folder_of(family, head_dim=24)
     expected = logits(folder, "cpu", torch.float32)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    torch.testing.assert_close(logits(folder, device, torch.float32), expected, atol=1e-4, rtol=1e-5)
+    for attention in (DenseAttention, WrittenAttention):
+        ours = logits(folder, device, torch.float32, attention)
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Gemma3"])
+@pytest.mark.usefixtures("in_good_time")
 def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, monkeypatch, family):
     """The kernels round once where the separate functions round twice. In float16: see `rounds_to_nearest`."""
     folder = folder_of(family, torch.float16)
     exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
     without = logits(folder, "cpu", torch.float16).log_softmax(-1)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    ours = logits(folder, device, torch.float16).log_softmax(-1)
+    ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
     assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
 
 
@@ -73,21 +111,18 @@ def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, mo
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.usefixtures("with_kernels")
 def test_norms(device, plus_one, dtype):
-    hidden, addend = (torch.randn(3, 48, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    x, hidden = (torch.randn(3, 48, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
     weight = torch.linspace(-0.4, 0.4, 48).to(dtype)
-    hidden, addend, weight = hidden.to(device), addend.to(device), weight.to(device)
-    gain = weight.double() + plus_one
-    total = hidden + addend
+    x, hidden, weight = x.to(device), hidden.to(device), weight.to(device)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (weight.double() + plus_one)
     rtol = rounding(dtype, device) + 4e-6
-
-    def assert_normed(ours):
-        """Of hidden as it is now."""
-        exact = hidden.double() * (hidden.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
-        torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=rtol)
-
-    assert_normed(bind_rms_norm(weight, 1e-5, plus_one=plus_one)(hidden))
-    assert_normed(bind_add_rms_norm(weight, 1e-5, plus_one=plus_one)(hidden, addend))
-    torch.testing.assert_close(hidden, total, atol=0, rtol=torch.finfo(dtype).eps)
+    ours = bind_rms_norm(weight, 1e-5, plus_one=plus_one)(x)
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=rtol)
+    norm = RMSNorm("norm", "model.norm", 48, 1e-5, dtype, plus_one=plus_one)
+    norm.bind({"norm.weight": weight})
+    total = hidden.double() + exact
+    norm.add_to(hidden, x)
+    torch.testing.assert_close(hidden.double(), total, atol=2e-5, rtol=rtol)
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -95,16 +130,20 @@ def test_every_layer_binds_them(folder_of, device):
     model = load(folder_of("Gemma3"), device=device)
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64, device=device)), KernelRotation)
     for layer in model.layers:
-        assert layer.mlp._activate_and_multiply is activation.gelu_tanh_and_mul
+        assert layer.mlp._gate.activate_and_multiply is activation.gelu_tanh_and_mul
+        assert type(layer.mlp.down_proj._product) is Product  # of float32
         for norm in (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
             assert norm._normalise.func is rms_norm.rms_norm
-    assert bind_activation("silu", device) is activation.silu_and_mul
+    assert bind_activation("silu", device).activate_and_multiply is activation.silu_and_mul
+    half = load(folder_of("Gemma3"), device=device, dtype=torch.float16)
+    for linear in (half.layers[0].self_attention.qkv_proj, half.layers[0].mlp.down_proj, half.lm_head):
+        assert isinstance(linear._product, KernelProduct)
 
 
 def test_on_a_cpu_no_layer_does(folder_of):
     model = load(folder_of("Qwen3"))
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64)), ComplexRotation)
-    assert model.layers[0].mlp._activate_and_multiply is ops.silu_and_mul
+    assert model.layers[0].mlp._gate.activate_and_multiply is ops.silu_and_mul
     assert model.layers[0].input_norm._normalise.func is ops.rms_norm_by_gain
     assert not ops.has_kernels(CPU)
     assert ops.has_kernels(torch.device("cuda", 1))

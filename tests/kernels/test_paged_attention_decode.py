@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_work import DecodeWork
+from ringcore.kernels.decode_merge import UNWRITTEN
+from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
 from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
@@ -21,26 +22,28 @@ SKEWED = [1, 330, 3, 64, 65, 1]
 
 def work_of(batch: PagedBatch, num_programs: int | None, window: int | None = None) -> DecodeWork:
     num_kv_heads = batch.kv_cache.shape[2]
-    _, num_heads, head_size = batch.query.shape
-    dtype, device = batch.query.dtype, batch.query.device
-    return DecodeWork.allocate(
-        num_heads, num_kv_heads, head_size, dtype, device, window=window, num_programs=num_programs
-    )
+    num_seqs, num_heads, head_size = batch.query.shape
+    tiling = DecodeTiling.choose(num_seqs, head_size, batch.query.dtype)
+    shape = (num_heads, num_kv_heads, head_size)
+    return DecodeWork.allocate(*shape, tiling, batch.query.device, window=window, num_programs=num_programs)
+
+
+def is_unwritten(scratch: torch.Tensor) -> bool:
+    return bool((scratch.view(torch.int32) == UNWRITTEN.value).all())
 
 
 def decode(batch: PagedBatch, work: DecodeWork) -> torch.Tensor:
     out = batch.poisoned_out()
     tables = (batch.block_table, batch.seq_lens)
     assert paged_attention_decode(batch.query, batch.kv_cache, *tables, work, batch.scale, out=out) is out
-    assert not work.arrivals.any(), "the counters are not ready for the next launch"
+    assert is_unwritten(work.partial_out), "the scratch is not ready for the next launch"
+    assert is_unwritten(work.partial_weight)
     return out
 
 
 def check(lens: list[int], num_programs: int | None, window: int | None = None, **shape) -> None:
     batch = PagedBatch.make([(1, n) for n in lens], window=window, **shape)
     work = work_of(batch, num_programs, window)
-    for scratch in (work.partial_out, work.partial_stats):
-        scratch.fill_(torch.nan)
     work.plan(batch.seq_lens)
     expected = paged_attention_decode_reference(
         batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, work, batch.scale
@@ -105,10 +108,13 @@ def pairs_of(lens: list[int], work: DecodeWork) -> list[tuple[int, int, int]]:
     """(sequence, KV head, tile) of every tile, in order."""
     tiles = []
     for sequence, n in enumerate(lens):
-        first = 0 if work.window is None else max(0, n - work.window) // work.tile_tokens
-        num_tiles = max(1, -(-n // work.tile_tokens) - first)
+        first = 0 if work.window is None else max(0, n - work.window) // work.tiling.tile_tokens
+        num_tiles = max(1, -(-n // work.tiling.tile_tokens) - first)
         tiles += [(sequence, head, tile) for head in range(work.num_kv_heads) for tile in range(num_tiles)]
     return tiles
+
+
+TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, min_tiles=2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def pairs_of(lens: list[int], work: DecodeWork) -> list[tuple[int, int, int]]:
 )
 @pytest.mark.parametrize("lens", [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40]])
 def test_the_cut_is_even_and_whole(device, num_programs, window, lens) -> None:
-    work = DecodeWork.allocate(6, 3, 64, torch.bfloat16, torch.device(device), window=window, num_programs=num_programs)
+    work = DecodeWork.allocate(6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs)
     work.starts.fill_(-1)
     work.plan(torch.tensor(lens, dtype=torch.int32, device=device))
     tiles, at = pairs_of(lens, work), 0
@@ -124,12 +130,46 @@ def test_the_cut_is_even_and_whole(device, num_programs, window, lens) -> None:
     assert sum(counts) == len(tiles)
     working = [count for count in counts if count]
     assert max(working) - min(working) <= 1
-    assert len(working) == max(1, min(num_programs, len(tiles) // 2))
-    for record in work.starts.tolist():
-        if record[3]:
-            assert tuple(record[:3]) == tiles[at]
-            assert record[4] == at
-        at += record[3]
+    assert len(working) == max(1, min(num_programs, len(tiles) // TILING.min_tiles))
+    program_of = [program for program, count in enumerate(counts) for _ in range(count)]
+    for sequence, head, tile, count, seq_len, first_program, *_ in work.starts.tolist():
+        if count:
+            assert (sequence, head, tile) == tiles[at]
+            assert seq_len == lens[sequence]
+            assert first_program == program_of[at - tile]
+        else:
+            assert seq_len == 0
+        at += count
+
+
+@pytest.mark.parametrize("lens", [[70, 1, 300, 0, 0, 0, 0], [5, 0], [0, 0, 0]])
+def test_a_plan_that_skips_sequences_of_no_tokens(device, lens) -> None:
+    """Their rows are left alone, for whoever has them."""
+    batch = PagedBatch.make([(1, n) for n in lens], device=device, head_size=16)
+    work, decoding = work_of(batch, 5), sum(n > 0 for n in lens)
+    work.plan(batch.seq_lens, skips_empty=True)
+    assert work.starts[:, 3].sum() == len(pairs_of([n for n in lens if n], work))
+    out = decode(batch, work)
+    tables = (batch.block_table, batch.seq_lens)
+    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
+    if decoding:
+        assert_close(out[:decoding], expected[:decoding])
+    assert out[decoding:].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF])
+def test_numbers_that_look_unwritten_keep_nobody_waiting(device, bits) -> None:
+    """NaN is merged like any number, and stays with its sequence."""
+    batch = PagedBatch.make([(1, 200), (1, 200)], device=device, head_size=16)
+    batch.query.view(torch.int32)[0] = bits
+    work = work_of(batch, 5)
+    work.plan(batch.seq_lens)
+    out = decode(batch, work)
+    tables = (batch.block_table, batch.seq_lens)
+    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
+    assert out[0].isnan().all()
+    assert_close(out[1], expected[1])
 
 
 @needs_gpu

@@ -78,6 +78,22 @@ def test_rows_behind_the_last_sequence_are_left_alone(device) -> None:
     assert out[7:].isnan().all()
 
 
+def test_the_first_sequence_may_begin_anywhere(device) -> None:
+    """The tokens before it belong to sequences that are attended elsewhere, and have none here."""
+    batch = PagedBatch.make([(0, 0), (0, 9), (40, 60), (3, 3), (0, 0)], device=device, head_size=16)
+    before = 37
+    query = torch.cat((torch.full_like(batch.query[:1], torch.nan).expand(before, -1, -1), batch.query))
+    out = torch.full(query.shape, torch.nan, device=device)
+    tables = (batch.block_table, batch.seq_lens)
+    starts = batch.query_start_loc + before
+    paged_attention_prefill(query, batch.kv_cache, *tables, starts, batch.scale, max_query_len=99, out=out)
+    expected = paged_attention_prefill_reference(
+        batch.query, batch.kv_cache, *tables, batch.query_start_loc, batch.scale, max_query_len=40
+    )
+    assert_close(out[before:], expected)
+    assert out[:before].isnan().all()
+
+
 def test_more_sequences_than_are_searched_at_once(device) -> None:
     lens = [(1, 1 + i % 3) for i in range(130)]
     check(PagedBatch.make(lens, device=device, num_heads=1, num_kv_heads=1, head_size=16), 1)

@@ -150,6 +150,20 @@ def test_kernel_and_reference_agree(device, dtype, norm):
     assert_pages(other, exact)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles_by_token_are_those_of_the_positions(device, dtype):
+    case, other = (Case(device, 5, 4, 2, 32, dtype) for _ in range(2))
+    case.run(kv_cache=case.pages, slot_mapping=case.slots)
+    other.cos_sin, other.positions = other.cos_sin[other.positions], None
+    other.run(kv_cache=other.pages, slot_mapping=other.slots)
+    assert torch.equal(case.qkv, other.qkv)
+    assert torch.equal(case.pages.nan_to_num(7), other.pages.nan_to_num(7))
+    reference = Case(device, 5, 4, 2, 32, dtype)
+    ours = qk_norm_rope_reference(reference.qkv, None, other.cos_sin, 4, 2, **reference.options())
+    rtol = 1e-5 + 2 * rounding(dtype, case.qkv.device) * (dtype != torch.float32)
+    torch.testing.assert_close(case.qkv, ours, atol=4e-6, rtol=rtol)
+
+
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_block_sizes(device, block_size):
     case = Case(device, 5, 4, 2, 32, torch.bfloat16, block_size)

@@ -329,7 +329,8 @@ def test_inputs_say_which_variant_they_need(device: torch.device) -> None:
     assert all(place(**{k: v}).has_filters for k, v in {"top_k": [0, 0, 4], "top_p": 0.9, "min_p": 0.1}.items())
     barred = place(barred_rows=[2, 0, 2], barred_ids=[5, 6, 7])
     assert barred.has_bars
-    assert barred.bar_start.tolist() == [0, 1, 1, 3]
+    assert barred.bar_start.tolist() == [0, 1, 1]
+    assert barred.bar_end.tolist() == [1, 1, 3]
     assert barred.bar_ids.tolist() == [6, 5, 7]
     assert all(t.data_ptr() % 16 == 0 for t in (barred.seed, barred.top_k, barred.min_p, barred.bar_ids))
 
@@ -402,18 +403,6 @@ def test_a_graph_can_hold_it(device: torch.device) -> None:
         DeviceSamplingInputs.from_host(columns, device, out=room)
         graph.replay()
         assert torch.equal(token_ids.cpu(), sample(given, columns).token_ids)
-
-
-@gpu_only
-def test_the_sampler_uses_the_kernels_for_logits_on_a_gpu(device: torch.device) -> None:
-    logits = random_logits(64, 1000, seed=14)
-    logits[9, 5] = math.nan
-    kind = np.arange(64) % 4
-    columns = inputs(64, temperature=kind / 2, top_k=kind * 7, barred_rows=[1, 63], barred_ids=[3, 4])
-    expected, found = sample(logits, columns), sample(logits.to(device), columns)
-    assert found.token_ids.is_cuda
-    assert torch.equal(found.token_ids.cpu()[expected.ok], expected.token_ids[expected.ok])
-    assert found.ok.tolist() == expected.ok.tolist()
 
 
 @gpu_only

@@ -12,9 +12,11 @@ from tiny_gguf import K_QUANTS, QUANTIZED, write_gguf
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.errors import ModelLoadError
-from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor import loader
+from ringcore.model_executor.loader import PrefetchedWeights, load_weights, pending_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.parallel import SingleRank
+from ringcore.model_executor.tensor_source import SafetensorsSource
 from ringcore.registry import MODELS
 
 CPU = torch.device("cpu")
@@ -25,11 +27,37 @@ def place(rank, size):
     return ThreadRank(rank, size, None, []) if size > 1 else SingleRank()
 
 
+class Memory:
+    """Memory for weights, once, full of NaN."""
+
+    def __init__(self) -> None:
+        self.whole = None
+
+    def __call__(self, num_bytes):
+        assert self.whole is None, "one piece for all"
+        self.whole = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+        return self.whole
+
+
+@pytest.fixture(params=["read as they are taken", "read ahead"], autouse=True)
+def memory(request, monkeypatch):
+    """Makes the memory to load into, for every test; None where each weight gets its own."""
+    if request.param == "read as they are taken":
+        monkeypatch.setitem(globals(), "make_memory", lambda: None)
+    else:
+        monkeypatch.setattr(loader, "_PIECE_BYTES", 2000)
+        monkeypatch.setitem(globals(), "make_memory", Memory)
+
+
+def make_memory():
+    raise AssertionError("the fixture says")
+
+
 def loaded(source, rank=0, size=1, dtype=torch.float32, load_format="auto", seed=0):
     files = find_model(source, load_format)
     spec = read_model_spec(files, MODELS)
     weights = model_class(spec.architecture)(spec, place(rank, size), dtype, MAX_LEN).weights()
-    return weights, load_weights(weights, files, seed, CPU)
+    return weights, load_weights(weights, files, seed, CPU, make_memory())
 
 
 def assemble(weight, state):
@@ -131,6 +159,45 @@ def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
             assert 0.8 <= tensor.min() <= tensor.max() <= 1.2
         if weight.init == "matrix":
             assert tensor.std() == pytest.approx(weight.parts[0].checkpoint_shape[1] ** -0.5, rel=0.1)
+
+
+def test_weights_that_are_read_ahead_lie_side_by_side(checkpoint):
+    hf, folder = checkpoint("Qwen2")
+    files, memory = find_model(folder), Memory()
+    weights = model_class("Qwen2ForCausalLM")(read_model_spec(files, MODELS), place(0, 1), torch.bfloat16, 64).weights()
+    with pending_weights(weights, files, 0, CPU, memory) as pending:
+        assert isinstance(pending, PrefetchedWeights)
+        assert len(pending) == len(weights)
+        tensors = {weight.name: pending.pop(weight.name) for weight in reversed(weights)}
+        assert not len(pending)
+    starts = [tensors[weight.name].data_ptr() - memory.whole.data_ptr() for weight in weights]
+    assert starts == sorted(starts)
+    assert not any(start % 256 for start in starts)
+    for weight, start, end in zip(weights, starts, [*starts[1:], len(memory.whole)], strict=True):
+        assert start + weight.nbytes <= end < start + weight.nbytes + 256
+        assert torch.equal(tensors[weight.name], assemble(weight, hf.state_dict()).bfloat16())
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_inference_mode_reaches_every_thread(checkpoint, load_format):
+    _, folder = checkpoint("Qwen2")
+    with torch.inference_mode():
+        weights, tensors = loaded(folder, load_format=load_format)
+        assert not any(tensors[weight.name].isnan().any() for weight in weights)
+
+
+def test_an_error_of_a_reader_is_that_of_who_takes_the_weight(checkpoint, monkeypatch):
+    _, folder = checkpoint("Qwen2")
+    read = SafetensorsSource.read
+
+    def fail(source, part, init, out):
+        if "layers.1.mlp.up_proj" in part.checkpoint_name:
+            raise ModelLoadError("it is gone", path="file", tensor=part.checkpoint_name)
+        read(source, part, init, out)
+
+    monkeypatch.setattr(SafetensorsSource, "read", fail)
+    with pytest.raises(ModelLoadError, match="it is gone"):
+        loaded(folder)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -44,7 +44,7 @@ def test_the_packed_form_does_not_need_the_original():
     weight, x = randn(24, 40, seed=1), randn(3, 40, seed=2)
     expected = x @ weight.T
     product = packing.pack_linear(weight, None)
-    if isinstance(product, functools.partial):
+    if isinstance(product.multiply, functools.partial):
         pytest.skip("this build has no packing for float32")
     weight.fill_(float("nan"))
     torch.testing.assert_close(product(x), expected, atol=1e-5, rtol=0)

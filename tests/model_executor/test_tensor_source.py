@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor import tensor_source
 from ringcore.model_executor.tensor_source import DummySource, GGUFSource, SafetensorsSource
 from ringcore.model_executor.weight import WeightPart
 
@@ -96,17 +97,34 @@ def test_reading_into_a_view_converts_and_leaves_the_rest(tmp_path, matrix):
 @pytest.mark.parametrize("group_elements", [1, 100, 1 << 20])
 @pytest.mark.parametrize("piece", SLICES)
 def test_dummy_slices_are_slices_of_one_tensor(monkeypatch, piece, group_elements):
+    whole = read(DummySource(4), "m", (ROWS, COLUMNS), 0, 0, ROWS)
     monkeypatch.setattr(DummySource, "GROUP_ELEMENTS", group_elements)
     source = DummySource(4)
-    whole = read(source, "m", (ROWS, COLUMNS), 0, 0, ROWS)
     assert whole.isfinite().all()
     assert torch.equal(read(source, "m", (ROWS, COLUMNS), *piece), whole.narrow(*piece))
 
 
-def test_no_two_groups_of_a_dummy_tensor_are_alike(monkeypatch):
-    monkeypatch.setattr(DummySource, "GROUP_ELEMENTS", COLUMNS)
-    whole = read(DummySource(4), "m", (ROWS, COLUMNS), 0, 0, ROWS)
-    assert len(whole.unique(dim=0)) == ROWS
+def test_no_two_rows_or_seeds_or_names_of_dummy_tensors_are_alike():
+    rows = [read(DummySource(seed), name, (ROWS, COLUMNS), 0, 0, ROWS) for seed in (4, 5) for name in ("m", "n")]
+    assert len(torch.cat(rows).unique(dim=0)) == 4 * ROWS
+
+
+def test_dummy_numbers_are_spread_evenly_and_do_not_depend_on_one_another():
+    values = tensor_source._uniform(0, 1 << 20, (123, -456), torch.device("cpu"))
+    assert 0 < values.min() < 1e-5
+    assert 1 - 1e-5 < values.max() < 1
+    counts = torch.histc(values, 64, 0, 1)
+    assert (counts - counts.mean()).square().sum() / counts.mean() < 120  # chi squared of 63 degrees: 1 in 100,000
+    for distance in (1, 2, 64, 4096):
+        pairs = torch.stack((values[distance:], values[:-distance]))
+        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.005
+
+
+def test_dummy_numbers_of_a_tensor_with_more_than_32_bits_of_elements():
+    keys, cpu = (1, 2), torch.device("cpu")
+    across = tensor_source._uniform((1 << 31) - 2, 4, keys, cpu)
+    assert torch.equal(across[2:], tensor_source._uniform(1 << 31, 2, keys, cpu))
+    assert len(across.unique()) == 4
 
 
 @pytest.mark.parametrize("piece_elements", [1, 100, 1 << 20])

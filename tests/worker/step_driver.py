@@ -99,9 +99,15 @@ def _new_blocks(pairs: Sequence[tuple[int, int]]) -> NewBlocks:
     return NewBlocks(int_array([row for row, _ in there]), int_array([block for _, block in there]))
 
 
+def execute(worker: Worker, step: SchedulerOutput) -> ModelRunnerOutput | None:
+    """Waits for a step that was only launched."""
+    output = worker.execute_model(step)
+    return output if output is None or isinstance(output, ModelRunnerOutput) else output.result()
+
+
 def run(worker: Worker, scheduled: dict[int, int], **delta: Any) -> ModelRunnerOutput:
     """The step's output, with the rows written out where they are all of the step's."""
-    output = worker.execute_model(make_step(scheduled, **delta))
+    output = execute(worker, make_step(scheduled, **delta))
     assert output is not None
     return output if output.rows is not None else msgspec.structs.replace(output, rows=int_array(list(scheduled)))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringcore.model_executor.parallel import SingleRank
 from ringcore.worker.communicator import GlooCommunicator
 
 
@@ -70,6 +71,31 @@ def test_all_gather_is_in_rank_order_and_the_same_everywhere(tmp_path: Path) -> 
         assert result.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 5), (2, 3, 4)])
+def test_all_gather_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parts = [torch.arange(24.0)[: torch.Size(shape).numel()].view(shape) * (rank + 1) for rank in range(2)]
+    for result in on_two_ranks(tmp_path, lambda group: group.all_gather_last_dim(parts[group.rank])):
+        assert torch.equal(result, torch.cat(parts, dim=-1))
+
+
 def test_an_absent_rank_ends_the_wait(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         GlooCommunicator(0, 2, str(tmp_path / "rendezvous"), timedelta(milliseconds=300))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_added_to_the_residual_in_place(tmp_path: Path, dtype: torch.dtype) -> None:
+    def work(group: GlooCommunicator) -> torch.Tensor:
+        residual = torch.full((2, 3), 100.0, dtype=dtype)
+        group.all_reduce_add(torch.arange(6).to(dtype).view(2, 3) * (10 if group.rank else 1), residual)
+        return residual
+
+    for residual in on_two_ranks(tmp_path, work):
+        assert residual.dtype == dtype
+        assert torch.equal(residual, (torch.arange(6).view(2, 3) * 11 + 100).to(dtype))
+
+
+def test_a_rank_alone_adds_its_own_part() -> None:
+    residual, partial = torch.full((2, 3), 2.0), torch.arange(6.0).view(2, 3)
+    SingleRank().all_reduce_add(partial, residual)
+    assert torch.equal(residual, torch.arange(6.0).view(2, 3) + 2)

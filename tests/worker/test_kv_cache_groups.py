@@ -14,16 +14,36 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fake_virtual_memory import FakeVirtualMemory, view
 from step_driver import admit, decode, make_config, plan, run, sampled
 
+from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ringcore.sampling_params import SamplingParams
+from ringcore.worker.device_memory import ArenaMemory, MemoryTag
+from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.worker import Worker
 
 Reference = Callable[[Sequence[int], int], list[int]]
 
 WINDOWS = [6, None, 6, 6]
+
+
+class ArenaPlatform(CpuPlatform):
+    """A CPU whose pages are in an arena of `device`."""
+
+    def __init__(self, device: FakeVirtualMemory) -> None:
+        super().__init__()
+        self.arenas = ArenaMemory(32 << 20, device, view)
+
+    def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
+        return self.arenas.allocate(num_bytes, tag).zero_()
+
+    def close(self) -> None:
+        self.arenas.close()
+
+
 LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]
 OTHER = [11, 60, 23, 51, 4, 88, 19, 37, 2, 71]
 
@@ -64,6 +84,30 @@ def test_layers_of_each_group_share_tensors(worker: Worker) -> None:
     assert places[0] == places[1]
     assert len(set(places)) == 3
     assert worker.memory()["kv_cache_bytes"] == sum(cache.nbytes for cache in kv_caches(worker)[1:])
+
+
+def test_pages_in_an_arena(tiny_mixed: tuple[str, Any], mixed_reference: Reference) -> None:
+    """As long as there is memory behind them they serve as any other; `shutdown` gives it back."""
+    device = FakeVirtualMemory(128 << 20)
+    worker = load(tiny_mixed[0])
+    worker._platform = ArenaPlatform(device)
+    worker.initialize_from_config(plan(worker, 40))
+    for cache in kv_caches(worker):
+        device.check_access(cache)
+        assert cache.data_ptr() % 256 == 0
+    first = sampled(run(worker, {0: 15}, new=[admit(0, LONG, [1, 2, 3, 4, 9, 1], [5, 6, 7, 8, 10, 11])]))
+    assert [first[0], *decode(worker, [0], 8)[0]] == mixed_reference(LONG, 9)
+    worker.shutdown()
+    device.check_nothing_left()
+
+
+def test_pages_that_do_not_fit_into_memory_are_a_capacity_error(tiny_mixed: tuple[str, Any]) -> None:
+    """Where the device has less than it said."""
+    worker = load(tiny_mixed[0])
+    worker._platform = ArenaPlatform(FakeVirtualMemory(64 << 10))
+    with pytest.raises(CapacityError):
+        worker.initialize_from_config(plan(worker, 4000))
+    worker.shutdown()
 
 
 def test_blocks_that_a_window_left_behind_are_another_rows(worker: Worker, mixed_reference: Reference) -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from step_driver import make_config
 
+from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
-from ringcore.worker.memory import activation_bytes, format_table, memory_table
-from ringcore.worker.platform import Platform
+from ringcore.worker.device_memory import MemoryTag
+from ringcore.worker.memory import StepPeaks, activation_bytes, format_table, memory_table
+from ringcore.worker.platform import Platform, ProcessMemory
+from ringcore.worker.worker import Worker
 
 MIB = 2**20
 
@@ -40,11 +43,32 @@ class FakePlatform(Platform):
     def free_memory_bytes(self) -> int:
         return 800 * MIB
 
-    def allocate_pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
         pass
+
+
+class MeasuringPlatform(FakePlatform):
+    """A GPU's figures: of 800 MiB that are free it may have 700; the driver has 30 MiB in this process."""
+
+    measures_steps: ClassVar[bool] = True
+    attention_gathers: ClassVar[bool] = False
+    attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa",)
+
+    def __init__(self, peaks: Sequence[int] = ()) -> None:
+        self.peaks = list(peaks)
+
+    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
+        return 700 * MIB
+
+    def process_memory(self) -> ProcessMemory:
+        return ProcessMemory(130 * MIB, 40 * MIB, 60 * MIB)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        run()
+        return self.peaks.pop(0)
 
 
 SPECS = {
@@ -107,6 +131,136 @@ def test_layers_that_share_tensors(tiny_llama: tuple[str, Any]) -> None:
 
 def test_too_little_memory_leaves_nothing(tiny_llama: tuple[str, Any]) -> None:
     assert table(tiny_llama[0], gpu_memory_utilization=1e-6)["available_kv_cache_bytes"] == 0
+
+
+# Measured.
+
+
+PEAKS = StepPeaks(largest_bytes=50 * MIB, decode_bytes=9 * MIB, num_graphs=3)
+
+
+def measured(model: str, peaks: StepPeaks | None = PEAKS, **options: Any) -> dict[str, int]:
+    config = make_config(model, max_num_seqs=100_000, **options)
+    return memory_table(config, MeasuringPlatform(), SPECS, "float32", 7, peaks)
+
+
+def test_measured_parts_add_up(tiny_llama: tuple[str, Any]) -> None:
+    found = measured(tiny_llama[0])
+    assert found["activations_bytes"] == 50 * MIB
+    assert found["non_torch_bytes"] == 30 * MIB
+    assert found["graphs_bytes"] == (70 + 32 + 9) * MIB + 3 * (12 * 3 + 30) * 3500
+    assert found["rows_bytes"] == 2 * 4 * 100_000 * 32
+    assert found["budget_bytes"] == 700 * MIB
+    parts = ("activations_bytes", "graphs_bytes", "rows_bytes", "margin_bytes", "available_kv_cache_bytes")
+    assert sum(found[name] for name in parts) == found["budget_bytes"]
+    assert "attention_gather_bytes" not in found
+
+
+def test_no_graphs_take_nothing(tiny_llama: tuple[str, Any]) -> None:
+    assert measured(tiny_llama[0], StepPeaks(50 * MIB, 9 * MIB, 0))["graphs_bytes"] == 0
+
+
+def test_bytes_given_are_taken_beside_what_was_measured(tiny_llama: tuple[str, Any]) -> None:
+    found = measured(tiny_llama[0], kv_cache_bytes=123_456)
+    assert (found["available_kv_cache_bytes"], found["activations_bytes"]) == (123_456, 50 * MIB)
+
+
+def test_a_step_that_takes_more_than_was_computed_is_said(
+    tiny_llama: tuple[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tiny_llama[0])
+    bound = activation_bytes(config.model.spec, config, "float32") + 64 * MIB  # which torch may round to
+    for largest in (bound, bound + 1):
+        memory_table(config, MeasuringPlatform(), SPECS, "float32", 7, StepPeaks(largest, 0, 0))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a step takes {bound + 1} bytes, and at most {bound - 64 * MIB} were computed"
+    ]
+
+
+class Steps:
+    """What a model computed: (tokens, rows of logits) of each step."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.positions: list[list[int]] = []
+        forward, compute_logits = model.forward, model.compute_logits
+
+        def watched_forward(ids: torch.Tensor, positions: torch.Tensor, ctx: Any) -> torch.Tensor:
+            hidden: torch.Tensor = forward(ids, positions, ctx)
+            assert torch.isfinite(hidden).all()
+            self.positions.append(positions.tolist())
+            return hidden
+
+        def watched_logits(hidden: torch.Tensor) -> torch.Tensor:
+            self.seen.append((len(self.positions[-1]), len(hidden)))
+            logits: torch.Tensor = compute_logits(hidden)
+            return logits
+
+        monkeypatch.setattr(model, "forward", watched_forward)
+        monkeypatch.setattr(model, "compute_logits", watched_logits)
+
+
+def loaded_worker(model: str, platform: Platform, **options: Any) -> tuple[Worker, Any]:
+    worker = Worker(make_config(model, **options), 0, None)
+    worker.init_device()
+    worker.load_model()
+    worker._platform = platform
+    assert worker._loaded is not None
+    return worker, worker._loaded.model
+
+
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        ({}, (64, 6)),
+        ({"max_model_len": 48}, (64, 6)),
+        ({"max_num_batched_tokens": 4096}, (6 * 128, 6)),  # no step has more: six rows of 128 tokens
+        ({"max_num_batched_tokens": 4}, (4, 4)),
+    ],
+)
+def test_the_worker_measures_the_largest_steps(
+    tiny_mixed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], largest: tuple[int, int]
+) -> None:
+    worker, model = loaded_worker(tiny_mixed[0], MeasuringPlatform([MIB, 2 * MIB]), **options)
+    steps = Steps(model, monkeypatch)
+    table = worker.determine_available_memory()
+    single = (min(6, largest[0]),) * 2
+    assert steps.seen[0] == single
+    assert steps.seen[2:] == [largest, single]
+    assert max(max(positions) for positions in steps.positions) < worker.config.model.context_len
+    assert steps.positions[-1] == [0] * single[0]
+    assert table["activations_bytes"] == MIB
+    assert table["graphs_bytes"] > 2 * MIB
+    assert worker.memory()["activations_bytes"] == MIB
+
+
+def test_enforce_eager_counts_no_graphs(tiny_llama: tuple[str, Any]) -> None:
+    worker, _ = loaded_worker(tiny_llama[0], MeasuringPlatform([1, 1]), enforce_eager=True)
+    assert worker.determine_available_memory()["graphs_bytes"] == 0
+
+
+def test_a_step_that_does_not_fit_is_a_capacity_error(tiny_llama: tuple[str, Any]) -> None:
+    class Full(MeasuringPlatform):
+        def peak_bytes(self, run: Callable[[], object]) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker, _ = loaded_worker(tiny_llama[0], Full())
+    with pytest.raises(CapacityError, match=r"a step of 64 tokens does not fit .* 0\.78 GiB are free") as error:
+        worker.determine_available_memory()
+    assert error.value.details == {"available_bytes": 800 * MIB}
+
+
+def test_a_cpu_measures_nothing(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(make_config(tiny_llama[0]), 0, None)
+    worker.init_device()
+    worker.load_model()
+    assert worker._loaded is not None
+    steps = Steps(worker._loaded.model, monkeypatch)
+    table = worker.determine_available_memory()
+    config = worker.config
+    assert steps.seen == []
+    assert table["activations_bytes"] == activation_bytes(config.model.spec, config, "float32")
+    assert table.keys().isdisjoint({"graphs_bytes", "non_torch_bytes", "rows_bytes"})
 
 
 def test_the_text_has_every_entry_in_mib() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from step_driver import GREEDY, admit, decode, make_config, make_step, run, sampled, start
+from device_runner import rows_on_device
+from step_driver import GREEDY, admit, decode, execute, make_config, make_step, run, sampled, start
 
 from ringcore.protocol import SchedulerOutput, int_array
 from ringcore.sampling_params import SamplingParams
@@ -20,8 +21,12 @@ LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]
 SHORT = [11, 60, 23]
 
 
-@pytest.fixture
-def worker(tiny_llama: tuple[str, Any]) -> Iterator[Worker]:
+@pytest.fixture(params=["cpu", "launched by parts", "launched as one"])
+def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any]) -> Iterator[Worker]:
+    """The CPU's runner, and the GPU's with its kernels in Triton's interpreter: with a backend that cannot plan on the
+    device, so that every step is ragged, and with one that can."""
+    if request.param != "cpu":
+        rows_on_device(request.getfixturevalue("monkeypatch"), plans_on_device=request.param == "launched as one")
     worker = start(Worker(make_config(tiny_llama[0]), 0, None))
     yield worker
     worker.shutdown()
@@ -177,8 +182,8 @@ def test_several_steps_are_as_many_single_ones(worker: Worker) -> None:
 def test_rows_that_are_not_named_are_those_of_the_step_before(worker: Worker, reference: Reference) -> None:
     """And what they sampled names none, where all of them did."""
     new = [admit(4, LONG, range(1, 8)), admit(1, SHORT, range(8, 12))]
-    first = worker.execute_model(make_step({4: 15, 1: 3}, new=new))
-    outputs = [first, *(worker.execute_model(again(number)) for number in range(1, 6))]
+    first = execute(worker, make_step({4: 15, 1: 3}, new=new))
+    outputs = [first, *(execute(worker, again(number)) for number in range(1, 6))]
     assert [output.rows for output in outputs if output] == [None] * 6
     tokens = [output.token_ids.tolist() for output in outputs if output]
     assert [both[0] for both in tokens] == reference(LONG, 6)
@@ -186,7 +191,7 @@ def test_rows_that_are_not_named_are_those_of_the_step_before(worker: Worker, re
 
 
 def test_a_step_in_which_not_all_sample_names_those_that_did(worker: Worker) -> None:
-    output = worker.execute_model(make_step({0: 5, 1: 3}, new=[admit(0, LONG, [1, 2, 3, 4]), admit(1, SHORT, [5])]))
+    output = execute(worker, make_step({0: 5, 1: 3}, new=[admit(0, LONG, [1, 2, 3, 4]), admit(1, SHORT, [5])]))
     assert output is not None
     assert output.rows is not None
     assert output.rows.tolist() == [1]
@@ -280,7 +285,7 @@ def test_logprobs_stay_with_their_rows_beside_an_error(worker: Worker, poisoned:
 def test_only_the_output_rank_answers(tiny_llama: tuple[str, Any], reference: Reference) -> None:
     """Rank 1 of the same model: executes, samples into its rows, and has nothing to say."""
     silent = start(Worker(make_config(tiny_llama[0]), 1, None))
-    assert silent.execute_model(make_step({0: 3}, new=[admit(0, SHORT, [1, 2], params=GREEDY)])) is None
-    assert silent.execute_model(make_step({})) is None
+    assert execute(silent, make_step({0: 3}, new=[admit(0, SHORT, [1, 2], params=GREEDY)])) is None
+    assert execute(silent, make_step({})) is None
     assert silent._runner is not None
     assert silent._runner.rows.token_ids[0, 3] == reference(SHORT, 1)[0]

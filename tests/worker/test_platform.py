@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from fake_drivers import FakeCudaDriver, FakeTorchCuda
+from fake_virtual_memory import FakeVirtualMemory, view
 
 from ringcore.errors import ConfigError
+from ringcore.worker.platform import ProcessMemory
 from ringcore.worker.platforms import PLATFORMS, choose_platform
 from ringcore.worker.platforms import cuda as cuda_module
 from ringcore.worker.platforms.cpu import CpuPlatform
@@ -23,18 +28,32 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     assert 0 < platform.free_memory_bytes() <= platform.total_memory_bytes()
     assert 0 < platform.memory_budget_bytes(0.5, 1) <= platform.free_memory_bytes()
     assert 0 < platform.default_memory_share <= 1
-    pages = platform.allocate_pages((2, 3, 5), torch.float16)
-    assert pages.device.type == platform.device.type
-    assert pages.dtype == torch.float16
-    assert pages.shape == (2, 3, 5)
-    assert not pages.any()
+    for tag in ("weights", "kv_cache"):
+        memory = [platform.allocate(num_bytes, tag) for num_bytes in (60, 0, 1000)]
+        assert [len(tensor) for tensor in memory] == [60, 0, 1000]
+        for tensor in memory:
+            assert tensor.device.type == platform.device.type
+            assert tensor.dtype == torch.uint8
+            assert tensor.data_ptr() % 256 == 0
+            assert tag == "weights" or not tensor.any()
+        memory[2].view(torch.float16).view(10, 50).fill_(1)
+        assert memory[2].view(torch.float16).sum() == 500
+    if platform.measures_steps:
+        assert platform.process_memory() is not None
+        assert platform.peak_bytes(lambda: torch.ones(1 << 20, device=platform.device)) >= 1 << 20
+    else:
+        with pytest.raises(RuntimeError, match="not measured"):
+            platform.peak_bytes(lambda: None)
     platform.synchronize()
+    del memory, tensor
+    platform.close()
+    platform.close()
 
 
 def test_pages_take_memory_only_as_they_are_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    pages = CpuPlatform().allocate_pages((4, 64, MIB), torch.bfloat16)  # 512 MiB
+    pages = CpuPlatform().allocate(512 * MIB, "kv_cache").view(torch.bfloat16).view(4, 64, MIB)
     pages[:, :, 7] = 1  # 256 places, 2 MiB apart
     assert process.memory_info().rss - before < 64 * MIB
     assert pages.sum() == 4 * 64
@@ -47,11 +66,14 @@ def test_auto_is_the_first_and_an_unknown_one_is_refused() -> None:
         choose_platform("abacus")
 
 
-class FakeCuda:
+class FakeCuda(FakeTorchCuda):
     """torch.cuda of a host with GPUs of 100 bytes: others have 20, this process 30, of which it does not use 10."""
 
     def __init__(self, count: int = 2, capability: tuple[int, int] = (9, 0)) -> None:
-        self.count, self.capability, self.current = count, capability, None
+        super().__init__(FakeVirtualMemory())
+        self.count, self.capability = count, capability
+        self.current: torch.device | None = None
+        self.reserved, self.peak = 30, 30
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -65,34 +87,102 @@ class FakeCuda:
     def get_device_capability(self, device: torch.device) -> tuple[int, int]:
         return self.capability
 
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid="a-b")
+
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return 50, 100
 
     def memory_reserved(self, device: torch.device) -> int:
-        return 30
+        return self.reserved
 
     def memory_allocated(self, device: torch.device) -> int:
         return 20
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.reserved
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.peak
 
 
 class TestCuda:
     def test_a_gpu_a_rank(self) -> None:
         cuda = FakeCuda()
-        assert CudaPlatform(1, cuda).device == cuda.current == torch.device("cuda", 1)
+        assert CudaPlatform(1, cuda, "plain").device == cuda.current == torch.device("cuda", 1)
         with pytest.raises(ConfigError, match="rank 2 needs GPU 2, and the process sees 2"):
             CudaPlatform(2, cuda)
         with pytest.raises(ConfigError, match="the process sees 0"):
             CudaPlatform(0, FakeCuda(count=0))
 
-    def test_a_neighbour_takes_nothing_of_the_share(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        platform = CudaPlatform(0, FakeCuda())
+    @pytest.mark.parametrize("own", [30, 45])
+    def test_a_neighbour_takes_nothing_of_the_share(self, monkeypatch: pytest.MonkeyPatch, own: int) -> None:
+        platform = CudaPlatform(0, FakeCuda(), "plain")
         assert platform.free_memory_bytes() == 60
-        monkeypatch.setattr(cuda_module, "_bytes_by_nvml", lambda index: 30)
-        assert platform.memory_budget_bytes(0.7, 1) == 70 - 20
-        assert platform.memory_budget_bytes(0.9, 1) == 60, "no more than is free"
-        monkeypatch.setattr(cuda_module, "_bytes_by_nvml", lambda index: None)
-        assert platform.memory_budget_bytes(0.7, 1) == 70 - 40, "nobody can tell whose it is"
+        asked: list[tuple[str, int]] = []
+
+        def by_nvml(uuid: str, pid: int) -> int:
+            asked.append((uuid, pid))
+            return own
+
+        monkeypatch.setattr(cuda_module, "process_bytes", by_nvml)
+        assert platform.memory_budget_bytes(0.7, 1) == 70 - (own - 10)
+        assert platform.memory_budget_bytes(1.0, 1) == 60, "no more than is free"
+        assert asked[0] == ("a-b", os.getpid())
+        assert platform.process_memory() == ProcessMemory(own, 30, 0)
+        assert platform.process_memory().non_torch_bytes == own - 30
+
+    @pytest.mark.parametrize("told", [None, 29])
+    def test_what_nobody_can_tell_is_all_that_is_in_use(
+        self, monkeypatch: pytest.MonkeyPatch, told: int | None
+    ) -> None:
+        """29 is less than torch alone has here: a process of another namespace has this number."""
+        platform = CudaPlatform(0, FakeCuda(), "plain")
+        monkeypatch.setattr(cuda_module, "process_bytes", lambda uuid, pid: told)
+        assert platform.process_memory() == ProcessMemory(50, 30, 0)
+        assert platform.memory_budget_bytes(0.7, 1) == 70 - 40
         assert platform.memory_budget_bytes(0.1, 1) == 0
+
+    def test_the_peak_is_what_torch_reserves_beside_what_it_had(self) -> None:
+        cuda = FakeCuda()
+        platform = CudaPlatform(0, cuda, "plain")
+        cuda.peak = 99
+
+        def run() -> None:
+            cuda.peak = 47
+
+        assert platform.peak_bytes(run) == 17
+
+    def test_memory_comes_from_an_arena(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda, device = FakeCuda(), FakeVirtualMemory(256 * MIB)
+        cuda.memory = device
+        cuda.mem_get_info = lambda device: (1 << 40, 1 << 40)  # type: ignore[method-assign]
+        monkeypatch.setattr(cuda_module, "tensor_at", lambda address, n, owner, device: view(address, n, owner))
+        monkeypatch.setattr(cuda_module, "process_bytes", lambda uuid, pid: 200 * MIB)
+        platform = CudaPlatform(0, cuda, "arena", FakeCudaDriver(device))
+        assert device.reserved == {}, "nothing is taken before it is asked for"
+        weights, pages = platform.allocate(1000, "weights"), platform.allocate(3 * MIB, "kv_cache")
+        device.check_access(weights)
+        assert not pages.any(), "pages are zero-filled"
+        assert platform.process_memory() == ProcessMemory(200 * MIB, 30, 128 * MIB)
+        platform.close()
+        device.check_nothing_left()
+
+    def test_the_option_decides(self, caplog: pytest.LogCaptureFixture) -> None:
+        device = FakeVirtualMemory()
+        without = FakeCudaDriver(device, supported=0)
+        with pytest.raises(ConfigError, match="device_memory='arena': GPU 0 has no virtual memory") as error:
+            CudaPlatform(0, FakeCuda(), "arena", without)
+        assert error.value.details == {"option": "device_memory", "value": "arena"}
+        with caplog.at_level("INFO"):
+            CudaPlatform(0, FakeCuda(), "auto", without)
+            CudaPlatform(0, FakeCuda(), "plain", FakeCudaDriver(device))
+        assert [record.getMessage().rpartition("arenas, ")[2] for record in caplog.records] == [
+            "since GPU 0 has no virtual memory that a program can manage",
+            "as device_memory='plain' asks",
+        ]
+        with pytest.raises(ConfigError, match="a CPU has no arenas"):
+            choose_platform("cpu", device_memory="arena")
 
     @pytest.mark.parametrize(
         ("asked", "checkpoint", "capability", "expected"),
@@ -104,7 +194,7 @@ class TestCuda:
         ],
     )
     def test_dtype(self, asked: str, checkpoint: str, capability: tuple[int, int], expected: str) -> None:
-        assert CudaPlatform(0, FakeCuda(capability=capability)).resolve_dtype(asked, checkpoint) == expected
+        assert CudaPlatform(0, FakeCuda(capability=capability), "plain").resolve_dtype(asked, checkpoint) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Paged attention by the flash-attn package: FlashAttention-3's `flash_attn_interface` or version 2's `flash_attn`.
 
-The cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_size], keys then values, which is the page layout
-of both. Neither is a dependency; the backend refuses where neither can be imported.
+The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values, head after head. Both
+versions take pages as [num_blocks, block_size, num_kv_heads, head_size] of any strides but the last, which is 1, so
+they get that view of it. Neither is a dependency; the backend refuses where neither can be imported.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.backends.triton import StepTensors
+from ringcore.attention.backends.step_tensors import StepTensors, upload
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
@@ -34,10 +36,14 @@ class _Step:
 
 class FlashAttnBackend(AttentionBackend):
     name: ClassVar[str] = "flash_attn"
+    takes_written_kv: ClassVar[bool] = True
 
     def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
         super().__init__(spec, num_heads, neighbours)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
+        from ringcore.kernels import kv_write
+
+        self._kv_write = kv_write.kv_write
         module, _ = _find_module()
         assert module is not None, "a backend that refuses was made"
         self._is_version_3 = module == _MODULES[0]
@@ -48,6 +54,8 @@ class FlashAttnBackend(AttentionBackend):
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"it runs on a CUDA device, not on {device.type}"
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton, which writes keys and values, is not installed"
         module, reasons = _find_module()
         if module is None:
             return reasons
@@ -63,35 +71,41 @@ class FlashAttnBackend(AttentionBackend):
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_size)
+        return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
 
     def plan(self, metadata: AttentionMetadata) -> _Step:
-        tensors, sums = StepTensors.upload(metadata), None
+        tensors, sums = StepTensors.of(metadata), None
         if not self._is_version_3:
             array = np.concatenate(([0], np.cumsum(metadata.seq_lens_cpu))).astype(np.int32)
-            sums = torch.from_numpy(array).to(metadata.slot_mapping.device)
+            (sums,) = upload([array], metadata.slot_mapping.device)
         return _Step(tensors, sums, metadata.max_seq_len)
+
+    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step | None:
+        if not self._is_version_3:  # version 2 must know the longest sequence
+            return None
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        longest = block_table.shape[1] * self.spec.block_size
+        return _Step(StepTensors(starts, seq_lens, block_table, max_query_len=1), None, longest)
 
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
         scale: float,
     ) -> torch.Tensor:
         assert isinstance(plan, _Step)
-        slots = kv_cache.view(2, -1, self.spec.num_kv_heads, self.spec.head_size)
-        slots[0, metadata.slot_mapping] = key
-        slots[1, metadata.slot_mapping] = value
-        step = plan.tensors
+        if key is not None and value is not None:
+            self._kv_write(key, value, kv_cache, metadata.slot_mapping)
+        step, (keys, values) = plan.tensors, kv_cache.transpose(2, 3).unbind(1)
         if self._is_version_3:
             return self._attend(
                 query,
-                kv_cache[0],
-                kv_cache[1],
+                keys,
+                values,
                 cache_seqlens=step.seq_lens,
                 page_table=step.block_table,
                 cu_seqlens_q=step.query_start_loc,
@@ -101,8 +115,8 @@ class FlashAttnBackend(AttentionBackend):
             )
         return self._attend(
             query,
-            kv_cache[0],
-            kv_cache[1],
+            keys,
+            values,
             cu_seqlens_q=step.query_start_loc,
             cu_seqlens_k=plan.context_start_loc,
             max_seqlen_q=step.max_query_len,

@@ -79,14 +79,16 @@ class TorchSdpaBackend(AttentionBackend):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
         scale: float,
     ) -> torch.Tensor:
         assert isinstance(plan, list)
+        assert key is not None, "prompts are computed of the step's own keys and values"
+        assert value is not None
         self._write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape)
         for part in plan:

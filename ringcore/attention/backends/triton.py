@@ -3,13 +3,15 @@
 The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one run of bytes, whatever the
 shape, so layers of other shapes may keep their blocks in the same memory.
 
-A step in which every sequence has one token takes the decode kernel, which cuts the contexts evenly over the device;
-any other step takes the prefill kernel for all its sequences. Of a context nothing is read but what its tokens see.
+The sequences of a step that have one token and come first take the decode kernel, which cuts their contexts evenly over
+the device; the others take the prefill kernel, but for long prompts of which nothing was cached: those take cuDNN's. Of
+a context nothing is read but what its tokens see.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -18,58 +20,66 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.fused_prompts import (
+    Prompts,
+    attend_prompts,
+    can_fuse,
+    is_worth_it,
+    neighbours_of_one_length,
+)
+from ringcore.attention.backends.step_tensors import StepTensors, upload
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_work import DecodeWork
+    from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
 
-__all__ = ["StepTensors", "TritonBackend"]
+__all__ = ["TritonBackend"]
 
 _MAX_HEAD_SIZE = 256
-_ALIGNMENT = 4  # int32 numbers: kernels are compiled anew for pointers that are not at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The ragged layout of a step on the device of its slots."""
+class _Decodes:
+    """Sequences that have one token each: sequence i has token i of the step."""
 
-    query_start_loc: torch.Tensor  # [num_seqs + 1] int32
-    seq_lens: torch.Tensor  # [num_seqs] int32
-    block_table: torch.Tensor  # [num_seqs, max_num_blocks] int32
-    max_query_len: int
+    seq_lens: torch.Tensor  # [num_decodes] int32
+    block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
+    work: DecodeWork  # planned for them
 
-    @classmethod
-    def upload(cls, metadata: AttentionMetadata) -> StepTensors:
-        """In one copy."""
-        arrays = (metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu)
-        sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-        packed = np.zeros(sum(sizes), dtype=np.int32)
-        at = 0
-        for array, size in zip(arrays, sizes, strict=True):
-            packed[at : at + array.size] = array.reshape(-1)
-            at += size
-        parts = torch.split(torch.from_numpy(packed).to(metadata.slot_mapping.device), sizes)
-        starts, lens, table = (part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True))
-        return cls(starts, lens, table, metadata.max_query_len)
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Neighbouring sequences of any number of tokens; their query_start_loc counts from the first of `tokens`."""
+
+    tensors: StepTensors
+    tokens: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    decodes: _Decodes | None
+    others: tuple[_Chunks | Prompts, ...] = ()
 
 
 class TritonBackend(AttentionBackend):
     """`ringcore.kernels`, which are imported with the first backend: a machine without a GPU has no Triton."""
 
     name: ClassVar[str] = "triton"
+    takes_written_kv: ClassVar[bool] = True
 
     def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
         super().__init__(spec, num_heads, neighbours)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
         from ringcore.kernels import decode_work, kv_write, paged_attention_decode, paged_attention_prefill
 
-        self._kv_write = kv_write.kv_write
+        self._kv_write, self._kv_read = kv_write.kv_write, kv_write.kv_read
         self._decode = paged_attention_decode.paged_attention_decode
         self._prefill = paged_attention_prefill.paged_attention_prefill
+        self._choose_tiling = decode_work.DecodeTiling.choose
         self._allocate_work = decode_work.DecodeWork.allocate
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        self._work: DecodeWork | None = None  # of the first step's device
+        self._works: dict[DecodeTiling, DecodeWork] = {}  # of the first step's device
 
     @classmethod
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
@@ -88,52 +98,114 @@ class TritonBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
 
-    def plan(self, metadata: AttentionMetadata) -> StepTensors:
-        step = StepTensors.upload(metadata)
-        if step.max_query_len == 1:
-            self._decode_work(step.seq_lens.device).plan(step.seq_lens)
-        return step
+    def plan(self, metadata: AttentionMetadata) -> _Step:
+        count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
+        device = metadata.slot_mapping.device
+        starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
+        runs = self._runs(metadata, count, device)
+        chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in runs if not is_fused]
+        uploaded = iter(
+            upload([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
+        )
+        decode_lens, decode_table = next(uploaded), next(uploaded)
+        others: list[_Chunks | Prompts] = []
+        for first, end, is_fused in runs:
+            if is_fused:
+                others += neighbours_of_one_length(int(starts[first]), lens[first:end].tolist())
+            else:
+                tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), metadata.max_query_len)
+                others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
+        return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> StepTensors:
-        self._decode_work(seq_lens.device).plan(seq_lens)
-        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
-        return StepTensors(starts, seq_lens, block_table, max_query_len=1)
+    def _runs(self, metadata: AttentionMetadata, first: int, device: torch.device) -> list[tuple[int, int, bool]]:
+        """The sequences from `first` on, as (first, end, whether cuDNN has them) of neighbours that go one way."""
+        if first == metadata.num_seqs:
+            return []
+        fused = is_worth_it(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
+        if not fused.any() or not can_fuse(self.spec, device):
+            return [(first, metadata.num_seqs, False)]
+        edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
+        return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
+
+    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
+        return _Step(self._plan_decodes(seq_lens, block_table))
+
+    def plan_mixed_on_device(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        decode_seq_lens: torch.Tensor,
+        num_tokens: int,
+    ) -> _Step:
+        assert len(decode_seq_lens) <= min(num_tokens, len(seq_lens))
+        # Rows without a decoding sequence are for the others: the decode kernel must leave them alone.
+        decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True)
+        others = StepTensors(query_start_loc, seq_lens, block_table, num_tokens)
+        return _Step(decodes, (_Chunks(others, slice(None)),))
+
+    def _plan_decodes(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
+    ) -> _Decodes:
+        work = self._work_for(len(seq_lens), seq_lens.device)
+        work.plan(seq_lens, skips_empty=skips_empty)
+        return _Decodes(seq_lens, block_table, work)
+
+    def _work_for(self, num_seqs: int, device: torch.device) -> DecodeWork:
+        spec, dtype = self.spec, getattr(torch, self.spec.dtype)
+        tiling = self._choose_tiling(num_seqs, spec.head_size, dtype)
+        if tiling not in self._works:
+            shape = (self.num_heads, spec.num_kv_heads, spec.head_size)
+            self._works[tiling] = self._allocate_work(*shape, tiling, device, window=self._window)
+        return self._works[tiling]
 
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
         scale: float,
     ) -> torch.Tensor:
-        assert isinstance(plan, StepTensors)
-        self._kv_write(key, value, kv_cache, metadata.slot_mapping)
-        if plan.max_query_len == 1:
-            work = self._decode_work(query.device)
-            return self._decode(query, kv_cache, plan.block_table, plan.seq_lens, work, scale)
-        return self._prefill(
+        assert isinstance(plan, _Step)
+        if key is not None and value is not None:
+            self._kv_write(key, value, kv_cache, metadata.slot_mapping)
+        out = query.new_empty(query.shape)
+        if plan.decodes is not None:
+            self._decode_forward(plan.decodes, query, kv_cache, scale, out)
+        for part in plan.others:
+            rows = part.tokens
+            match part:
+                case _Chunks():
+                    self._prefill_forward(part.tensors, query[rows], kv_cache, scale, out[rows])
+                case Prompts():
+                    if key is None or value is None:
+                        kv = self._kv_read(kv_cache, metadata.slot_mapping[rows])
+                    else:
+                        kv = key[rows], value[rows]
+                    attend_prompts(part, query[rows], *kv, scale, out[rows])
+        return out
+
+    def _decode_forward(
+        self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        count = len(decodes.seq_lens)
+        tables = (decodes.block_table, decodes.seq_lens)
+        self._decode(query[:count], kv_cache, *tables, decodes.work, scale, out=out[:count])
+
+    def _prefill_forward(
+        self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        self._prefill(
             query,
             kv_cache,
-            plan.block_table,
-            plan.seq_lens,
-            plan.query_start_loc,
+            step.block_table,
+            step.seq_lens,
+            step.query_start_loc,
             scale,
-            max_query_len=plan.max_query_len,
+            max_query_len=step.max_query_len,
             window=self._window,
+            out=out,
         )
-
-    def _decode_work(self, device: torch.device) -> DecodeWork:
-        if self._work is None:
-            spec = self.spec
-            self._work = self._allocate_work(
-                self.num_heads,
-                spec.num_kv_heads,
-                spec.head_size,
-                getattr(torch, spec.dtype),
-                device,
-                window=self._window,
-            )
-        return self._work

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 from ringcore.model_executor import ops
+from ringcore.model_executor.product import Activation
 
-__all__ = ["Activation", "bind_activation"]
-
-Activation = Literal["silu", "gelu_tanh"]
+__all__ = ["Activation", "BoundGate", "bind_activation"]
 
 
-def bind_activation(activation: Activation, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[n, 2 * size], gate beside up -> activation(gate) * up: [n, size], in the form for `device`."""
+@dataclass(frozen=True, slots=True)
+class BoundGate:
+    """An activation in the form for a device."""
+
+    activation: Activation
+    activate_and_multiply: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[n, 2 * size], gate beside up -> activation(gate) * up: [n, size]."""
+        return self.activate_and_multiply(gate_up)
+
+
+def bind_activation(activation: Activation, device: torch.device) -> BoundGate:
     if ops.has_kernels(device):
         from ringcore.kernels import activation as kernels
 
-        return kernels.silu_and_mul if activation == "silu" else kernels.gelu_tanh_and_mul
-    return ops.silu_and_mul if activation == "silu" else ops.gelu_tanh_and_mul
+        return BoundGate(activation, kernels.silu_and_mul if activation == "silu" else kernels.gelu_tanh_and_mul)
+    return BoundGate(activation, ops.silu_and_mul if activation == "silu" else ops.gelu_tanh_and_mul)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.model_executor.packing import Product, pack_linear
+from ringcore.model_executor.packing import pack_linear
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.product import Gate, Norm, Product
 from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
 __all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
@@ -82,12 +83,22 @@ class ColumnParallelLinear:
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
         if self._output_order is not None:
             order = self._output_order.to(weight.device)
-            weight, bias = weight[order], bias[order] if bias is not None else None
+            for tensor in (weight, bias):  # in place: the memory of weights is planned
+                if tensor is not None:
+                    tensor.copy_(tensor[order])
         self._product = pack_linear(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
         return self._product(x)
+
+    def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+        """self(norm(hidden)), in one pass where there is a kernel for it."""
+        return self._product.after_norm(norm, hidden)
+
+    def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """gate(self(norm(hidden))), likewise: [n, half of this rank's outputs]."""
+        return self._product.gated_after_norm(norm, hidden, gate)
 
 
 def _stacked(
@@ -141,3 +152,10 @@ class RowParallelLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
         return self._tp.all_reduce(self._product(x))
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """hidden [n, num_outputs] += self(x), in place, and rounded once where there is a kernel for it."""
+        if self._tp.size == 1:
+            self._product.add_to(hidden, x)
+        else:
+            self._tp.all_reduce_add(self._product(x), hidden)

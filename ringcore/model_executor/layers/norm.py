@@ -10,7 +10,7 @@ import torch
 from ringcore.model_executor import ops
 from ringcore.model_executor.weight import Tensors, Weight, WeightPart
 
-__all__ = ["HeadNorm", "RMSNorm", "bind_add_rms_norm", "bind_rms_norm"]
+__all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
 
 
 def bind_rms_norm(
@@ -31,28 +31,11 @@ def bind_rms_norm(
     return functools.partial(ops.rms_norm, weight=weight, eps=eps)
 
 
-def bind_add_rms_norm(
-    weight: torch.Tensor, eps: float, *, plus_one: bool = False
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(hidden, addend): hidden += addend, in place, then what `bind_rms_norm` makes of hidden. weight: [size]."""
-    if ops.has_kernels(weight.device):
-        kernel = _kernel(weight, eps, plus_one)
-        return lambda hidden, addend: kernel(hidden, addend=addend)
-    return functools.partial(_add_and_normalise, bind_rms_norm(weight, eps, plus_one=plus_one))
-
-
 def _kernel(weight: torch.Tensor, eps: float, plus_one: bool) -> Callable[..., torch.Tensor]:
     """It multiplies in float32 and rounds once, whatever dtype the weight has."""
     from ringcore.kernels.rms_norm import rms_norm
 
     return functools.partial(rms_norm, weight=1 + weight.float() if plus_one else weight, eps=eps)
-
-
-def _add_and_normalise(
-    normalise: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, addend: torch.Tensor
-) -> torch.Tensor:
-    hidden += addend
-    return normalise(hidden)
 
 
 def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -71,10 +54,11 @@ class RMSNorm:
         self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False
     ) -> None:
         self._weight = _norm_weight(name, checkpoint_name, size, dtype)
-        self._eps = eps
+        self.eps = eps
         self._plus_one = plus_one
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
-        self._add_and_normalise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self._has_kernel: bool
+        self.gain: torch.Tensor  # [size]: what rows are multiplied by
 
     def weights(self) -> list[Weight]:
         return [self._weight]
@@ -82,12 +66,22 @@ class RMSNorm:
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
         weight = tensors.pop(self._weight.name)
-        self._normalise = bind_rms_norm(weight, self._eps, plus_one=self._plus_one)
-        self._add_and_normalise = bind_add_rms_norm(weight, self._eps, plus_one=self._plus_one)
+        self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one)
+        self._has_kernel = ops.has_kernels(weight.device)
+        self.gain = 1 + weight.float() if self._plus_one else weight
 
-    def __call__(self, hidden: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [n, size] -> a new tensor [n, size]. An `addend` [n, size] is added to hidden first, in place."""
-        return self._normalise(hidden) if addend is None else self._add_and_normalise(hidden, addend)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, size] -> a new tensor [n, size]."""
+        return self._normalise(x)
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """hidden [n, size] += the norm of x [n, size], in place."""
+        if self._has_kernel:
+            from ringcore.kernels.rms_norm import rms_norm
+
+            rms_norm(x, self.gain, self.eps, add_to=hidden)
+        else:
+            hidden.add_(self._normalise(x))
 
 
 class HeadNorm:

@@ -7,7 +7,6 @@ pair is then one product of complex numbers. Scores do not change, since q and k
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ringcore.attention.layer import WrittenPages
 from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm
@@ -27,17 +27,26 @@ def interleaved(head_dim: int) -> torch.Tensor:
     return torch.arange(head_dim).view(2, head_dim // 2).t().flatten()
 
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [n, heads, head_dim], k and v [n, kv_heads, head_dim]
+# q [n, heads, head_dim], k and v [n, kv_heads, head_dim]; None where keys and values are in their pages.
+Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Rotation(Protocol):
     """How a step's tokens are turned, in the form of the device; the same for many layers."""
 
-    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
-        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its memory is used up.
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_norm: HeadNorm | None,
+        pages: WrittenPages | None = None,
+    ) -> Heads:
+        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its memory is used up. pages: where keys
+        and values may be written in passing.
 
         -> q and k normalised, where the model does that, and turned, and v. They may be views, with other heads
-        between one token's and the next one's.
+        between one token's and the next one's. k and v are None where they were written to the pages.
         """
 
 
@@ -47,7 +56,14 @@ class ComplexRotation:
 
     angles: torch.Tensor  # [n, 1, head_dim / 2] complex64, for `ops.apply_rotary`
 
-    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_norm: HeadNorm | None,
+        pages: WrittenPages | None = None,
+    ) -> Heads:
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
         qk, v = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
         if head_norm is not None:
@@ -59,23 +75,38 @@ class ComplexRotation:
 
 @dataclass(frozen=True, slots=True)
 class KernelRotation:
-    """By one kernel, norms and all, in place."""
+    """By one kernel, norms, pages and all, in place."""
 
-    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32, as `qk_norm_rope` takes it
-    positions: torch.Tensor  # [n] int64
+    cos_sin: torch.Tensor  # [n, head_dim] float32, by token, as `qk_norm_rope` takes it
 
-    def __call__(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_norm: HeadNorm | None) -> Heads:
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_norm: HeadNorm | None,
+        pages: WrittenPages | None = None,
+    ) -> Heads:
         from ringcore.kernels.qk_norm_rope import qk_norm_rope
 
         gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
-        qk_norm_rope(qkv, self.positions, self.cos_sin, num_heads, num_kv_heads, norm_weight=gain, eps=eps)
+        kv_cache, slots = (None, None) if pages is None else pages
+        qk_norm_rope(
+            *(qkv, None, self.cos_sin, num_heads, num_kv_heads),
+            norm_weight=gain,
+            eps=eps,
+            kv_cache=kv_cache,
+            slot_mapping=slots,
+        )
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        if pages is not None:
+            return heads[:, :num_heads], None, None
         q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         return q, k, v
 
 
 class RotaryEmbedding:
-    """The angle of every pair at every position, gathered once a step for all layers or looked up by the kernel."""
+    """The angle of every pair at every position, gathered once a step for all layers."""
 
     def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
         assert head_dim % 2 == 0, head_dim
@@ -90,7 +121,8 @@ class RotaryEmbedding:
         angles = torch.arange(self._max_model_len, dtype=torch.float32)[:, None] * frequencies
         table = torch.complex(angles.cos(), angles.sin()).mul_(factor)
         if ops.has_kernels(device):
-            self._at = functools.partial(KernelRotation, torch.view_as_real(table).flatten(1).to(device))
+            cos_sin = torch.view_as_real(table).flatten(1).to(device)
+            self._at = lambda positions: KernelRotation(cos_sin.index_select(0, positions))
         else:
             by_head = table.unsqueeze(1).to(device)
             self._at = lambda positions: ComplexRotation(by_head.index_select(0, positions))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
-from ringcore.model_executor.layers.activation import Activation, bind_activation
+from ringcore.model_executor.layers.activation import Activation, BoundGate, bind_activation
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -99,10 +99,12 @@ class SelfAttention:
     def layers(self) -> list[Bindable]:
         return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        """x: [n, hidden_size] -> [n, hidden_size]."""
-        q, k, v = rotation(self.qkv_proj(x), self.num_heads, self.num_kv_heads, self.head_norm)
-        return self.o_proj(self.attention(q, k, v, ctx).reshape(x.shape[0], -1))
+    def __call__(self, norm: RMSNorm, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """hidden: [n, hidden_size], which `norm` is for -> what `o_proj` takes: [n, num_heads * head_dim]."""
+        qkv = self.qkv_proj.after_norm(norm, hidden)
+        pages = self.attention.pages(ctx)
+        q, k, v = rotation(qkv, self.num_heads, self.num_kv_heads, self.head_norm, pages)
+        return self.attention(q, k, v, ctx).reshape(len(hidden), -1)
 
 
 class MLP:
@@ -111,7 +113,7 @@ class MLP:
     def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
         name, checkpoint_name = f"layers.{index}", f"model.layers.{index}.mlp"
         self._activation = family.activation
-        self._activate_and_multiply: Callable[[torch.Tensor], torch.Tensor]
+        self._gate: BoundGate
         self.gate_up_proj = ColumnParallelLinear(
             f"{name}.gate_up_proj",
             merged_outputs((f"{checkpoint_name}.gate_proj", f"{checkpoint_name}.up_proj"), spec.intermediate_size, tp),
@@ -134,11 +136,11 @@ class MLP:
 
     def bind_activation(self, device: torch.device) -> None:
         """It has no weights that say where it runs."""
-        self._activate_and_multiply = bind_activation(self._activation, device)
+        self._gate = bind_activation(self._activation, device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, hidden_size] -> [n, hidden_size]."""
-        return self.down_proj(self._activate_and_multiply(self.gate_up_proj(x)))
+    def __call__(self, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden_size], which `norm` is for -> what `down_proj` takes: [n, this rank's part]."""
+        return self.gate_up_proj.gated_after_norm(norm, hidden, self._gate)
 
 
 class DecoderLayer:
@@ -153,14 +155,15 @@ class DecoderLayer:
     def layers(self) -> list[Bindable]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
-    def __call__(
-        self, hidden: torch.Tensor, contribution: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """Adds to the residual stream `hidden` [n, hidden_size], in place, the `contribution` that the layer before
-        returned, and its attention's; returns its MLP's, [n, hidden_size]. So each addition stands before a norm, and
-        the two can be one pass."""
-        attended = self.self_attention(self.input_norm(hidden, contribution), rotation, ctx)
-        return self.mlp(self.mlp_norm(hidden, attended))
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
+        """Adds to the residual stream `hidden` [n, hidden_size], in place, what attention and the MLP make of it.
+
+        A norm goes with the product behind it, an addition with the product before it: for few rows on a GPU each
+        pair is one kernel.
+        """
+        attended = self.self_attention(self.input_norm, hidden, rotation, ctx)
+        self.self_attention.o_proj.add_to(hidden, attended)
+        self.mlp.down_proj.add_to(hidden, self.mlp(self.mlp_norm, hidden))
 
 
 def layer_norm(
@@ -225,10 +228,9 @@ class DenseDecoder(CausalLM):
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         hidden = self.embed(input_ids)
-        contribution: torch.Tensor | None = None
         for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
-            contribution = layer(hidden, contribution, rotations[which], ctx)
-        return self.norm(hidden, contribution)
+            layer(hidden, rotations[which], ctx)
+        return self.norm(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""

@@ -28,12 +28,11 @@ class Gemma3Layer(DecoderLayer):
     def layers(self) -> list[Bindable]:
         return [*super().layers(), self.attention_out_norm, self.mlp_out_norm]
 
-    def __call__(
-        self, hidden: torch.Tensor, contribution: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
         """As `DecoderLayer`."""
-        attended = self.self_attention(self.input_norm(hidden, contribution), rotation, ctx)
-        return self.mlp_out_norm(self.mlp(self.mlp_norm(hidden, self.attention_out_norm(attended))))
+        attended = self.self_attention(self.input_norm, hidden, rotation, ctx)
+        self.attention_out_norm.add_to(hidden, self.self_attention.o_proj(attended))
+        self.mlp_out_norm.add_to(hidden, self.mlp.down_proj(self.mlp(self.mlp_norm, hidden)))
 
 
 class Gemma3ForCausalLM(DenseDecoder):

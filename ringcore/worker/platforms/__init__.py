@@ -12,10 +12,10 @@ __all__ = ["PLATFORMS", "choose_platform"]
 PLATFORMS: dict[str, type[CpuPlatform] | type[CudaPlatform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
 
 
-def choose_platform(device: str, rank: int = 0) -> Platform:
+def choose_platform(device: str, rank: int = 0, device_memory: str = "auto") -> Platform:
     """The platform named by the engine option `device`, or for "auto" the first that is present. Raises `ConfigError`.
 
-    rank: of this worker among those of the host.
+    rank: of this worker among those of the host. device_memory: the engine option of that name.
     """
     name = next(name for name, kind in PLATFORMS.items() if kind.is_present()) if device == "auto" else device
     if name not in PLATFORMS:
@@ -24,4 +24,10 @@ def choose_platform(device: str, rank: int = 0) -> Platform:
             option="device",
             value=device,
         )
-    return CudaPlatform(rank) if name == "cuda" else CpuPlatform()
+    if name == "cuda":
+        return CudaPlatform(rank, device_memory=device_memory)
+    if device_memory == "arena":
+        raise ConfigError(
+            "device_memory='arena': a CPU has no arenas; give 'auto' or 'plain'", option="device_memory", value="arena"
+        )
+    return CpuPlatform()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.worker.communicator import GlooCommunicator
+from ringcore.worker.device_memory import MemoryTag, PlainMemory
 from ringcore.worker.platform import Platform
 
 __all__ = ["CpuPlatform"]
@@ -33,6 +33,7 @@ class CpuPlatform(Platform):
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
         self._cgroups = cgroups
+        self._memory = PlainMemory(self.device)
 
     @classmethod
     def is_present(cls) -> bool:
@@ -100,15 +101,16 @@ class CpuPlatform(Platform):
                 if folder.is_relative_to(root):
                     yield folder, *names
 
-    def allocate_pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Mapped, not filled: memory is taken, and cleared, as it is first written.
+    def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
+        """Pages are mapped, not filled: memory is taken, and cleared, as it is first written.
 
         torch's zeros touch everything at once. numpy's do not, but ask for huge pages, and then each block, which lies
         in as many places as a layer has heads, has 2 MiB cleared at every one of them; and they are not aligned.
         """
-        num_bytes = max(1, math.prod(shape)) * dtype.itemsize
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with the tensor
-        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+        if tag != "kv_cache":
+            return self._memory.allocate(num_bytes, tag)
+        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with the tensor
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
     def synchronize(self) -> None:
         """Every operation here has ended when it returns."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +14,14 @@ import torch
 from ringcore.errors import ConfigError
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.worker.communicator import NcclCommunicator
-from ringcore.worker.platform import Platform
+from ringcore.worker.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
+from ringcore.worker.platform import Platform, ProcessMemory
+from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory, tensor_at
+from ringcore.worker.platforms.nvml import process_bytes
 
 __all__ = ["CudaPlatform"]
+
+_log = logging.getLogger(__name__)
 
 _BFLOAT16_SINCE = (8, 0)  # compute capability: below, bfloat16 is emulated
 
@@ -24,9 +32,11 @@ class CudaPlatform(Platform):
     attention_backends: ClassVar[Sequence[str]] = ("triton", "flash_attn")
     default_memory_share: ClassVar[float] = 0.9
     attention_gathers: ClassVar[bool] = False
+    measures_steps: ClassVar[bool] = True
 
-    def __init__(self, rank: int = 0, cuda: Any = torch.cuda) -> None:
-        """Raises `ConfigError` where there is no GPU for the rank."""
+    def __init__(self, rank: int = 0, cuda: Any = torch.cuda, device_memory: str = "auto", driver: Any = None) -> None:
+        """device_memory: the engine option. Raises `ConfigError` where there is no GPU for the rank, or no arena on it
+        though one was asked for. driver: the module cuda.bindings.driver, imported where it is not given."""
         count = cuda.device_count() if cuda.is_available() else 0
         if rank >= count:
             raise ConfigError(
@@ -38,6 +48,20 @@ class CudaPlatform(Platform):
         self._cuda = cuda
         self.device = torch.device("cuda", rank)
         cuda.set_device(self.device)
+        self._memory = self._choose_memory(device_memory, driver)
+
+    def _choose_memory(self, asked: str, driver: Any) -> DeviceMemory:
+        refusal = CudaVirtualMemory.refusal(self.device.index, driver)
+        if asked == "arena" and refusal is not None:
+            raise ConfigError(
+                f"device_memory='arena': {refusal}; give 'auto' or 'plain'", option="device_memory", value=asked
+            )
+        if asked == "plain" or refusal is not None:
+            reason = "as device_memory='plain' asks" if asked == "plain" else f"since {refusal}"
+            _log.info("weights and KV cache on %s are allocated by torch, not in arenas, %s", self.device, reason)
+            return PlainMemory(self.device)
+        memory = CudaVirtualMemory(self.device.index, driver, self._cuda)
+        return ArenaMemory(self.total_memory_bytes(), memory, partial(tensor_at, device=self.device))
 
     @classmethod
     def is_present(cls) -> bool:
@@ -67,34 +91,38 @@ class CudaPlatform(Platform):
         return max(0, min(int(self.total_memory_bytes() * share) - mine, self.free_memory_bytes()))
 
     def _own_memory_bytes(self) -> int:
-        """What this process has of the card, the driver's share included; all that is in use where nobody can tell."""
-        unused = self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device)
-        used = _bytes_by_nvml(self.device.index)
-        return (self.total_memory_bytes() - self.free_memory_bytes()) if used is None else max(0, used - unused)
+        """What this process has of the card and uses, the driver's share included."""
+        unused = int(self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device))
+        return max(0, self.process_memory().own_bytes - unused)
 
-    def allocate_pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def process_memory(self) -> ProcessMemory:
+        """All that is in use counts as this process's where nobody can tell."""
+        torch_bytes, arena_bytes = int(self._cuda.memory_reserved(self.device)), self._memory.mapped_bytes
+        own = process_bytes(str(self._cuda.get_device_properties(self.device).uuid), os.getpid())
+        if own is None or own < torch_bytes + arena_bytes:  # less than is known: it is another process of that number
+            free, total = self._cuda.mem_get_info(self.device)
+            own = int(total) - int(free)
+        return ProcessMemory(own, torch_bytes, arena_bytes)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """By what torch's allocator reserves: memory that it holds in parts too small for anything is gone too."""
+        cuda, device = self._cuda, self.device
+        cuda.synchronize(device)
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats(device)
+        before = cuda.memory_reserved(device)
+        run()
+        cuda.synchronize(device)
+        return int(cuda.max_memory_reserved(device) - before)
+
+    def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
+        memory = self._memory.allocate(num_bytes, tag)
+        return memory.zero_() if tag == "kv_cache" else memory
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.device)
 
-
-def _bytes_by_nvml(index: int) -> int | None:
-    """This process's memory on a GPU by the driver's management library; None where it is not there or cannot tell."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            uuid = str(torch.cuda.get_device_properties(index).uuid)
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    used = {process.pid: process.usedGpuMemory for process in processes}
-    own: int | None = used.get(os.getpid())
-    return own
+    def close(self) -> None:
+        gc.collect()  # tensors in cycles hold memory too
+        self._memory.close()
+        self._cuda.empty_cache()

@@ -1,0 +1,226 @@
+"""Decode, offline batches and prefill of models of published shapes, on one GPU or several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.driver import BenchmarkError, Driver
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
+from benchmarks.gpu_options import MAX_MODEL_LEN, Deadline, add_engine_arguments, bytes_a_number, gpu_specs
+from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, interleave, note
+from benchmarks.models import PublishedModel, find_published
+from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
+from benchmarks.turns import measurements_from_rows
+
+__all__ = ["Gpu"]
+
+TURN_TIMEOUT_S, CEILINGS_TIMEOUT_S = 180.0, 120.0
+OFFLINE_REQUESTS, PREFILL_PROMPTS, PREFILL_TOKENS = 256, 64, MAX_MODEL_LEN - 1
+WARM_UP_TOKENS, WARM_UP_SHARE = 16, 8  # of the uncounted round: new tokens; one request in so many
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+DECODE_LOADS = (DecodeLoad(1, 128, 512), DecodeLoad(32, 1024, 256), DecodeLoad(256, 512, 256))
+WHAT = ("decode", "prefill", "offline")
+# What is measured of each model where nothing else is said.
+PARTS = {
+    "Llama-3.2-1B": ("decode 1",),
+    "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline"),
+    "Qwen3-8B": ("decode 1", "decode 32", "decode 256", "prefill", "offline"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: how it is shown, what is sent in a round, and the limits of its rows."""
+
+    shown: str
+    command: str
+    arguments: Callable[[int], dict[str, Any]]  # by the round; round 0 is short and not counted
+    limits: dict[str, Limit]
+
+
+class Gpu(Benchmark):
+    """ms a step, tokens/s of offline batches and of prompts, tokens in and out; needs no model"""
+
+    needs_model: ClassVar[bool] = False
+    default_rounds: ClassVar[int] = 3
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add_engine_arguments(parser)
+        parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: all)")
+        parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
+        parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each engine (default: 1)")
+        Deadline.add_arguments(parser)
+
+    def run(self, plan: Plan) -> Findings:
+        options = plan.options
+        models, parts = find_published(options.models), chosen_parts(options.what, options.batches)
+        deadline = Deadline(options.seconds)
+        ceilings = measure_ceilings(options.device, options.dtype)
+        session = _Session(plan, ceilings, deadline)
+        with tempfile.TemporaryDirectory(prefix="models-") as folder:
+            for model in models:
+                if deadline.allows(model.name):
+                    session.measure(model, Path(folder), [part for part in PARTS[model.name] if part in parts])
+        return session.findings()
+
+
+def chosen_parts(what: str, batches: str | None) -> list[str]:
+    """The parts of `PARTS` that the options name. Raises `BenchmarkError` for what there is not."""
+    names = what.split(",")
+    if unknown := [name for name in names if name not in WHAT]:
+        raise BenchmarkError(f"--what {what}: no {unknown[0]!r}; there are: {', '.join(WHAT)}", what=what)
+    known = [str(load.batch) for load in DECODE_LOADS]
+    wanted = batches.split(",") if batches else known
+    if unknown := [batch for batch in wanted if batch not in known]:
+        raise BenchmarkError(f"--batches {batches}: no {unknown[0]!r}; there are: {', '.join(known)}", batches=batches)
+    decode = [f"decode {batch}" for batch in wanted] if "decode" in names else []
+    return decode + [name for name in names if name != "decode"]
+
+
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """In a process that ends before any engine starts, and takes its memory with it."""
+    note("ceilings of the device")
+    with Driver("ceilings", (sys.executable, "-m", "benchmarks.gpu_ceilings")) as driver:
+        ceilings = Ceilings.of(driver.call("measure", CEILINGS_TIMEOUT_S, device=device, dtype=dtype))
+    note(f"{ceilings.read_bytes_per_s / 1e9:,.0f} GB/s read, {ceilings.gemm_flops_per_s / 1e12:,.1f} TFLOP/s")
+    return ceilings
+
+
+class _Session:
+    """All models of one run, one after the other; an engine that fails is out of the rest of its model's cases."""
+
+    def __init__(self, plan: Plan, ceilings: Ceilings, deadline: Deadline) -> None:
+        self._plan, self._ceilings, self._deadline = plan, ceilings, deadline
+        self._size: int = plan.options.tensor_parallel_size
+        self._specs = gpu_specs(plan, "gpu", self._size)
+        self._engines: dict[str, dict[str, Any]] = {}
+        self._measurements: list[Measurement] = []
+        self._failures: list[Check] = []
+
+    def measure(self, model: PublishedModel, folder: Path, parts: Sequence[str]) -> None:
+        if not parts:
+            return
+        plan = replace(self._plan, specs=self._specs, model=model.write(folder))
+        cases = make_cases(model, parts, self._ceilings, self._size, bytes_a_number(self._plan.options.dtype))
+        with ExitStack() as stack:
+            fleet = stack.enter_context(Fleet(plan, may_lose_peers=True))
+            self._engines |= fleet.facts
+            for name, reason in fleet.lost.items():
+                self._fail(name, model.name, reason)
+            alive = list(fleet.facts)
+            for case in cases:
+                if self._deadline.allows(case.shown):
+                    self._measurements += self._take(fleet, alive, case)
+
+    def _take(self, fleet: Fleet, alive: list[str], case: Case) -> list[Measurement]:
+        """`alive` loses the engines that fail."""
+
+        def turn(name: str, round_: int) -> list[Any]:
+            if name not in alive:
+                return []
+            try:
+                with fleet.turn(name) as driver:
+                    rows: list[Any] = driver.call(case.command, TURN_TIMEOUT_S, **case.arguments(round_))
+            except BenchmarkError as error:
+                alive.remove(name)
+                self._fail(name, case.shown, error.message)
+                return []
+            shown = ", ".join(f"{value:.4g} {unit} {label}" for label, unit, value in rows)
+            note(f"{case.shown}, round {round_} of {self._plan.rounds}: {name} {shown}")
+            return rows
+
+        taken = interleave(list(alive), self._plan.rounds, turn)
+        whole = {name: rounds for name, rounds in taken.items() if name in alive}
+        return measurements_from_rows(whole, case.limits, prefix=f"{case.shown}, ")
+
+    def _fail(self, name: str, what: str, reason: str) -> None:
+        note(f"{name} failed, {what}: {reason}")
+        first = reason.splitlines()[0]
+        self._failures.append(Check(name=f"{name}{FAILED}{what}", value=first))
+
+    def findings(self) -> Findings:
+        names = [spec.name for spec in self._specs if spec.name in self._engines]
+        if not self._measurements:
+            raise BenchmarkError("nothing was measured: no model has the parts asked for, or all engines failed")
+        return Findings(
+            measurements=self._measurements,
+            engines={name: self._engines[name] for name in names},
+            conditions=_conditions(self._plan.options.dtype, self._specs),
+            checks=self._failures,
+        )
+
+
+def make_cases(
+    model: PublishedModel, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int
+) -> list[Case]:
+    """In the order of `parts`."""
+    shown = model.name + (f" on {size} devices" if size > 1 else "")
+    loads = {f"decode {load.batch}": load for load in DECODE_LOADS}
+    cases = []
+    for part in parts:
+        if part in loads:
+            cases.append(_decode_case(shown, model, loads[part], ceilings, size, bytes_a_number))
+        elif part == "prefill":
+            limit = prefill_ceiling(model, ceilings, size, PREFILL_PROMPTS, PREFILL_TOKENS)
+            label = f"{shown}, prefill of {PREFILL_PROMPTS} prompts of {PREFILL_TOKENS:,} tokens"
+            cases.append(Case(label, "prefill", _prefill_arguments, {"prompts": limit}))
+        else:
+            floor = offline_floor(model, ceilings, size, bytes_a_number, OFFLINE_REQUESTS)
+            label = f"{shown}, offline, {OFFLINE_REQUESTS} requests"
+            cases.append(Case(label, "offline", _offline_arguments, {"all requests": floor}))
+    return cases
+
+
+def _decode_case(
+    shown: str, model: PublishedModel, load: DecodeLoad, ceilings: Ceilings, size: int, bytes_a_number: int
+) -> Case:
+    context = load.prompt_tokens + load.new_tokens / 2
+    floor = decode_floor(model, ceilings, size, bytes_a_number, load.batch, context)
+
+    def arguments(round_: int) -> dict[str, Any]:
+        new = load.new_tokens if round_ else WARM_UP_TOKENS
+        return {"batch": load.batch, "prompt_tokens": load.prompt_tokens, "new_tokens": new}
+
+    label = f"{shown}, batch {load.batch} ({load.prompt_tokens:,} in, {load.new_tokens} out)"
+    return Case(label, "decode", arguments, {"a step": floor})
+
+
+def _prefill_arguments(round_: int) -> dict[str, Any]:
+    num_prompts = PREFILL_PROMPTS if round_ else PREFILL_PROMPTS // WARM_UP_SHARE
+    return {"num_prompts": num_prompts, "prompt_tokens": PREFILL_TOKENS, "turn": round_}
+
+
+def _offline_arguments(round_: int) -> dict[str, Any]:
+    return {"num_requests": OFFLINE_REQUESTS if round_ else OFFLINE_REQUESTS // WARM_UP_SHARE, "turn": round_}
+
+
+def _conditions(dtype: str, specs: Sequence[EngineSpec]) -> list[str]:
+    share = specs[0].settings["memory_share"]
+    return [
+        f"Models of the published shapes with random weights in {dtype}; tokens in, tokens out, past any end of text; "
+        f"max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its default.",
+        "A step: greedy, prompts cached, (t(n tokens) - t(1 token)) / (n - 1) by the wall clock around the call. "
+        "Offline: nano-vllm's benchmark, prompts and completions of 100 to 1,024 tokens, temperature 0.6. Prefill: one "
+        "token each. Before offline batches and prefill the prefix cache is emptied.",
+        "The limits count with the rates at which a kernel that only reads, and a product of 8192 x 8192 matrices that "
+        "is repeated until the clocks settle, ran in the same run.",
+        "Every engine is a process of its own; all are loaded at once, and all but the one whose turn it is are "
+        "stopped. The uncounted round is a short one.",
+    ]

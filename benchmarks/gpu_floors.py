@@ -1,0 +1,81 @@
+"""The least time that a workload can take on a device, by what it must read and multiply."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.models import PublishedModel
+from benchmarks.peers.gpu_loops import offline_lengths
+from benchmarks.result import Limit
+
+__all__ = ["decode_floor", "offline_floor", "prefill_ceiling"]
+
+
+class _Device:
+    """`size` equal devices, each with its share of a model's weights and KV heads."""
+
+    def __init__(self, ceilings: Ceilings, bytes_a_number: int, size: int) -> None:
+        self._ceilings, self._bytes, self._size = ceilings, bytes_a_number, size
+
+    def read_s(self, numbers: float) -> float:
+        return numbers * self._bytes / self._size / self._ceilings.read_bytes_per_s
+
+    def multiply_s(self, flops: float) -> float:
+        return flops / self._size / self._ceilings.gemm_flops_per_s
+
+    @property
+    def shown(self) -> str:
+        on = f" on {self._size} devices" if self._size > 1 else ""
+        return f"at {self._ceilings.read_bytes_per_s / 1e12:.2f} TB/s{on}"
+
+    @property
+    def shown_rate(self) -> str:
+        on = f" on {self._size} devices" if self._size > 1 else ""
+        return f"at {self._ceilings.gemm_flops_per_s / 1e12:.0f} TFLOP/s{on}"
+
+
+def decode_floor(
+    model: PublishedModel, ceilings: Ceilings, size: int, bytes_a_number: int, batch: int, context: float
+) -> Limit:
+    """Milliseconds a step: all weights and the cache of `batch` sequences of `context` tokens, read once; or, where
+    that takes longer, the products."""
+    device = _Device(ceilings, bytes_a_number, size)
+    numbers = model.step_weights + batch * context * model.kv_numbers_a_token
+    read_s, multiply_s = device.read_s(numbers), device.multiply_s(2.0 * model.step_weights * batch)
+    if multiply_s > read_s:
+        return Limit(value=multiply_s * 1e3, statement=f"the products of {batch} tokens {device.shown_rate}")
+    statement = f"reading {numbers * bytes_a_number / 1e9:.2f} GB of weights and KV cache {device.shown}"
+    return Limit(value=read_s * 1e3, statement=statement)
+
+
+def offline_floor(
+    model: PublishedModel, ceilings: Ceilings, size: int, bytes_a_number: int, num_requests: int
+) -> Limit:
+    """Seconds for nano-vllm's workload: the cache that all decode steps read, the weights once for each step of the
+    longest completion, and the products of the prompts; nothing overlaps."""
+    device = _Device(ceilings, bytes_a_number, size)
+    lengths = offline_lengths(num_requests)
+    cached = sum(new * prompt + new * new / 2 for prompt, new in lengths)
+    num_steps = max(new for _, new in lengths)
+    kv_s, weights_s = device.read_s(cached * model.kv_numbers_a_token), device.read_s(num_steps * model.step_weights)
+    prompts_s = device.multiply_s(sum(_prompt_flops(model, prompt) for prompt, _ in lengths))
+    statement = (
+        f"{kv_s:.2f} s to read the KV cache and {weights_s:.2f} s the weights, {num_steps:,} times, {device.shown}, "
+        f"{prompts_s:.2f} s for the products of the prompts {device.shown_rate}, without overlap"
+    )
+    return Limit(value=kv_s + weights_s + prompts_s, statement=statement)
+
+
+def prefill_ceiling(
+    model: PublishedModel, ceilings: Ceilings, size: int, num_prompts: int, prompt_tokens: int
+) -> Limit:
+    """Tokens a second."""
+    device = _Device(ceilings, 0, size)
+    flops = num_prompts * _prompt_flops(model, prompt_tokens)
+    seconds = device.multiply_s(flops)
+    statement = f"{flops / 1e12:,.0f} TFLOP, those of attention among them, {device.shown_rate}"
+    return Limit(value=num_prompts * prompt_tokens / seconds, statement=statement)
+
+
+def _prompt_flops(model: PublishedModel, num_tokens: int) -> float:
+    """The output matrix is left out: it is for the last token alone."""
+    return 2.0 * model.layer_weights * num_tokens + 2.0 * model.attention_width * num_tokens**2

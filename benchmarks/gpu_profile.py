@@ -1,0 +1,121 @@
+"""Where a decode step's time on the GPU goes, kernel by kernel."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
+from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note, numbers
+from benchmarks.models import PublishedModel, find_published
+from benchmarks.result import Findings, Measurement
+
+__all__ = ["GpuProfile"]
+
+TIMEOUT_S = 180.0
+NUM_STEPS = 32
+PROMPT_TOKENS = {1: 128}  # by batch; of others:
+MANY_PROMPT_TOKENS = 512
+_LONGEST_NAME = 80
+OTHERS = "all others"
+
+
+class GpuProfile(Benchmark):
+    """µs of each kernel of a decode step, by torch's profiler; needs no model"""
+
+    needs_model: ClassVar[bool] = False
+    default_rounds: ClassVar[int] = 1
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add_engine_arguments(parser)
+        parser.set_defaults(models="Qwen3-0.6B")
+        parser.add_argument("--batches", default="1,256", help="requests that decode (default: 1,256)")
+        parser.add_argument("--top", type=int, default=20, help="kernels with a row of their own (default: 20)")
+        Deadline.add_arguments(parser)
+
+    def run(self, plan: Plan) -> Findings:
+        options = plan.options
+        (spec,) = gpu_specs(replace(plan, specs=plan.specs[:1]), "profile")
+        batches, deadline = numbers("--batches", options.batches), Deadline(options.seconds)
+        measurements: list[Measurement] = []
+        facts: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory(prefix="models-") as folder:
+            for model in find_published(options.models):
+                if deadline.allows(model.name):
+                    found, facts = _profile(spec, model, Path(folder), batches, plan.rounds, options.top)
+                    measurements += found
+        return Findings(
+            measurements=measurements,
+            engines={spec.name: facts},
+            conditions=_conditions(options.dtype),
+        )
+
+
+def _profile(
+    spec: EngineSpec, model: PublishedModel, folder: Path, batches: list[int], rounds: int, top: int
+) -> tuple[list[Measurement], dict[str, Any]]:
+    """One engine for all batches; its rows, and its facts."""
+    measurements = []
+    with spec.start() as driver:
+        facts = load_engine(driver, spec, model.write(folder)).facts
+        for batch in batches:
+            shown = f"{model.name}, batch {batch}"
+            arguments = {"batch": batch, "prompt_tokens": PROMPT_TOKENS.get(batch, MANY_PROMPT_TOKENS)}
+            taken = []
+            for round_ in range(1, rounds + 1):
+                note(f"{shown}: round {round_} of {rounds}")
+                taken.append(driver.call("profile", TIMEOUT_S, num_steps=NUM_STEPS, **arguments))
+            measurements += rows_of(shown, spec.name, taken, top)
+    return measurements, facts
+
+
+def rows_of(shown: str, engine: str, taken: list[dict[str, Any]], top: int) -> list[Measurement]:
+    """The step as a whole, then its kernels by the time they took in the first round, with how often a step has them;
+    those after the first `top`, and any that not every round had, are one row."""
+
+    def row(name: str, samples: list[float]) -> Measurement:
+        return Measurement(name=f"{shown}, {name}", unit="µs", higher_is_better=False, samples={engine: samples})
+
+    rounds = [grouped(one["kernels"]) for one in taken]
+    own = [name for name in rounds[0] if all(name in kernels for kernels in rounds)][:top]
+    total_us = [sum(us for _, us in kernels.values()) for kernels in rounds]
+    rest_us = [total - sum(kernels[name][1] for name in own) for total, kernels in zip(total_us, rounds, strict=True)]
+    rows = [
+        row("a step by the clock", [one["step_us"] for one in taken]),
+        row("a step on the device", [one["span_us"] for one in taken]),
+        row("of it without a kernel", [one["span_us"] - one["busy_us"] for one in taken]),
+        row(f"all {sum(count for count, _ in rounds[0].values()):.0f} kernels", total_us),
+    ]
+    rows += [row(f"{rounds[0][name][0]:.4g} x `{name}`", [kernels[name][1] for kernels in rounds]) for name in own]
+    return [*rows, row(OTHERS, rest_us)] if max(rest_us) > 0 else rows
+
+
+def grouped(kernels: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    """(launches, microseconds) by a name that fits a table, the longest first: C++ kernels lose their arguments."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, launches, us in kernels:
+        shown = short_name(name)
+        before = found.get(shown, (0.0, 0.0))
+        found[shown] = before[0] + launches, before[1] + us
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def short_name(name: str) -> str:
+    """Without return type, template arguments, parameters and anonymous namespaces."""
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    name = re.split(r"[<(]", name, maxsplit=1)[0] or name
+    return name.replace("|", "/").replace("`", "'").replace(", ", ",")[:_LONGEST_NAME].strip()
+
+
+def _conditions(dtype: str) -> list[str]:
+    return [
+        f"Random weights in {dtype}; the engine and its worker in one process, {NUM_STEPS} greedy decode steps after "
+        f"prompts of {PROMPT_TOKENS[1]} tokens (batch 1) or {MANY_PROMPT_TOKENS}. By the clock: without the profiler.",
+        "Kernels: their own durations by torch's profiler, which may overlap where one is launched before the one "
+        "before it has ended; all are microseconds a step, the number before a name how often a step runs it.",
+    ]

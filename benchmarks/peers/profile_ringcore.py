@@ -1,0 +1,137 @@
+"""ringcore's engine in this process, and which kernels its decode steps run."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.gpu_ringcore import engine_options
+from benchmarks.peers.protocol import serve
+from benchmarks.peers.rows import facts
+from ringcore.config import EngineConfig
+from ringcore.engine_core.core import EngineCore
+from ringcore.protocol import EngineCoreRequest
+from ringcore.sampling_params import SamplingParams
+
+PACKAGES = ("ringcore", "torch", "triton", "numpy")
+WARM_STEPS = 16  # of decoding, before any is looked at
+NEW_TOKENS = 1024  # more than are looked at: the first requests decode while the prompts of others are computed
+
+
+class ProfiledRingcore:
+    """Commands: load, profile."""
+
+    def __init__(self) -> None:
+        self._core: EngineCore | None = None
+        self._ids = count()
+
+    def load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        began_s = time.perf_counter()
+        options = {**engine_options(settings), "executor": "uniproc"}
+        self._core = EngineCore(EngineConfig.from_options(model=model, **options))
+        self._vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        self._on_gpu = settings["device"] == "cuda"
+        return facts(PACKAGES, construct_s=time.perf_counter() - began_s)
+
+    def profile(self, batch: int, prompt_tokens: int, num_steps: int) -> dict[str, Any]:
+        """Decode steps of `batch` requests: microseconds a step by the clock without the profiler, and with it the
+        device's span, the time of it in which any kernel ran, and (name, launches, microseconds) a step by kernel."""
+        self._begin(batch, prompt_tokens)
+        step_us = self._clocked_us(num_steps)
+        events = self._profiled(num_steps)
+        self._finish()
+        span_us, busy_us = spans(events)
+        launches: dict[str, float] = defaultdict(float)
+        durations_us: dict[str, float] = defaultdict(float)
+        for name, _, duration_us in events:
+            launches[name] += 1 / num_steps
+            durations_us[name] += duration_us / num_steps
+        rows = [(name, launches[name], us) for name, us in durations_us.items()]
+        return {
+            "step_us": step_us,
+            "span_us": span_us / num_steps,
+            "busy_us": busy_us / num_steps,
+            "kernels": sorted(rows, key=lambda row: -row[2]),
+        }
+
+    def close(self) -> None:
+        if self._core is not None:
+            self._core.shutdown()
+
+    @property
+    def _engine(self) -> EngineCore:
+        assert self._core is not None, "load comes first"
+        return self._core
+
+    def _begin(self, batch: int, prompt_tokens: int) -> None:
+        """All requests decode when this returns, and have done so for a while."""
+        draw = random.Random(batch)
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        self._waiting: set[str] = set()
+        for _ in range(batch):
+            prompt = draw.choices(range(self._vocab_size), k=prompt_tokens)
+            request = EngineCoreRequest(f"request-{next(self._ids)}", prompt, params, 0.0)
+            self._waiting.add(request.request_id)
+            self._engine.add_request(request)
+        waiting = set(self._waiting)
+        while waiting:
+            waiting -= {output.request_id for output in self._engine.step().outputs if output.new_token_ids}
+        for _ in range(WARM_STEPS):
+            self._engine.step()
+
+    def _clocked_us(self, num_steps: int) -> float:
+        began_s = time.perf_counter()
+        for _ in range(num_steps):
+            self._engine.step()
+        return (time.perf_counter() - began_s) * 1e6 / num_steps
+
+    def _profiled(self, num_steps: int) -> list[tuple[str, float, float]]:
+        """(name, when it began in microseconds, for how many) of each kernel or copy on the device, in order."""
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
+        wanted = torch.autograd.DeviceType.CUDA if self._on_gpu else torch.autograd.DeviceType.CPU
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            for _ in range(num_steps):
+                self._engine.step()
+            if self._on_gpu:
+                torch.cuda.synchronize()
+        events = [
+            (event.name, event.time_range.start, event.time_range.elapsed_us())
+            for event in profiler.events() or ()
+            if event.device_type == wanted
+        ]
+        if not events:
+            raise RuntimeError("the profiler saw nothing on the device")
+        return sorted(events, key=lambda event: event[1])
+
+    def _finish(self) -> None:
+        self._engine.abort(self._waiting)
+        while self._engine.has_unfinished or self._engine.num_in_flight:
+            self._engine.step()
+
+
+def spans(events: list[tuple[str, float, float]]) -> tuple[float, float]:
+    """(from the first beginning to the last end, the time in which at least one ran) in microseconds; of events in the
+    order of their beginnings. Kernels overlap where one is launched before the one before it has ended."""
+    busy, until = 0.0, events[0][1]
+    for _, began, duration in events:
+        ended = began + duration
+        busy += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return until - events[0][1], busy
+
+
+if __name__ == "__main__":
+    profiled = ProfiledRingcore()
+    try:
+        serve({"load": profiled.load, "profile": profiled.profile})
+    finally:
+        profiled.close()

@@ -1,0 +1,139 @@
+"""Which kernel computes a skinny product, and how: what was measured, and a rule for shapes that were not.
+
+The table is of one H200, in CUDA graphs of dependent nodes, weights from memory. What its entries have in common, and
+the rule says: one row takes 2 to 4 KiB of weights a warp, whole rows in registers, and many programs of few warps; 5 to
+16 rows take 64 rows of the weight on the tensor cores' left, and parts of the inputs where there are few outputs.
+2 to 4 rows are computed like one where the results are few. More than 16 go to cuBLAS unless the table says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+__all__ = ["MAX_ROWS", "Config", "DotConfig", "FmaConfig", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class FmaConfig:
+    """Of `fma_kernel`, for up to 4 rows."""
+
+    block_outputs: int
+    block_inputs: int
+    num_warps: int
+    trigger_late: bool = False  # asks for its weights before the next kernel may ask for its own
+
+
+@dataclass(frozen=True, slots=True)
+class DotConfig:
+    """Of `dot_kernel`."""
+
+    block_weights: int
+    block_inputs: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    prefetches: bool = True  # asks for its weights before the wait, into the L2 cache
+
+
+Config = FmaConfig | DotConfig
+
+# Products of 1, 2 to 4, 5 to 16, 17 to 32 and 33 to 64 rows have a configuration each. Within it, a row's result does
+# not depend on how many there are.
+_RANGES = (1, 4, 16, 32, 64)
+MAX_ROWS = _RANGES[-1]
+_MAX_FMA_ROWS = 4
+
+# (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.
+_MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
+    # Qwen3-0.6B: qkv, o, gate_up, down, head
+    (4096, 1024, False, 1): FmaConfig(4, 1024, 2),
+    (4096, 1024, False, 4): FmaConfig(4, 1024, 2, trigger_late=True),
+    (4096, 1024, False, 16): DotConfig(64, 256, 4, 3, 1),
+    (4096, 1024, False, 32): DotConfig(64, 256, 4, 3, 1),
+    (1024, 2048, False, 1): FmaConfig(2, 2048, 4),
+    (1024, 2048, False, 4): FmaConfig(2, 2048, 2, trigger_late=True),
+    (1024, 2048, False, 16): DotConfig(64, 256, 4, 3, 4),
+    (1024, 2048, False, 32): DotConfig(64, 256, 4, 3, 4),
+    (3072, 1024, True, 1): FmaConfig(2, 1024, 1),
+    (3072, 1024, True, 4): FmaConfig(2, 1024, 1, trigger_late=True),
+    (3072, 1024, True, 16): DotConfig(64, 256, 4, 3, 1),
+    (3072, 1024, True, 32): DotConfig(64, 256, 4, 3, 1),
+    (1024, 3072, False, 1): FmaConfig(2, 4096, 4),
+    (1024, 3072, False, 4): FmaConfig(4, 4096, 8, trigger_late=True),
+    (1024, 3072, False, 16): DotConfig(64, 256, 4, 3, 4),
+    (1024, 3072, False, 32): DotConfig(64, 256, 4, 3, 4),
+    (151936, 1024, False, 1): FmaConfig(4, 1024, 2),
+    (151936, 1024, False, 4): None,
+    (151936, 1024, False, 16): None,
+    # Llama-3.2-1B
+    (3072, 2048, False, 1): FmaConfig(4, 2048, 4),
+    (3072, 2048, False, 4): FmaConfig(4, 2048, 4, trigger_late=True),
+    (3072, 2048, False, 16): DotConfig(64, 128, 4, 4, 4, prefetches=False),
+    (2048, 2048, False, 1): FmaConfig(2, 2048, 4),
+    (2048, 2048, False, 4): FmaConfig(2, 2048, 2, trigger_late=True),
+    (2048, 2048, False, 16): DotConfig(64, 256, 4, 3, 4),
+    (2048, 2048, False, 32): DotConfig(64, 256, 4, 3, 4),
+    (8192, 2048, True, 1): FmaConfig(1, 2048, 2),
+    (8192, 2048, True, 4): None,
+    (8192, 2048, True, 16): DotConfig(64, 128, 4, 4, 1, prefetches=False),
+    (2048, 8192, False, 1): FmaConfig(2, 4096, 4, trigger_late=True),
+    (2048, 8192, False, 4): DotConfig(64, 256, 4, 3, 4),
+    (2048, 8192, False, 16): DotConfig(64, 256, 4, 3, 4, prefetches=False),
+    (128256, 2048, False, 1): FmaConfig(2, 2048, 4),
+    (128256, 2048, False, 4): None,
+    (128256, 2048, False, 16): None,
+    # Qwen3-8B
+    (6144, 4096, False, 1): FmaConfig(2, 4096, 4),
+    (6144, 4096, False, 4): None,
+    (6144, 4096, False, 16): DotConfig(64, 256, 4, 3, 1, prefetches=False),
+    (4096, 4096, False, 1): FmaConfig(2, 4096, 8),
+    (4096, 4096, False, 4): None,
+    (4096, 4096, False, 16): DotConfig(64, 128, 4, 4, 4, prefetches=False),
+    (12288, 4096, True, 1): FmaConfig(4, 4096, 8),
+    (12288, 4096, True, 4): None,
+    (12288, 4096, True, 16): DotConfig(64, 128, 4, 4, 1, prefetches=False),
+    (4096, 12288, False, 1): FmaConfig(4, 2048, 4),
+    (4096, 12288, False, 4): None,
+    (4096, 12288, False, 16): DotConfig(64, 128, 4, 4, 4, prefetches=False),
+    (151936, 4096, False, 1): FmaConfig(2, 4096, 8),
+    (151936, 4096, False, 4): None,
+    (151936, 4096, False, 16): None,
+}
+
+
+@functools.cache
+def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
+    """The configuration of x [num_rows, num_inputs] times a weight of num_outputs rows, gated: of twice as many.
+
+    None: cuBLAS is faster, or there are no rows or too many.
+    """
+    if not 0 < num_rows <= MAX_ROWS:
+        return None
+    end = next(end for end in _RANGES if num_rows <= end)
+    shape = (num_outputs, num_inputs, is_gated, end)
+    return _MEASURED[shape] if shape in _MEASURED else _by_rule(*shape)
+
+
+def _by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> Config | None:
+    is_vocabulary = num_outputs > 1 << 16
+    if end == 1 or (end <= _MAX_FMA_ROWS and not is_vocabulary):
+        return _fma_by_rule(num_outputs, num_inputs, is_gated, end)
+    if end > 16:
+        return None
+    if is_vocabulary and end > _MAX_FMA_ROWS:
+        return DotConfig(128, 128, 8, 3, 1)
+    num_weights = num_outputs * (2 if is_gated else 1)
+    return DotConfig(64, 128, 4, 4, 4 if num_weights <= 4096 and num_inputs >= 2048 else 1)
+
+
+def _fma_by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> FmaConfig:
+    width = 1 << (num_inputs - 1).bit_length()
+    if width > 4096:  # more than fits in registers: it goes on in pieces
+        width = 4096 if end == 1 else 2048
+    num_warps = min(8, max(1, width // 512))
+    has_many = num_outputs >= 4096
+    wide = end == 1 or width <= 2048
+    block_outputs = 4 if has_many and wide and not (is_gated and num_inputs > 1024) else 2
+    is_large = num_outputs * num_inputs * (2 if is_gated else 1) >= 1 << 23
+    return FmaConfig(block_outputs, width, num_warps, trigger_late=is_large)

@@ -1,0 +1,258 @@
+"""The two kernels of `skinny_linear`: sums by FMA for up to 4 rows, tensor cores for more.
+
+Both read a weight once, as rows of [num_outputs, num_inputs], and both may ask for weights before they wait for the
+kernel before them (`dependent_launch`). A gated weight is [2 * num_outputs, num_inputs]: the rows of the gate, then as
+many of what it multiplies.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ringcore.kernels.activation import activated
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+
+__all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
+
+# The values of `pdl` beside 0, which is off: the next kernel is let go before or after this one asks for its weights.
+TRIGGER_FIRST = 1
+TRIGGER_LATE = 2
+
+_LATE = tl.constexpr(TRIGGER_LATE)
+
+
+@triton.jit
+def _load(pointers, exists, is_whole: tl.constexpr):
+    """What lies there; 0 where it does not exist."""
+    if is_whole:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=exists, other=0.0)
+    return found
+
+
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def fma_kernel(
+    x,  # [num_rows, num_inputs]
+    weight,  # [num_outputs, num_inputs], or gated
+    gain,  # [num_inputs], read where has_norm
+    bias,  # [num_outputs], or gated; read where has_bias
+    out,  # [num_rows, num_outputs]
+    num_outputs,  # int
+    eps,  # float
+    num_rows: tl.constexpr,
+    block_rows: tl.constexpr,  # a power of two, num_rows or more
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_outputs: tl.constexpr,
+    is_whole: tl.constexpr,  # block_inputs divides num_inputs
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """A program has the weights of block_outputs outputs in registers, for all rows. Rows and outputs that are not
+    there are computed like the last ones and not stored.
+
+    After the wait everything is asked for at once, nothing that was loaded before it is used before it, and all sums
+    over the inputs are one reduction: each of these is a trip to the L2 cache or a round of barriers.
+    """
+    first = tl.program_id(0) * block_outputs
+    outputs = first + tl.arange(0, block_outputs)
+    rows = tl.minimum(tl.arange(0, block_rows), num_rows - 1)
+    columns = tl.arange(0, block_inputs)[None, None, :]
+    there = tl.minimum(tl.arange(0, block_outputs), num_outputs - 1 - first)
+    # Offsets within a program fit in 32 bits, those of a whole vocabulary do not.
+    tile = weight + first.to(tl.int64) * num_inputs + (there[:, None] * num_inputs)[None, :, :] + columns
+    beside = tile + num_outputs.to(tl.int64) * num_inputs
+    x += (rows * num_inputs)[:, None, None] + columns
+    gain += columns
+    targets = out + rows[:, None] * num_outputs + (first + there)[None, :]
+    if pdl and pdl != _LATE:
+        gdc_launch_dependents()
+    w = _load(tile, columns < num_inputs, is_whole)
+    if is_gated:
+        u = _load(beside, columns < num_inputs, is_whole)
+    if has_norm:
+        g = _load(gain, columns < num_inputs, is_whole)
+    if has_bias:
+        b = tl.load(bias + first + there)
+        if is_gated:
+            c = tl.load(bias + num_outputs + first + there)
+    if pdl == _LATE:
+        gdc_launch_dependents()
+    if pdl:
+        gdc_wait()
+    v = _load(x, columns < num_inputs, is_whole).to(tl.float32)
+    if adds:
+        before = tl.load(targets)
+    if has_norm:
+        squares = v * v
+        v = v * g.to(tl.float32)
+    y = w.to(tl.float32) * v  # [block_rows, block_outputs, block_inputs]
+    if is_gated:
+        z = u.to(tl.float32) * v
+    for at in tl.static_range(block_inputs, num_inputs, block_inputs):
+        exists = columns < num_inputs - at
+        w = _load(tile + at, exists, is_whole)
+        v = _load(x + at, exists, is_whole).to(tl.float32)
+        if has_norm:
+            squares += v * v
+            v = v * _load(gain + at, exists, is_whole).to(tl.float32)
+        y += w.to(tl.float32) * v
+        if is_gated:
+            z += _load(beside + at, exists, is_whole).to(tl.float32) * v
+    if has_norm:
+        squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
+        if is_gated:
+            y, z, total = tl.reduce((y, z, squares), 2, _add3)
+            scale = tl.rsqrt(total / num_inputs + eps)
+            y, z = y * scale, z * scale
+        else:
+            y, total = tl.reduce((y, squares), 2, _add2)
+            y = y * tl.rsqrt(total / num_inputs + eps)
+    elif is_gated:
+        y, z = tl.reduce((y, z), 2, _add2)
+    else:
+        y = tl.sum(y, 2)
+    if has_bias:
+        y += b.to(tl.float32)[None, :]
+        if is_gated:
+            z += c.to(tl.float32)[None, :]
+    if is_gated:
+        y = activated(y, is_gelu) * z
+    if adds:
+        y += before.to(tl.float32)
+    exists = (tl.arange(0, block_rows) < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    tl.store(targets, y.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _finish(
+    total,  # [block_weights, block_rows] float32
+    weight_rows,
+    bias,
+    out,
+    rows,
+    num_rows,
+    num_outputs,
+    block_outputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    adds: tl.constexpr,
+) -> None:
+    """From sums to what is stored."""
+    if has_bias:
+        total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
+    if is_gated:
+        halves = tl.permute(tl.reshape(total, [2, block_outputs, block_rows]), (1, 2, 0))
+        gate, up = tl.split(halves)
+        total = activated(gate, is_gelu) * up
+    outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+    exists = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
+    targets = out + rows[None, :] * num_outputs + outputs[:, None]
+    if adds:
+        total += tl.load(targets, mask=exists, other=0.0).to(tl.float32)
+    tl.store(targets, total.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _ask_for_weights(lines, first, last, num_inputs: tl.constexpr, block_inputs: tl.constexpr) -> None:
+    """Into the L2 cache, in lines of 128 bytes; lines: [block_weights, 1], where rows of 16-bit numbers begin."""
+    steps = tl.arange(0, block_inputs // 64)[None, :] * 64
+    for at in tl.range(first, last, block_inputs):
+        addresses = lines + tl.minimum(at + steps, num_inputs - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [addresses.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+def dot_kernel(
+    x,  # [num_rows, num_inputs]
+    weight,  # [num_outputs, num_inputs], or gated
+    bias,  # [num_outputs], or gated; read where has_bias
+    out,  # [num_rows, num_outputs]
+    partials,  # [splits, programs, block_weights, block_rows] float32, of any content
+    arrivals,  # [programs] int32, all 0, and 0 again afterwards
+    num_rows,  # int
+    num_outputs,  # int
+    block_rows: tl.constexpr,  # 16 or a higher power of two, num_rows or more
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_weights: tl.constexpr,  # rows of the weight a program has: on the left, where the tensor cores want 64
+    splits: tl.constexpr,
+    num_stages: tl.constexpr,
+    is_whole: tl.constexpr,  # block_inputs divides num_inputs
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    adds: tl.constexpr,
+    prefetches: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program (i, j) sums the j-th part of the inputs for the i-th outputs. Of several parts the program that arrives
+    last adds all up, always in the same order."""
+    block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
+    index = tl.arange(0, block_weights)
+    outputs = tl.minimum(tl.program_id(0) * block_outputs + index % block_outputs, num_outputs - 1)
+    weight_rows = outputs + index // block_outputs * num_outputs
+    rows = tl.arange(0, block_rows)
+    steps = tl.arange(0, block_inputs)
+    blocks: tl.constexpr = (num_inputs + block_inputs - 1) // block_inputs
+    part: tl.constexpr = (blocks + splits - 1) // splits * block_inputs
+    first = tl.program_id(1) * part
+    last = tl.minimum(first + part, num_inputs)
+    tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
+    inputs = x + tl.minimum(rows, num_rows - 1)[None, :] * num_inputs + steps[:, None]
+    if pdl:
+        gdc_launch_dependents()
+        if prefetches:
+            lines = weight + weight_rows.to(tl.int64)[:, None] * num_inputs
+            _ask_for_weights(lines, first, last, num_inputs, block_inputs)
+        gdc_wait()
+    total = tl.zeros([block_weights, block_rows], tl.float32)
+    for at in tl.range(first, last, block_inputs, num_stages=num_stages):
+        w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
+        v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+        total = tl.dot(w, v, total, input_precision="ieee")
+    if splits == 1:
+        _finish(
+            *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
+            block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
+        )  # fmt: skip
+    else:
+        places = tl.program_id(0) * (block_weights * block_rows) + index[:, None] * block_rows + rows[None, :]
+        part_size = tl.num_programs(0) * (block_weights * block_rows)
+        tl.store(partials + tl.program_id(1) * part_size + places, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == splits - 1:
+            total = tl.load(partials + places, cache_modifier=".cg")
+            for i in tl.static_range(1, splits):
+                total += tl.load(partials + i * part_size + places, cache_modifier=".cg")
+            _finish(
+                *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
+                block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
+            )  # fmt: skip
+            tl.store(arrivals + tl.program_id(0), 0)

@@ -1,0 +1,193 @@
+"""A matrix product of few rows, with what stands before and behind it: RMS norm, bias, gate, residual stream.
+
+Few rows wait for the weights to come from memory, and a kernel for its launch. So here the weights are asked for while
+the kernel before still runs, and what would be kernels of their own is done in passing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+
+from ringcore.kernels.dependent_launch import launch_options, overlaps_launches
+from ringcore.kernels.skinny_configs import Config, DotConfig, FmaConfig
+from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
+
+__all__ = ["Activation", "RowNorm", "new_arrivals", "skinny_linear", "skinny_linear_reference"]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_MIN_BLOCK_OUTPUTS = 16
+
+
+class RowNorm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * gain, of rows before a product."""
+
+    gain: torch.Tensor  # [num_inputs], any float dtype
+    eps: float
+
+
+def new_arrivals(weight: torch.Tensor) -> torch.Tensor:
+    """The counters by which programs that share the outputs of `weight` find out who is last: 0 before and after."""
+    return torch.zeros(triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS), dtype=torch.int32, device=weight.device)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: RowNorm | None = None,
+    activation: Activation | None = None,
+    add_to: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + b, in float32 and rounded once; `config`: of `skinny_configs.choose`.
+
+    x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to
+    4 for an `FmaConfig`, which alone takes a norm, and 1 to 64 for a `DotConfig`.
+    norm: of each row of x first; it is not rounded on its way into the product.
+    activation: the weight's first half is a gate; the result is activation(first half) * second half.
+    add_to: [n, num_outputs]; the result is added there, in place, and rounded once, as the sum.
+    out: [n, num_outputs] of x's dtype, or float32, where it is not added; num_outputs is num_weights, or half of it.
+    arrivals: see `new_arrivals`, of no other product that may run at the same time; made where none is given, and
+    looked at only where `config` has splits.
+
+    Returns add_to, or out, a new tensor where neither is given.
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight) // (1 if activation is None else 2)
+    if add_to is not None:
+        assert out is None, "it goes to one place"
+        out = add_to
+    if out is None:
+        out = x.new_empty(num_rows, num_outputs)
+    assert weight.shape[1] == num_inputs, (weight.shape, x.shape)
+    assert activation is None or len(weight) % 2 == 0, weight.shape
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert out.shape == (num_rows, num_outputs), (out.shape, num_rows, num_outputs)
+    assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
+    assert out.data_ptr() != x.data_ptr(), "rows cannot be written while others read them"
+    for tensor in (x, weight, bias, out):
+        assert tensor is None or tensor.is_contiguous(), "rows must lie side by side"
+    options: dict[str, Any] = {
+        "is_whole": num_inputs % config.block_inputs == 0,
+        "has_bias": bias is not None,
+        "is_gated": activation is not None,
+        "is_gelu": activation == "gelu_tanh",
+        "adds": add_to is not None,
+        "num_warps": config.num_warps,
+        **launch_options(overlaps_launches(x.device)),
+    }
+    bias = weight if bias is None else bias
+    if isinstance(config, FmaConfig):
+        _launch_fma(x, weight, bias, out, norm, config, options)
+    else:
+        assert norm is None, "the tensor cores take rows that are normalised already"
+        _launch_dot(x, weight, bias, out, arrivals, config, options)
+    return out
+
+
+def _launch_fma(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    norm: RowNorm | None,
+    config: FmaConfig,
+    options: dict[str, Any],
+) -> None:
+    num_rows, num_inputs = x.shape
+    num_outputs = out.shape[1]
+    assert num_rows in (1, 2, 3, 4), num_rows
+    gain, eps = (x, 0.0) if norm is None else norm
+    assert norm is None or (gain.shape == (num_inputs,) and gain.is_contiguous()), gain.shape
+    pdl = TRIGGER_LATE if config.trigger_late else TRIGGER_FIRST
+    fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
+        x,
+        weight,
+        gain,
+        bias,
+        out,
+        num_outputs,
+        eps,
+        num_rows=num_rows,
+        block_rows=triton.next_power_of_2(num_rows),
+        num_inputs=num_inputs,
+        block_inputs=config.block_inputs,
+        block_outputs=config.block_outputs,
+        has_norm=norm is not None,
+        pdl=pdl if overlaps_launches(x.device) else 0,
+        **options,
+    )
+
+
+def _launch_dot(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    arrivals: torch.Tensor | None,
+    config: DotConfig,
+    options: dict[str, Any],
+) -> None:
+    num_rows, num_inputs = x.shape
+    num_outputs = out.shape[1]
+    block_rows = max(16, triton.next_power_of_2(num_rows))
+    block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
+    assert 1 <= num_rows <= 64, num_rows
+    assert block_outputs >= _MIN_BLOCK_OUTPUTS, config
+    programs = triton.cdiv(num_outputs, block_outputs)
+    partials = out
+    if config.splits > 1:
+        size = config.splits * programs * config.block_weights * block_rows
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrivals = new_arrivals(weight) if arrivals is None else arrivals
+        assert arrivals.numel() >= programs, (arrivals.shape, programs)
+    dot_kernel[(programs, config.splits)](
+        x,
+        weight,
+        bias,
+        out,
+        partials,
+        out if arrivals is None or config.splits == 1 else arrivals,
+        num_rows,
+        num_outputs,
+        block_rows=block_rows,
+        num_inputs=num_inputs,
+        block_inputs=config.block_inputs,
+        block_weights=config.block_weights,
+        splits=config.splits,
+        num_stages=config.num_stages,
+        prefetches=config.prefetches,
+        pdl=TRIGGER_FIRST if overlaps_launches(x.device) else 0,
+        **options,
+    )
+
+
+def skinny_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: RowNorm | None = None,
+    activation: Activation | None = None,
+    add_to: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`skinny_linear` in plain torch."""
+    rows = x.float()
+    if norm is not None:
+        rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm.eps) * norm.gain.float()
+    product = torch.nn.functional.linear(rows, weight.float(), None if bias is None else bias.float())
+    if activation is not None:
+        gate, up = product.chunk(2, -1)
+        functional = torch.nn.functional
+        product = (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    if add_to is not None:
+        return add_to.copy_(add_to.float() + product)
+    return product.to(x.dtype) if out is None else out.copy_(product)

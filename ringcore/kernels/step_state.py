@@ -1,0 +1,115 @@
+"""All that a worker's device knows of its rows, in one piece of memory, and the inputs of a decoding step made of it.
+
+The state is a run of int32 words: a header, the rows of the batch, a record a row, and the block tables of each KV
+cache group. So what the host has to tell the device is a list of words and their places, whatever it is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton.language as tl
+
+from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
+
+__all__ = ["BAD_HIDDEN", "BAD_LOGITS", "RING_HEAD", "DecodeInputs", "StateLayout"]
+
+# The header.
+STEP_COUNT = tl.constexpr(0)  # steps finished since the start; it wraps around
+ARRIVALS = tl.constexpr(1)  # programs of the running `finish_rows` that are through; zero between launches
+_HEADER = 16
+
+# A row's record. The last RECORD_HEAD - 13 words of its head are free; stop tokens follow.
+NUM_COMPUTED = tl.constexpr(0)
+NUM_CACHED = tl.constexpr(1)
+NUM_PROMPT = tl.constexpr(2)
+MIN_TOKENS = tl.constexpr(3)
+NUM_STOPS = tl.constexpr(4)
+STOPPED = tl.constexpr(5)  # not 0: it has sampled a stop token, and gets no more
+LAST_TOKEN = tl.constexpr(6)
+TOP_K = tl.constexpr(7)
+TEMPERATURE = tl.constexpr(8)  # this and the next two: the bits of a float32
+TOP_P = tl.constexpr(9)
+MIN_P = tl.constexpr(10)
+SEED = tl.constexpr(11)  # two words, the low one first
+RECORD_HEAD = tl.constexpr(16)
+
+# A slot of the result ring: the number of the step after it is written, and from RING_HEAD on a word a row.
+RING_HEAD = 16
+# Or'ed to the token of a row whose logits, or hidden states, are not finite; a vocabulary is smaller.
+BAD_LOGITS = 1 << 30
+BAD_HIDDEN = 1 << 29
+
+_ALIGNMENT = 4  # words
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where everything is in the state, in words."""
+
+    max_rows: int
+    max_stops: int  # stop tokens of a row
+    block_sizes: tuple[int, ...]  # by KV cache group
+    table_widths: tuple[int, ...]  # by KV cache group: blocks of a row
+
+    @property
+    def batch_at(self) -> int:
+        """The rows of the batch, [max_rows]; -1 is padding."""
+        return _HEADER
+
+    @property
+    def records_at(self) -> int:
+        return _HEADER + _aligned(self.max_rows)
+
+    @property
+    def record_words(self) -> int:
+        return RECORD_HEAD.value + _aligned(self.max_stops)
+
+    def table_at(self, group: int) -> int:
+        before = sum(self.max_rows * _aligned(width) for width in self.table_widths[:group])
+        return self.records_at + self.max_rows * self.record_words + before
+
+    def table_stride(self, group: int) -> int:
+        return _aligned(self.table_widths[group])
+
+    @property
+    def num_words(self) -> int:
+        return self.table_at(len(self.table_widths))
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """[num_words] int32: no rows in the batch, no tokens in any."""
+        state = torch.zeros(self.num_words, dtype=torch.int32, device=device)
+        state[self.batch_at : self.records_at] = -1
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What `prepare_decode` fills for max_seqs sequences of one token each; the same memory in every step."""
+
+    input_ids: torch.Tensor  # [max_seqs] int64
+    positions: torch.Tensor  # [max_seqs] int64
+    seq_lens: torch.Tensor  # [max_seqs] int32; 0 is padding
+    slots: tuple[torch.Tensor, ...]  # by group: [max_seqs] int64
+    block_tables: tuple[torch.Tensor, ...]  # by group: [max_seqs, width] int32
+    sampling: DeviceSamplingInputs  # of max_seqs rows; barred are words of the state
+
+    @classmethod
+    def allocate(cls, layout: StateLayout, state: torch.Tensor, max_seqs: int) -> DecodeInputs:
+        """For the rows of `state`, on its device."""
+        device, groups = state.device, range(len(layout.table_widths))
+        return cls(
+            input_ids=torch.zeros(max_seqs, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_seqs, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(max_seqs, dtype=torch.int32, device=device),
+            slots=tuple(torch.zeros(max_seqs, dtype=torch.int64, device=device) for _ in groups),
+            block_tables=tuple(
+                torch.zeros(max_seqs, layout.table_stride(group), dtype=torch.int32, device=device) for group in groups
+            ),
+            sampling=replace(DeviceSamplingInputs.allocate(max_seqs, 0, device), bar_ids=state),
+        )

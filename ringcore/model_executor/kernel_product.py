@@ -1,0 +1,87 @@
+"""A product of 16-bit weights on a GPU: few rows by kernels of ours, with their company; many by cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+
+from ringcore.model_executor.product import Activation, Gate, Norm, Product
+
+__all__ = ["KernelProduct"]
+
+
+class KernelProduct(Product):
+    """As `Product`. What it computes in one kernel is rounded once, at its end."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
+        """out_dtype: of a product alone, which has no bias then; without it, the weight's."""
+        from ringcore.kernels import skinny_configs, skinny_linear
+
+        super().__init__(self._by_library)
+        assert bias is None or out_dtype is None
+        self.weight = weight.contiguous()
+        self._bias = bias
+        self._out_dtype = out_dtype
+        self._arrivals = skinny_linear.new_arrivals(weight)
+        self._choose = skinny_configs.choose
+        self._takes_norm = skinny_configs.FmaConfig
+        self._row_norm = skinny_linear.RowNorm
+        self._skinny = skinny_linear.skinny_linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = None if self._out_dtype is None else x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
+        done = self._by_kernel(x, out=out)
+        return self.multiply(x) if done is None else done
+
+    def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+        done = self._by_kernel(hidden, norm)
+        return self.multiply(norm(hidden)) if done is None else done
+
+    def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
+        done = self._by_kernel(hidden, norm, gate.activation)
+        return gate(self.after_norm(norm, hidden)) if done is None else done
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        if self._by_kernel(x, add_to=hidden) is not None:
+            return
+        if self._bias is None:
+            hidden.addmm_(x, self.weight.t())
+        else:
+            hidden.add_(self.multiply(x))
+
+    def _by_kernel(
+        self,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        *,
+        add_to: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """None, and nothing done, where cuBLAS is faster."""
+        num_weights, num_inputs = self.weight.shape
+        num_outputs = num_weights if activation is None else num_weights // 2
+        config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
+        if config is None:
+            return None
+        row_norm = None
+        if norm is not None and isinstance(config, self._takes_norm):
+            row_norm = self._row_norm(norm.gain, norm.eps)
+        elif norm is not None:
+            x = norm(x)
+        return self._skinny(
+            x,
+            self.weight,
+            config,
+            bias=self._bias,
+            norm=row_norm,
+            activation=activation,
+            add_to=add_to,
+            out=out,
+            arrivals=self._arrivals,
+        )
+
+    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
+        if self._out_dtype is not None and x.is_cuda:
+            return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype)
+        product = torch.nn.functional.linear(x, self.weight, self._bias)
+        return product if self._out_dtype is None else product.to(self._out_dtype)

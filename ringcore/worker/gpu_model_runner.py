@@ -1,0 +1,233 @@
+"""Runs steps on a GPU: launched without waiting for them, their tokens taken from pinned memory when they are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ringcore.config import EngineConfig
+from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
+from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
+from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.model_executor.sampler import LaunchedLogprobs, launch_logprobs
+from ringcore.protocol import ModelRunnerOutput, RowError, SchedulerOutput
+from ringcore.worker.cuda_graphs import DecodeGraphs, DecodeStep, MixedGraphs
+from ringcore.worker.device_rows import DeviceRows
+from ringcore.worker.input_batch import InputBatch
+from ringcore.worker.model_runner import LoadedModel, ModelRunner
+from ringcore.worker.platform import Platform
+from ringcore.worker.request_rows import UNKNOWN_TOKEN
+from ringcore.worker.result_ring import ResultRing
+from ringcore.worker.step_output import SampledRows, make_output
+from ringcore.worker.upload import upload
+
+__all__ = ["GPUModelRunner", "LaunchedOutput"]
+
+_FLAGS = BAD_LOGITS | BAD_HIDDEN
+
+
+class _Order(NamedTuple):
+    """The rows of a step as they stand in its batch."""
+
+    scheduled: np.ndarray  # [n] int32: rows with one token left first
+    counts: np.ndarray | None  # [n] int32: tokens of each; None: one
+    num_decodes: int
+    back: np.ndarray | None  # [n]: where each row of the message stands in the batch; None: the same order
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """One step under way."""
+
+    number: int  # in the result ring
+    rows: np.ndarray  # [n] int32, in the order of the batch
+    starts: np.ndarray  # [n] int64: the position of each row's first token in the step
+    admissions: np.ndarray  # [n]: which request of the row it was
+    sampling: np.ndarray  # [num_sampled]: places in the batch of the rows that sample, in the message's order
+    logprobs: LaunchedLogprobs | None  # in the order of the batch
+    words: np.ndarray | None = None  # [n] int32: what the ring had, once it is read
+
+    def sampled(self) -> SampledRows:
+        """Of a step that was read."""
+        assert self.words is not None
+        logprobs = None
+        if self.logprobs is not None:
+            found = self.logprobs.result()
+            logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
+        return SampledRows(self.rows[self.sampling], self.words[self.sampling] & ~_FLAGS, logprobs)
+
+
+class GPUModelRunner(ModelRunner):
+    """As `ModelRunner`, but `execute` returns before the device has done the work. What a row sampled stays on the
+    device, where the row's next step finds it; the host learns it later than the device goes on.
+
+    A step in which every row has one token left is a `DecodeStep`, by a CUDA graph unless they are off. Any other step
+    is launched operation by operation, of a batch that the host puts together.
+    """
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, kv_cache_config: KVCacheConfig, platform: Platform, rank: int
+    ) -> None:
+        """Allocates the pages. Raises `CapacityError` or `ConfigError`."""
+        super().__init__(config, loaded, kv_cache_config, platform, rank)
+        self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
+        self._device_rows = DeviceRows(self.rows, self._device)
+        self._decode: DecodeStep | None = None
+        self._mixed: MixedGraphs | None = None
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        if all(backend.plan_on_device(none, none[None]) is not None for backend in self._backends):
+            parts = (self._model, self._backends, self._group_of_layer, self._kv_caches, self._device_rows)
+            is_eager = config.device.enforce_eager or self._device.type != "cuda"
+            self._decode = DecodeStep(*parts, self.ring) if is_eager else DecodeGraphs(*parts, self.ring)
+            if not is_eager:
+                self._mixed = MixedGraphs(*parts, config.scheduler.max_num_batched_tokens)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        super().warm_up()
+        if self._decode is not None:
+            self._decode.prepare_common()
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> LaunchedOutput:
+        """Launches one message, of one step or several; its output is `result()` of what this returns."""
+        appended = self.rows.apply(step)
+        self._device_rows.admit(step.new_requests, self.rows)
+        self._device_rows.append(appended)
+        scheduled, counts = self.rows.scheduled, step.num_scheduled_tokens
+        output = LaunchedOutput(self, step.step, len(scheduled))
+        if not len(scheduled):
+            self._device_rows.write()
+            return output
+        for index in range(step.num_steps):
+            output.read(index + 1 - self.ring.num_slots // 2)  # before its slot is used again
+            output.launched.append(self._launch(scheduled, counts if index == 0 else None))
+        return output
+
+    def _launch(self, scheduled: np.ndarray, counts: np.ndarray | None) -> LaunchedStep:
+        starts = self.rows.num_computed_tokens[scheduled]
+        # One token, and no more that are known: what follows is what it samples.
+        is_decode = starts + 1 == self.rows.num_tokens[scheduled]
+        if counts is not None:
+            is_decode &= counts == 1
+        if self._decode is not None and is_decode.all():
+            return self._launch_decode(scheduled, starts)
+        return self._launch_ragged(_decodes_first(scheduled, counts, is_decode))
+
+    def _launch_decode(self, scheduled: np.ndarray, starts: np.ndarray) -> LaunchedStep:
+        assert self._decode is not None
+        n = len(scheduled)
+        logits, token_ids = self._decode.launch(scheduled)
+        number = self.ring.num_launched
+        logprobs = None
+        if self.is_output_rank:
+            logprobs = launch_logprobs(logits, token_ids, self.rows.num_logprobs[scheduled])
+        self.rows.advance(scheduled, None)
+        self.rows.append_tokens(scheduled, UNKNOWN_TOKEN)
+        return LaunchedStep(number, scheduled, starts, self.rows.num_admissions[scheduled], np.arange(n), logprobs)
+
+    def _launch_ragged(self, order: _Order) -> LaunchedStep:
+        self._device_rows.write()
+        rows, scheduled, device = self.rows, order.scheduled, self._device
+        starts = rows.num_computed_tokens[scheduled]
+        batch = InputBatch.gather(rows, scheduled, order.counts, device, num_decodes=order.num_decodes)
+        on_device = upload(scheduled, device)
+        state, layout = self._device_rows.state, self._device_rows.layout
+        fill_last_tokens(state, layout, batch.input_ids, on_device, order.num_decodes)
+        graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
+        hidden = self._forward(batch) if graphs is None else graphs.forward(batch)
+        token_ids, ok, logprobs = self._sample_ragged(batch, hidden)
+        sampling = np.isin(scheduled, batch.sample_rows)
+        samples = np.where(sampling, np.cumsum(sampling) - 1, -1)
+        counts = np.ones(len(scheduled)) if order.counts is None else order.counts
+        ragged = RaggedRows(
+            starts=upload(batch.query_start_loc_cpu[:-1], device),
+            counts=upload(counts.astype(np.int32), device),
+            samples=upload(samples.astype(np.int32), device),
+            finite=torch.isfinite(hidden.sum(-1, dtype=torch.float32)),
+        )
+        finish_rows(state, layout, on_device, token_ids, ok, self.ring.words, len(scheduled), ragged)
+        number = self.ring.launched()
+        rows.advance(scheduled, order.counts)
+        rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
+        places = np.flatnonzero(sampling) if order.back is None else order.back[sampling[order.back]]
+        return LaunchedStep(number, scheduled, starts, rows.num_admissions[scheduled], places, logprobs)
+
+    def _sample_ragged(
+        self, batch: InputBatch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LaunchedLogprobs | None]:
+        """-> token ids and ok of the rows that sample, in the order of the batch."""
+        rows = batch.sample_rows
+        if not len(rows):
+            return hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool), None
+        last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
+        logits = self._model.compute_logits(last)
+        inputs = self.rows.sampling_inputs(rows)
+        token_ids, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, self._device))
+        logprobs = launch_logprobs(logits, token_ids, inputs.num_logprobs) if self.is_output_rank else None
+        return token_ids, ok, logprobs
+
+    # -----------------------------------------------------------------------------------------------------------
+    # When the device has done it.
+
+    def read(self, launched: LaunchedStep, errors: dict[int, RowError]) -> None:
+        """Takes the step's words from the ring, once; adds to `errors`, by row, and contains what went wrong."""
+        if launched.words is not None:
+            return
+        launched.words = self.ring.take(launched.number, len(launched.rows))
+        broken = np.flatnonzero(launched.words & _FLAGS)
+        if not len(broken):
+            return
+        for place in broken.tolist():
+            row = int(launched.rows[place])
+            what = "hidden states" if launched.words[place] & BAD_HIDDEN else "logits"
+            errors.setdefault(row, self._row_error(row, what))
+        self._erase_from(launched, broken)
+
+    @torch.inference_mode()
+    def _erase_from(self, launched: LaunchedStep, broken: np.ndarray) -> None:
+        """Writes zeros over what the rows have written since this step began, unless they are others' by now."""
+        rows, starts = launched.rows[broken], launched.starts[broken]
+        counts = self.rows.num_computed_tokens[rows] - starts
+        mine = (self.rows.num_admissions[rows] == launched.admissions[broken]) & (counts > 0)
+        if mine.any():
+            self._erase(InputBatch.gather(self.rows, rows[mine], counts[mine], self._device, starts=starts[mine]))
+
+
+class LaunchedOutput:
+    """The `PendingOutput` of one message."""
+
+    def __init__(self, runner: GPUModelRunner, step: int, num_scheduled: int) -> None:
+        self._runner, self._step, self._num_scheduled = runner, step, num_scheduled
+        self._errors: dict[int, RowError] = {}
+        self.launched: list[LaunchedStep] = []
+
+    def done(self) -> bool:
+        return not self.launched or self._runner.ring.is_over(self.launched[-1].number)
+
+    def read(self, num_steps: int) -> None:
+        """The first `num_steps` of them, where that is not below 1; waits."""
+        for launched in self.launched[: max(0, num_steps)]:
+            self._runner.read(launched, self._errors)
+
+    def result(self) -> ModelRunnerOutput | None:
+        """None on all ranks but one. Raises RuntimeError where the device failed."""
+        self.read(len(self.launched))
+        if not self._runner.is_output_rank:
+            return None
+        steps = [launched.sampled() for launched in self.launched]
+        return make_output(self._step, self._num_scheduled, steps, self._errors)
+
+
+def _decodes_first(scheduled: np.ndarray, counts: np.ndarray | None, is_decode: np.ndarray) -> _Order:
+    num_decodes = int(np.count_nonzero(is_decode))
+    if num_decodes in (0, len(scheduled)) or is_decode[:num_decodes].all():
+        return _Order(scheduled, counts, num_decodes, None)
+    order = np.argsort(~is_decode, kind="stable")
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return _Order(scheduled[order], None if counts is None else counts[order], num_decodes, back)

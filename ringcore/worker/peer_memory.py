@@ -1,0 +1,228 @@
+"""Memory of each rank's GPU that the GPUs of the other ranks write into, by CUDA's inter-process handles.
+
+The ranks agree: either every one of them reaches every other, tried with real writes, or all go on without. A link that
+the driver promises and that loses what is written has been seen, in virtual machines above all.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaPeerDriver", "KeyValueStore", "PeerDriver", "PeerMemory"]
+
+_log = logging.getLogger(__name__)
+_OK = "+"
+_TRIAL_BYTES = 16  # that each rank writes into each other's memory
+
+
+class PeerDriver(ABC):
+    """What a GPU's driver does, as `PeerMemory` needs it. Every method raises RuntimeError where the driver refuses."""
+
+    @abstractmethod
+    def reaches(self, peer: int) -> bool:
+        """Whether this GPU can read and write the memory of GPU `peer`."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> int:
+        """-> the address of new memory, a multiple of 256."""
+
+    @abstractmethod
+    def export(self, address: int) -> bytes:
+        """What another process needs to `open` what `allocate` gave."""
+
+    @abstractmethod
+    def open(self, handle: bytes) -> int:
+        """-> the address at which another process's memory is seen here."""
+
+    @abstractmethod
+    def close(self, address: int) -> None:
+        """Undoes `open`."""
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Undoes `allocate`."""
+
+    @abstractmethod
+    def fill(self, address: int, byte: int, num_bytes: int) -> None:
+        """Written, and to be seen by every GPU, when it returns."""
+
+    @abstractmethod
+    def read(self, address: int, num_bytes: int) -> bytes:
+        """Of this GPU's own memory."""
+
+
+class KeyValueStore(Protocol):
+    """The part of torch's stores by which the ranks meet. `get` waits for a key, up to the store's timeout."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class PeerMemory:
+    """`num_bytes` on every rank's GPU, as this rank's GPU sees them."""
+
+    def __init__(self, driver: PeerDriver, rank: int, addresses: list[int]) -> None:
+        self._driver, self._rank = driver, rank
+        self.addresses = tuple(addresses)  # by rank
+
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, store: KeyValueStore, num_bytes: int, fill_byte: int, driver: PeerDriver
+    ) -> PeerMemory | None:
+        """Rank i is on GPU i. The memory is filled with `fill_byte` before any rank returns.
+
+        None on every rank where one of them cannot: rank 0's log says which, and why. Raises RuntimeError where a rank
+        is absent.
+        """
+        assert num_bytes >= size * _TRIAL_BYTES, (num_bytes, size)
+        attempt = _Attempt(rank, size, store, num_bytes, fill_byte, driver)
+        refusals = attempt.run()
+        if not refusals:
+            return cls(driver, rank, attempt.addresses)
+        attempt.give_up()
+        if rank == 0:
+            _log.warning("no peer memory between the GPUs, so NCCL for messages of all sizes: %s", "; ".join(refusals))
+        return None
+
+    def close(self) -> None:
+        """Ends this rank's view of the others. Its own memory stays until the process ends: another rank, which may
+        still see it, is not asked, because it may be dead. Idempotent."""
+        addresses, self.addresses = self.addresses, ()
+        for rank, address in enumerate(addresses):
+            if rank != self._rank:
+                self._driver.close(address)
+
+
+class _Attempt:
+    """Three rounds, each of which ends when every rank has said what it came to."""
+
+    def __init__(
+        self, rank: int, size: int, store: KeyValueStore, num_bytes: int, fill_byte: int, driver: PeerDriver
+    ) -> None:
+        self._rank, self._size, self._store, self._driver = rank, size, store, driver
+        self._num_bytes, self._fill_byte = num_bytes, fill_byte
+        self._own: int | None = None
+        self._opened: dict[int, int] = {}  # by rank
+
+    @property
+    def addresses(self) -> list[int]:
+        assert self._own is not None
+        return [self._opened.get(rank, self._own) for rank in range(self._size)]
+
+    def run(self) -> list[str]:
+        """Why it failed, by rank; nothing where it did not."""
+        handles, refusals = self._round("handles", self._offer)
+        if not refusals:
+            _, refusals = self._round("writes", lambda: self._write_to_others(handles))
+        if not refusals:
+            _, refusals = self._round("reads", self._check_own)
+        return refusals
+
+    def give_up(self) -> None:
+        """Nothing is freed before all have closed it."""
+        self._round("closed", self._close)
+        if self._own is not None:
+            self._driver.free(self._own)
+
+    def _round(self, name: str, work: Callable[[], str]) -> tuple[list[str], list[str]]:
+        """What every rank's work returned, or else why some failed."""
+        try:
+            told = _OK + work()
+        except (RuntimeError, ImportError) as error:
+            told = f"rank {self._rank}: {error}"
+        self._store.set(f"peer_memory/{name}/{self._rank}", told)
+        all_told = [self._store.get(f"peer_memory/{name}/{rank}").decode() for rank in range(self._size)]
+        return [one.removeprefix(_OK) for one in all_told], [one for one in all_told if not one.startswith(_OK)]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _offer(self) -> str:
+        """-> the handle of this rank's memory, which is filled."""
+        for peer in self._others():
+            if not self._driver.reaches(peer):
+                raise RuntimeError(f"GPU {self._rank} does not reach the memory of GPU {peer}")
+        self._own = self._driver.allocate(self._num_bytes)
+        self._driver.fill(self._own, self._fill_byte, self._num_bytes)
+        return self._driver.export(self._own).hex()
+
+    def _write_to_others(self, handles: Sequence[str]) -> str:
+        for peer in self._others():
+            self._opened[peer] = self._driver.open(bytes.fromhex(handles[peer]))
+            self._driver.fill(self._opened[peer] + self._rank * _TRIAL_BYTES, self._trial(self._rank), _TRIAL_BYTES)
+        return ""
+
+    def _check_own(self) -> str:
+        assert self._own is not None
+        for peer in self._others():
+            found = self._driver.read(self._own + peer * _TRIAL_BYTES, _TRIAL_BYTES)
+            if found != bytes([self._trial(peer)]) * _TRIAL_BYTES:
+                raise RuntimeError(f"what GPU {peer} wrote did not arrive in the memory of GPU {self._rank}")
+        self._driver.fill(self._own, self._fill_byte, self._num_bytes)
+        return ""
+
+    def _trial(self, sender: int) -> int:
+        """A byte that no fill leaves."""
+        return (self._fill_byte + 1 + sender) % 256
+
+    def _close(self) -> str:
+        for address in self._opened.values():
+            self._driver.close(address)
+        return ""
+
+
+class CudaPeerDriver(PeerDriver):
+    """The CUDA driver, through the package cuda-bindings, in torch's context on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver: Any = None
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """The driver's function, without its error code."""
+        if self._driver is None:
+            from cuda.bindings import driver
+
+            torch.cuda.synchronize(self._device)  # makes torch's context, in which the calls are
+            self._driver = driver
+        error, *values = getattr(self._driver, name)(*args)
+        if int(error):
+            raise RuntimeError(f"{name}: {error}")
+        return values[0] if values else None
+
+    def reaches(self, peer: int) -> bool:
+        return bool(self._call("cuDeviceCanAccessPeer", self._device.index, peer))
+
+    def allocate(self, num_bytes: int) -> int:
+        return int(self._call("cuMemAlloc", num_bytes))
+
+    def export(self, address: int) -> bytes:
+        return bytes(self._call("cuIpcGetMemHandle", address).reserved)
+
+    def open(self, handle: bytes) -> int:
+        assert self._driver is not None, "a handle comes after this rank's own"
+        opened = self._driver.CUipcMemHandle()
+        opened.reserved = handle
+        flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return int(self._call("cuIpcOpenMemHandle", opened, flags))
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def fill(self, address: int, byte: int, num_bytes: int) -> None:
+        self._call("cuMemsetD8", address, byte, num_bytes)
+        torch.cuda.synchronize(self._device)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._call("cuMemcpyDtoH", data.data_ptr(), address, num_bytes)
+        return bytes(data.numpy())

@@ -1,0 +1,40 @@
+"""What the driver's management library (NVML) says of one process on one GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["process_bytes"]
+
+
+def process_bytes(uuid: str, pid: int) -> int | None:
+    """The memory that process `pid` has on the GPU `uuid`, the driver's share included, in bytes.
+
+    uuid: with or without the prefix of its kind; that of an instance (MIG) stands for the instance.
+    None where NVML is not installed, fails, does not tell sizes, or does not know the process: in a container it may
+    list the host's numbers.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_find(pynvml, uuid))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    own: list[int | None] = [process.usedGpuMemory for process in processes if process.pid == pid]
+    known = [used for used in own if used is not None]
+    return sum(known) if own and len(known) == len(own) else None
+
+
+def _find(pynvml: Any, uuid: str) -> Any:
+    """CUDA gives the bare number, NVML wants to know of what."""
+    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
+    except pynvml.NVMLError_NotFound:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")

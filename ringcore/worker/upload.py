@@ -1,0 +1,57 @@
+"""From the host's memory to the device's without waiting: by copies from pinned memory, or read there by a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = ["PinnedWords", "upload"]
+
+_BUFFERS = 8  # more than steps are ever under way
+_MIN_WORDS = 1 << 14
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` on `device`, on a CPU where it is. A GPU copies it in the order of its work, and nobody waits for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    words: torch.Tensor  # [2, capacity] int32, pinned
+    read: torch.cuda.Event | None = None  # passed when the kernel that reads it has ended
+
+
+class PinnedWords:
+    """Pairs of int32 arrays that a kernel reads where they are, each kept until the kernel that reads it has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._buffers = [self._allocate(_MIN_WORDS) for _ in range(_BUFFERS)]
+        self._next = 0
+
+    def _allocate(self, capacity: int) -> _Buffer:
+        return _Buffer(torch.empty(2, capacity, dtype=torch.int32, pin_memory=self._on_gpu))
+
+    @contextmanager
+    def filled(self, first: np.ndarray, second: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """[n] int32 each. Kernels launched inside, on the current stream, may read the two tensors [n or more]."""
+        buffer = self._buffers[self._next]
+        if buffer.read is not None:
+            buffer.read.synchronize()
+        if buffer.words.shape[1] < len(first):
+            buffer = self._buffers[self._next] = self._allocate(1 << len(first).bit_length())
+        self._next = (self._next + 1) % _BUFFERS
+        for row, array in zip(buffer.words, (first, second), strict=True):
+            row.numpy()[: len(array)] = array
+        yield buffer.words[0], buffer.words[1]
+        if self._on_gpu:
+            buffer.read = buffer.read or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            buffer.read.record()

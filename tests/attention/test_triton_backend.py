@@ -1,0 +1,114 @@
+"""Plans of the triton backend beyond the common suite: of graphs of mixed steps, and of prompts that cuDNN takes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from attention_bench import HAS_GPU, Bench, run_case, spec_of
+from torch.nn.attention import SDPBackend
+
+from ringcore.attention.backends import fused_prompts
+from ringcore.attention.backends import triton as triton_backend
+from ringcore.attention.backends.fused_prompts import Prompts, neighbours_of_one_length
+from ringcore.attention.metadata import AttentionMetadata
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+PADDED_TOKENS, PADDED_SEQS = 192, 11
+
+
+class MixedBench(Bench):
+    """Plans as a graph of mixed steps does, of tensors of a fixed size; the host knows no more than that size."""
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        decodes, n = metadata.num_decodes, metadata.num_seqs
+        starts = np.full(PADDED_SEQS + 1, metadata.num_tokens, np.int32)
+        starts[: decodes + 1] = decodes
+        starts[decodes : n + 1] = metadata.query_start_loc_cpu[decodes:]
+        seq_lens = np.zeros(PADDED_SEQS, np.int32)
+        seq_lens[:n] = metadata.seq_lens_cpu
+        decode_seq_lens = np.where(np.arange(PADDED_SEQS) < decodes, seq_lens, 0).astype(np.int32)
+        table = np.zeros((PADDED_SEQS, metadata.block_table_cpu.shape[1]), np.int32)
+        table[:n] = metadata.block_table_cpu
+        arrays = (starts, seq_lens, table, decode_seq_lens)
+        return self.backend.plan_mixed_on_device(
+            *(torch.from_numpy(array).to(self.device) for array in arrays), PADDED_TOKENS
+        )
+
+    def forward(self, q, k, v, metadata, plan) -> torch.Tensor:
+        padding = torch.full_like(q[:1], torch.nan).expand(PADDED_TOKENS - len(q), -1, -1)
+        return super().forward(torch.cat((q, padding)), k, v, metadata, plan)[: len(q)]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    "case",
+    [
+        [(40, 1), (70, 1), (0, 1), (0, 5), (16, 11), (48, 2), (9, 1)],
+        [(40, 1), (3, 1)],
+        [(0, 33), (20, 20)],
+        [(17, 1), *[(i, 1) for i in range(5)], (0, 50)],
+    ],
+    ids=["mixed", "decodes", "prompts", "many"],
+)
+def test_a_mixed_step_planned_on_the_device(case: list[tuple[int, int]], window: int | None) -> None:
+    if not HAS_GPU and (window is not None) == (len(case) < 8):
+        pytest.skip("takes the interpreter too long")
+    run_case(MixedBench("triton", spec_of(16, 2, window=window), 4), case)
+
+
+PROMPTS_AMONG_OTHERS = [(40, 1), (0, 33), (0, 33), (0, 32), (0, 5), (16, 40), (0, 70)]
+
+
+def test_long_fresh_prompts_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that cuDNN's go, with attention that runs anywhere."""
+    attended: list[Prompts] = []
+
+    def attend(prompts, query, key, value, scale, out):
+        attended.append(prompts)
+        fused_prompts.attend_prompts(prompts, query, key, value, scale, out)
+
+    monkeypatch.setattr(fused_prompts, "_BACKEND", SDPBackend.MATH)
+    monkeypatch.setattr(fused_prompts, "_MIN_TOKENS", 32)
+    monkeypatch.setattr(triton_backend, "can_fuse", lambda spec, device: True)
+    monkeypatch.setattr(triton_backend, "attend_prompts", attend)
+    bench = Bench("triton", spec_of(16, 2), 4)
+    run_case(bench, PROMPTS_AMONG_OTHERS)
+    assert attended[-3:] == [Prompts(1, 2, 33), Prompts(67, 1, 32), Prompts(144, 1, 70)]
+
+
+def test_cudnn_has_long_fresh_prompts() -> None:
+    if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    bench = Bench("triton", spec_of(16, 2, "bfloat16", head_size=128), 8)
+    run_case(bench, [(700, 1), (0, 2100), (0, 2048), (0, 2048), (30, 500), (0, 3000)])
+
+
+def test_no_fused_attention_where_cudnn_has_none() -> None:
+    cuda, full = torch.device("cuda"), spec_of(16, 1, "bfloat16", head_size=128)
+    assert not fused_prompts.can_fuse(full, torch.device("cpu"))
+    for spec in (
+        spec_of(16, 1, "float32", head_size=128),
+        spec_of(16, 1, "bfloat16", window=64, head_size=128),
+        spec_of(16, 1, "bfloat16", head_size=256),
+    ):
+        assert not fused_prompts.can_fuse(spec, cuda)
+
+
+def test_only_whole_prompts_are_worth_it() -> None:
+    query_lens, seq_lens = np.array([2048, 2047, 4000, 1]), np.array([2048, 2047, 4001, 1])
+    assert fused_prompts.is_worth_it(query_lens, seq_lens).tolist() == [True, False, False, False]
+
+
+def test_neighbours_of_one_length_share_a_call() -> None:
+    assert neighbours_of_one_length(7, [5, 5, 9, 5]) == [Prompts(7, 2, 5), Prompts(17, 1, 9), Prompts(26, 1, 5)]
+
+
+def test_lengths_are_rounded_up_to_few() -> None:
+    padded = [Prompts(0, 1, n).padded_len for n in range(2048, 8193)]
+    assert all(0 <= p - n <= n / 7 for n, p in zip(range(2048, 8193), padded, strict=True))
+    assert len(set(padded)) == 17
+    assert [Prompts(0, 1, n).padded_len for n in (1, 2, 3, 16, 2048, 2049, 4096)] == [1, 2, 3, 16, 2048, 2304, 4096]

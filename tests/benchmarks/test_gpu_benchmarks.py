@@ -1,0 +1,395 @@
+"""The GPU benchmarks where there is no GPU: their arithmetic, runs of engines without a model, and of tiny ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_attention, gpu_profile, models
+from benchmarks.driver import ROOT, BenchmarkError, Driver
+from benchmarks.gpu import Gpu, chosen_parts
+from benchmarks.gpu_attention import GpuAttention
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
+from benchmarks.gpu_options import Deadline
+from benchmarks.gpu_profile import GpuProfile, grouped, rows_of, short_name
+from benchmarks.gpu_startup import GpuStartup
+from benchmarks.harness import Benchmark, EngineSpec, Plan, engine_specs
+from benchmarks.models import MODELS, PublishedModel, find_published
+from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload
+from benchmarks.peers.profile_ringcore import spans
+from benchmarks.result import Findings
+from ringcore.testing.models import tiny_model_config
+
+CPU = ("--device", "cpu", "--dtype", "float32", "--models", "tiny", "--memory-share", "0.02")
+TINY = PublishedModel("tiny", tiny_model_config(head_dim=16, max_position_embeddings=4096))
+MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODELS, "tiny", TINY)
+    monkeypatch.setitem(gpu.PARTS, "tiny", ("decode 1", "decode 3", "prefill", "offline"))
+    monkeypatch.setattr(gpu, "DECODE_LOADS", (gpu.DecodeLoad(1, 16, 8), gpu.DecodeLoad(3, 32, 8)))
+    monkeypatch.setattr(gpu, "WARM_UP_TOKENS", 2)
+    monkeypatch.setattr(gpu, "OFFLINE_REQUESTS", 2)
+    monkeypatch.setattr(gpu, "PREFILL_PROMPTS", 8)
+    monkeypatch.setattr(gpu, "PREFILL_TOKENS", 31)
+    monkeypatch.setattr(gpu, "measure_ceilings", lambda device, dtype: MACHINE)
+    monkeypatch.setattr(gpu_attention, "measure_ceilings", lambda device, dtype: MACHINE)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> str:
+    """An interpreter that runs the fake engine for whatever module, and everything else as it is."""
+    file = tmp_path / "python"
+    child = Path(__file__).with_name("fake_gpu_child.py")
+    file.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH={ROOT}\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
+        f"exec {sys.executable} {child}\n"
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+def specs_of(fake: str, *faults: str) -> list[EngineSpec]:
+    """ringcore, and vllm where a fault is given for it too."""
+    specs = engine_specs([f"vllm={fake}"] if len(faults) > 1 else [], "eager")
+    names = zip(specs, faults, strict=True)
+    return [
+        EngineSpec(spec.name, (fake, *spec.command[1:]), spec.import_statement, env={"FAKE_FAULT": fault})
+        for spec, fault in names
+    ]
+
+
+def run(benchmark: type[Benchmark], specs: list[EngineSpec], *arguments: str, rounds: int = 1) -> Findings:
+    parser = ArgumentParser()
+    benchmark.add_arguments(parser)
+    return benchmark().run(Plan(specs, Path(), rounds, parser.parse_args(arguments)))
+
+
+def samples_of(findings: Findings) -> dict[str, dict[str, list[float]]]:
+    return {f"{one.name}, {one.unit}": one.samples for one in findings.measurements}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What can be reckoned.
+
+
+def test_published_models_have_the_weights_they_are_named_for() -> None:
+    counts = {name: model.step_weights / 1e9 for name, model in MODELS.items() if name != "tiny"}
+    assert counts == pytest.approx({"Llama-3.2-1B": 1.236, "Qwen3-0.6B": 0.596, "Qwen3-8B": 7.568}, abs=1e-3)
+    assert MODELS["Qwen3-8B"].kv_numbers_a_token * 2 == 147_456
+    assert [model.name for model in find_published("Qwen3-8B,tiny")] == ["Qwen3-8B", "tiny"]
+    with pytest.raises(BenchmarkError, match=r"no model 'gpt'; there are: Llama-3\.2-1B, Qwen3-0\.6B, Qwen3-8B"):
+        find_published("gpt")
+
+
+def test_ringcore_and_transformers_know_the_published_models(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from ringcore.config import EngineConfig
+
+    for model in MODELS.values():
+        path = model.write(tmp_path)
+        spec = EngineConfig.from_options(model=path, load_format="dummy").model.spec
+        known = AutoConfig.from_pretrained(path)
+        assert (spec.num_layers, spec.num_kv_heads) == (known.num_hidden_layers, known.num_key_value_heads)
+        assert json.loads((path / "config.json").read_text()) == dict(model.config)
+
+
+def test_floors_are_what_must_be_read_and_multiplied() -> None:
+    small, large = MODELS["Qwen3-0.6B"], MODELS["Qwen3-8B"]
+    one = decode_floor(small, MACHINE, 1, 2, batch=1, context=384)
+    assert one.value == pytest.approx(0.264, abs=1e-3)
+    assert one.statement == "reading 1.24 GB of weights and KV cache at 4.69 TB/s"
+    assert decode_floor(large, MACHINE, 1, 2, 32, 1152).value == pytest.approx(4.386, abs=2e-3)
+    assert decode_floor(large, MACHINE, 2, 2, 32, 1152).value == pytest.approx(4.386 / 2, abs=2e-3)
+    assert decode_floor(large, MACHINE, 2, 2, 1, 384).statement.endswith("at 4.69 TB/s on 2 devices")
+    many = decode_floor(large, MACHINE, 1, 2, 4096, 1)
+    assert many.value == pytest.approx(2 * large.step_weights * 4096 / 687e12 * 1e3)
+    assert many.statement == "the products of 4096 tokens at 687 TFLOP/s"
+    assert offline_floor(small, MACHINE, 1, 2, 256).value == pytest.approx(3.42, abs=0.05)
+    assert offline_floor(large, MACHINE, 1, 2, 256).value == pytest.approx(10.04, abs=0.1)
+    assert prefill_ceiling(large, MACHINE, 1, 64, 4095).value == pytest.approx(45_500, rel=0.01)
+
+
+def test_the_offline_workload_is_nano_vllms() -> None:
+    lengths = offline_lengths(256)
+    assert (sum(prompt for prompt, _ in lengths), sum(new for _, new in lengths)) == (142_827, 133_966)
+    first, _ = offline_workload(2, 0, 20_000)
+    again, _ = offline_workload(2, 1, 20_000)
+    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in again]
+    assert all(a != b for a, b in zip(first[0], again[0], strict=True))
+    assert max(map(max, offline_workload(2, 3, 100)[0])) < 100
+
+
+class CountingEngine(EngineChild):
+    """Notes what it is asked; its clock is its tokens."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self._vocab_size = 50
+
+    def import_library(self) -> None: ...
+
+    def construct(self, model: str, settings: Mapping[str, Any]) -> None: ...
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+        self.calls.append((prompts, max_tokens, temperature))
+        return [[0] * new for new in max_tokens]
+
+    def forget_prefixes(self) -> None:
+        self.calls.append("forget")
+
+
+def test_a_step_is_measured_with_cached_prompts() -> None:
+    child = CountingEngine()
+    rows = child.decode(batch=2, prompt_tokens=5, new_tokens=9)
+    assert [row[:2] for row in rows] == [("a step", "ms"), ("a request of one token, prompt cached", "ms")]
+    assert [max_tokens for _, max_tokens, _ in child.calls] == [[1, 1], [1, 1], [9, 9]]
+    assert all(prompts == child.calls[0][0] for prompts, _, _ in child.calls)
+    assert [len(prompt) for prompt in child.calls[0][0]] == [5, 5]
+    assert {temperature for _, _, temperature in child.calls} == {0.0}
+
+
+def test_offline_and_prefill_find_no_prefix() -> None:
+    child = CountingEngine()
+    rows = {name: value for name, _, value in child.offline(2, turn=1)}
+    assert rows["output"] * rows["all requests"] == pytest.approx(sum(offline_workload(2, 1, 50)[1]))
+    child.prefill(3, 7, turn=2)
+    child.prefill(3, 7, turn=3)
+    assert [call == "forget" for call in child.calls] == [True, False] * 3
+    assert child.calls[1][2] == 0.6
+    assert child.calls[3][0] != child.calls[5][0]
+    assert child.calls[5][1] == [1, 1, 1]
+
+
+def test_a_fast_engine_that_leaves_tokens_out_is_found() -> None:
+    class Short(CountingEngine):
+        def generate(self, *arguments: Any) -> list[list[int]]:
+            return [new[1:] for new in super().generate(*arguments)]
+
+    with pytest.raises(RuntimeError, match="2 requests were to give 2 tokens, and gave 0"):
+        Short().decode(2, 5, 9)
+
+
+def test_the_time_that_kernels_run_counts_overlaps_once() -> None:
+    events = [("a", 0.0, 10.0), ("b", 4.0, 2.0), ("c", 8.0, 4.0), ("d", 20.0, 5.0)]
+    assert spans(events) == (25.0, 17.0)
+
+
+def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
+    assert short_name("void at::native::(anonymous namespace)::f<float, 4>(int, float*)") == "at::native::f"
+    assert short_name("_decode_kernel") == "_decode_kernel"
+    assert grouped([("f<1>(int)", 2, 5.0), ("g", 1, 9.0), ("f<2>(int)", 3, 5.0)]) == {"f": (5, 10.0), "g": (1, 9.0)}
+    one = {"step_us": 30.0, "span_us": 25.0, "busy_us": 20.0, "kernels": [("g", 1, 9.0), ("f", 2, 5.0), ("h", 1, 1.0)]}
+    rows = {row.name: row.samples["ringcore"] for row in rows_of("m, batch 1", "ringcore", [one, one], top=2)}
+    assert rows == {
+        "m, batch 1, a step by the clock": [30.0, 30.0],
+        "m, batch 1, a step on the device": [25.0, 25.0],
+        "m, batch 1, of it without a kernel": [5.0, 5.0],
+        "m, batch 1, all 4 kernels": [15.0, 15.0],
+        "m, batch 1, 1 x `g`": [9.0, 9.0],
+        "m, batch 1, 2 x `f`": [5.0, 5.0],
+        "m, batch 1, all others": [1.0, 1.0],
+    }
+
+
+def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen_parts("decode,offline", None) == ["decode 1", "decode 3", "offline"]
+    assert chosen_parts("decode", "3") == ["decode 3"]
+    assert chosen_parts("prefill", None) == ["prefill"]
+    with pytest.raises(BenchmarkError, match="no 'sleep'; there are: decode, prefill, offline"):
+        chosen_parts("sleep", None)
+    with pytest.raises(BenchmarkError, match="--batches 2: no '2'; there are: 1, 3"):
+        chosen_parts("decode", "2")
+    assert Deadline(None).allows("all")
+    assert not Deadline(-1.0).allows("a model")
+    assert "left out for lack of time: a model" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs of engines without a model.
+
+
+def test_two_engines_take_turns_at_every_case(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", ""), *CPU, rounds=2)
+    rows = samples_of(findings)
+    assert list(rows) == [
+        "tiny, batch 1 (16 in, 8 out), a step, ms",
+        "tiny, batch 1 (16 in, 8 out), a request of one token, prompt cached, ms",
+        "tiny, batch 3 (32 in, 8 out), a step, ms",
+        "tiny, batch 3 (32 in, 8 out), a request of one token, prompt cached, ms",
+        "tiny, prefill of 8 prompts of 31 tokens, prompts, tokens/s",
+        "tiny, offline, 2 requests, all requests, s",
+        "tiny, offline, 2 requests, output, tokens/s",
+    ]
+    assert all({name: len(taken) for name, taken in one.items()} == {"ringcore": 2, "vllm": 2} for one in rows.values())
+    assert list(findings.engines) == ["ringcore", "vllm"]
+    assert findings.engines["vllm"]["settings"]["memory_share"] == 0.02
+    limited = [one.name.rpartition(", ")[2] for one in findings.measurements if one.limit]
+    assert limited == ["a step", "a step", "prompts", "all requests"]
+    assert not findings.checks
+
+
+@pytest.mark.parametrize(
+    ("fault", "failed", "reason"),
+    [
+        ("load", "vllm failed, tiny", "vllm raised ValueError: no such device"),
+        ("3", "vllm failed, tiny, batch 3 (32 in, 8 out)", "vllm ended before it replied"),
+        ("short", "vllm failed, tiny, batch 1 (16 in, 8 out)", "vllm raised RuntimeError: 1 requests were to give 2"),
+    ],
+)
+def test_a_peer_that_fails_leaves_the_others_alone(fake: str, fault: str, failed: str, reason: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", fault), *CPU)
+    (check,) = findings.checks
+    assert check.name == failed
+    assert check.value.startswith(reason)
+    rows = samples_of(findings)
+    assert len(rows) == 7
+    assert all(one["ringcore"] for one in rows.values())
+    assert [name for name, one in rows.items() if "vllm" in one] == (list(rows)[:2] if fault == "3" else [])
+
+
+def test_an_engine_alone_has_the_whole_device(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, ""), *CPU[:-2], "--what=decode", "--batches=1", "--tensor-parallel-size=2")
+    settings = findings.engines["ringcore"]["settings"]
+    assert (settings["memory_share"], settings["tensor_parallel_size"]) == (0.9, 2)
+    assert next(iter(samples_of(findings))) == "tiny on 2 devices, batch 1 (16 in, 8 out), a step, ms"
+
+
+def test_two_engines_share_the_device(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1")
+    assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.4
+
+
+def test_nothing_measured_is_an_error(fake: str) -> None:
+    with pytest.raises(BenchmarkError, match="nothing was measured"):
+        run(Gpu, specs_of(fake, ""), *CPU, "--seconds=-1")
+    with pytest.raises(BenchmarkError, match="nothing was measured: ringcore raised"):
+        run(GpuStartup, specs_of(fake, "load"), *CPU)
+
+
+def test_starts_are_cold_and_then_warm(fake: str) -> None:
+    findings = run(GpuStartup, specs_of(fake, "", "load"), *CPU)
+    rows = samples_of(findings)
+    phases = [
+        f"tiny, {start}, {name}, s"
+        for start in ("cold", "warm")
+        for name in (
+            "imports",
+            "construction",
+            "construction to first token",
+            "process start to first token",
+            "phase nothing",
+        )
+    ]
+    assert list(rows) == phases
+    assert [list(one) for one in rows.values()] == [["ringcore"]] * len(phases)
+    assert findings.engines["ringcore"]["env"] == {"FAKE_FAULT": ""}
+    assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.02
+    (check,) = findings.checks
+    assert check.name == "vllm failed, tiny"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs of ringcore itself, tiny.
+
+
+def test_ringcores_child_does_what_is_measured(tmp_path: Path) -> None:
+    from benchmarks.peers.gpu_ringcore import RingcoreChild
+
+    child = RingcoreChild()
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "memory_share": 0.01}
+    try:
+        reply = child.load(str(TINY.write(tmp_path)), {**settings, "tensor_parallel_size": 1})
+        assert reply["construct_s"] > 0
+        assert child.first_token() > 0
+        assert all(value > 0 for _, _, value in child.decode(3, 20, 8))
+        assert child.prefill(2, 40, 0)[0][2] > 0
+        assert "load_model" in child.phases()
+        with pytest.raises(RuntimeError, match="request-"):
+            child.generate([[1] * 100], [1], 0.0)
+    finally:
+        child.close()
+
+
+def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_profile, "NUM_STEPS", 3)
+    monkeypatch.setattr(gpu_profile, "MANY_PROMPT_TOKENS", 24)
+    findings = run(GpuProfile, engine_specs([], "eager"), *CPU, "--batches=2", "--top=3")
+    rows = samples_of(findings)
+    assert list(rows)[:3] == [
+        "tiny, batch 2, a step by the clock, µs",
+        "tiny, batch 2, a step on the device, µs",
+        "tiny, batch 2, of it without a kernel, µs",
+    ]
+    assert len(rows) == 3 + 1 + 3 + 1
+    assert rows["tiny, batch 2, a step on the device, µs"]["ringcore"][0] > 0
+
+
+def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = gpu_attention.Case("decode", 3, 20, 50, 4, 2)
+    monkeypatch.setattr(gpu_attention, "CASES", (decode, gpu_attention.Case("prefill", 2, 40, 40, 4, 2)))
+    findings = run(GpuAttention, engine_specs([], "eager"), "--device=cpu", "--dtype=float32")
+    rows = samples_of(findings)
+    assert list(rows) == [
+        "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, KV cache read, GB/s",
+        "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, a layer, µs",
+        "prefill, 2 x 40 tokens, 4 query and 2 KV heads, products, TFLOP/s",
+        "prefill, 2 x 40 tokens, 4 query and 2 KV heads, a layer, µs",
+    ]
+    assert list(findings.engines) == ["torch_sdpa"]
+    assert {check.name for check in findings.checks} == {"triton refuses", "flash_attn refuses"}
+    with pytest.raises(BenchmarkError, match="--backends: no 'paper'"):
+        run(GpuAttention, [], "--backends=paper")
+
+
+def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.peers import attention_backends
+    from ringcore.attention.backends import TorchSdpaBackend
+
+    right: Callable[..., torch.Tensor] = TorchSdpaBackend.forward
+    shape = gpu_attention.Case("decode", 2, 20, 50, 4, 2).shape("float32")
+    children = attention_backends.Backends()
+    children.load("cpu")
+    assert children.measure("torch_sdpa", "decode", shape)[0][2] > 0
+    monkeypatch.setattr(TorchSdpaBackend, "forward", lambda self, *rest: right(self, *rest) * 1.01)
+    anew = attention_backends.Backends()
+    anew.load("cpu")
+    for kind in ("decode", "prefill"):
+        with pytest.raises(RuntimeError, match="torch_sdpa is wrong"):
+            anew.measure("torch_sdpa", kind, shape)
+
+
+def test_the_ceilings_of_this_machine() -> None:
+    with Driver("ceilings", (sys.executable, "-m", "benchmarks.gpu_ceilings")) as driver:
+        ceilings = Ceilings.of(driver.call("measure", 60.0, device="cpu", dtype="float32"))
+    assert 1e8 < ceilings.read_bytes_per_s < 1e13
+    assert 1e8 < ceilings.gemm_flops_per_s < 1e15
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not in this environment")
+def test_the_read_kernel_reads_all() -> None:
+    """In a process of its own where there is no GPU: Triton's interpreter is chosen at its import."""
+    script = "import torch\nfrom benchmarks.read_kernel import read_all\n"
+    script += "x = torch.randint(-9, 9, (3 * 4096 * 2 + 5,), dtype=torch.int32, device=DEVICE)\n"
+    script += "sums = torch.full((3,), 77, dtype=torch.int32, device=DEVICE)\n"
+    script += "assert read_all(x, sums) == 3 * 4096 * 2 * 4\n"
+    script += "assert sums.tolist() == x[: 3 * 4096 * 2].view(3, -1).sum(1).tolist()\n"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    env = {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
+    from benchmarks.footprint import import_cost
+
+    assert import_cost(sys.executable, script.replace("DEVICE", repr(device)), env).loads_torch

@@ -1,0 +1,100 @@
+"""A product that takes kernels for few rows computes what the plain one does, with all its company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ringcore.kernels import skinny_configs
+from ringcore.kernels.skinny_configs import DotConfig, FmaConfig
+from ringcore.model_executor import ops
+from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.layers.activation import bind_activation
+from ringcore.model_executor.layers.norm import RMSNorm
+from ringcore.model_executor.packing import pack_linear, pack_logits
+
+INPUTS, OUTPUTS = 24, 16
+ROWS = (0, 1, 3, 6, 70)  # none, two numbers for FMA, one for tensor cores, one for the library
+
+
+@pytest.fixture(autouse=True)
+def with_kernels(monkeypatch):
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    by_rows = {1: FmaConfig(16, 32, 1), 3: FmaConfig(16, 16, 1), 6: DotConfig(32, 16, 4, 2, 2)}
+    monkeypatch.setattr(skinny_configs, "choose", lambda outputs, inputs, rows, is_gated=False: by_rows.get(rows))
+
+
+def randn(*shape, seed, device):
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).half()
+
+
+@pytest.fixture(params=[False, True], ids=["", "bias"])
+def weight_and_bias(request, device):
+    weight = randn(2 * OUTPUTS, INPUTS, seed=1, device=device) / 8
+    return weight, randn(2 * OUTPUTS, seed=2, device=device) if request.param else None
+
+
+@pytest.fixture
+def norm(device):
+    found = RMSNorm("norm", "model.norm", INPUTS, 1e-6, torch.float16)
+    found.bind({"norm.weight": 1 + randn(INPUTS, seed=3, device=device) / 4})
+    return found
+
+
+def expected(x, weight, bias, norm=None):
+    rows = x.float()
+    if norm is not None:
+        rows = rows * (rows.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.gain.float()
+    return torch.nn.functional.linear(rows, weight.float(), None if bias is None else bias.float())
+
+
+def assert_close(ours, exact):
+    """Within some roundings to 16 bits: the library's way has one after each of its steps."""
+    torch.testing.assert_close(ours.float(), exact, atol=2e-2, rtol=4e-3)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
+    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    assert isinstance(product, KernelProduct)
+    kept = x.clone()
+    for ours, before in ((product(x), None), (product.after_norm(norm, x), norm)):
+        assert ours.dtype == torch.float16
+        assert_close(ours, expected(x, *weight_and_bias, before))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated(device, weight_and_bias, norm, n, activation):
+    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
+    activated = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate)
+    ours = product.gated_after_norm(norm, x, bind_activation(activation, device))
+    assert_close(ours, activated * up)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_added_to_the_stream(device, weight_and_bias, n):
+    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    hidden = randn(n, 2 * OUTPUTS, seed=9, device=device)
+    total = hidden.float() + expected(x, *weight_and_bias)
+    product.add_to(hidden, x)
+    assert_close(hidden, total)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_logits_are_float32(device, n):
+    weight, x = randn(40, INPUTS, seed=1, device=device), randn(n, INPUTS, seed=n, device=device)
+    logits = pack_logits(weight)(x)
+    assert logits.dtype == torch.float32
+    if n < 70 or device.type == "cuda":  # the CPU has no product of 16 bits that is not rounded
+        torch.testing.assert_close(logits, expected(x, weight, None), atol=1e-4, rtol=1e-5)
+
+
+def test_float32_takes_none_of_them(device):
+    weight = randn(8, INPUTS, seed=1, device=device).float()
+    assert not isinstance(pack_linear(weight, None), KernelProduct)
+    assert not isinstance(pack_logits(weight), KernelProduct)

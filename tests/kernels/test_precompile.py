@@ -1,0 +1,123 @@
+"""Catching what launches would compile, and compiling it: in a process of its own, where Triton does not interpret."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton import knobs
+
+from ringcore.kernels.precompile import catch_launches, compile_variants
+from ringcore.kernels.rms_norm import rms_norm, rms_norm_reference
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, cache: Path) -> str:
+    """What a script prints that has the helpers of this folder."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_launches_are_caught_once_and_compiled_for_the_next_process(tmp_path):
+    script = """
+        import torch, triton_for_sm90
+        from ringcore.kernels.activation import silu_and_mul
+        from ringcore.kernels.precompile import catch_launches, compile_variants
+        from ringcore.kernels.rms_norm import rms_norm
+
+        with catch_launches() as caught:
+            for n in (1, 2, 3, 1):
+                x = torch.ones(n, 64)
+                assert not rms_norm(x, torch.ones(64), 1e-6).any(), "it ran"
+                assert rms_norm(x, torch.ones(64), 1e-6, add_to=torch.ones(n, 64)).all()
+                silu_and_mul(x)
+        variants = list(caught.values())
+        print(*sorted(variant.kernel.__name__ for variant in variants))
+        compile_variants(variants, torch.device("cpu"), 2, first=1)
+    """
+    names = ["_activate_and_multiply_kernel", "_rms_norm_kernel", "_rms_norm_kernel"]
+    assert run(script, tmp_path).split() == names
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
+    assert len(kept) == len(names)
+    assert run(script, tmp_path).split() == names
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == kept
+
+
+def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(tmp_path):
+    script = """
+        import torch, triton_for_sm90
+        from ringcore.kernels.activation import silu_and_mul
+        from ringcore.kernels.precompile import Variant, catch_launches, compile_variants
+
+        with catch_launches() as caught:
+            silu_and_mul(torch.ones(1, 64))
+        (good,) = caught.values()
+        bad = Variant(good.kernel, good.specialization.replace("_activate", "_no_such"))
+        try:
+            compile_variants([bad, good], torch.device("cpu"), 1)
+        except RuntimeError as error:
+            print("raised", "_no_such" in str(error))
+    """
+    assert run(script, tmp_path).split() == ["raised", "True"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_was_compiled_ahead_is_what_is_launched(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    device, size = torch.device("cuda", 0), 160  # a size of no other test, so that nothing is compiled yet
+    x, weight = torch.randn(5, size, device=device), torch.randn(size, device=device)
+    with catch_launches() as caught:
+        assert not rms_norm(x, weight, 1e-6).any()
+    compile_variants(list(caught.values()), device, 2)
+    with catch_launches() as again:
+        out = rms_norm(x, weight, 1e-6)
+    assert len(caught) == 1
+    assert not again
+    torch.testing.assert_close(out, rms_norm_reference(x, weight, 1e-6))
+
+
+def test_unfilled_memory_is_zero_and_so_is_every_index():
+    table, wrong = torch.randn(3, 4), torch.tensor([99, -7])
+    with catch_launches():
+        assert not torch.empty(5).any()
+        assert not torch.empty_like(table).any()
+        assert not table.new_empty(7).any()
+        rows = torch.nn.functional.embedding(wrong, table)
+        assert torch.equal(rows, table[:1].expand(2, 4))
+        assert torch.equal(table[wrong], rows)
+        assert torch.equal(table.index_select(0, wrong), rows)
+        assert torch.equal(table.gather(1, wrong.reshape(1, 2)), table[0, 0].expand(1, 2))
+        assert torch.equal(table[torch.tensor([False, True, False])], table[1:2]), "a mask counts nothing"
+        assert torch.equal(wrong, torch.tensor([99, -7]))
+    with pytest.raises(IndexError):
+        table[wrong]
+
+
+def test_launches_of_other_threads_go_on():
+    outcomes = []
+
+    def look() -> None:
+        outcomes.append(knobs.runtime.jit_cache_hook(key="", repr="", fn=None, compile={}))
+
+    with catch_launches() as caught:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert outcomes == [False]
+    assert not caught
+    assert knobs.runtime.jit_cache_hook is None

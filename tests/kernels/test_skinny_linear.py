@@ -1,0 +1,281 @@
+"""Products of few rows against float64, and what goes with them.
+
+Tolerance: sums in float32 in another order, some 1e-6 of the sum of the products' sizes; then one rounding. What a gate
+makes of it can be no smaller than what it multiplies, so sizes are taken before the gate.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from rounding import rounding
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ringcore.kernels.skinny_configs import MAX_ROWS, DotConfig, FmaConfig, choose
+from ringcore.kernels.skinny_linear import RowNorm, new_arrivals, skinny_linear, skinny_linear_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+FMA = FmaConfig(4, 64, 1)
+DOT = DotConfig(32, 64, 2, 2, 1)
+SPLIT = DotConfig(32, 32, 2, 2, 4)
+ACTIVATIONS = {
+    None: lambda x: x,
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DOT_DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu), torch.float16]
+large = pytest.mark.skipif(not torch.cuda.is_available(), reason="large shapes take the interpreter minutes")
+
+
+class Case:
+    """Random inputs of one shape; num_outputs is what comes out, half of the weight's rows where there is a gate."""
+
+    def __init__(self, device, n, num_outputs, num_inputs, dtype, *, bias=False, norm=False, activation=None):
+        generator = torch.Generator(device).manual_seed(n + num_outputs + num_inputs)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator, device=device)
+
+        num_weights = num_outputs * (2 if activation else 1)
+        self.x = randn(n, num_inputs).to(dtype)
+        self.weight = (randn(num_weights, num_inputs) * num_inputs**-0.5).to(dtype)
+        self.bias = randn(num_weights).to(dtype) if bias else None
+        self.norm = RowNorm((1 + 0.3 * randn(num_inputs)).to(dtype), EPS) if norm else None
+        self.activation = activation
+        self.hidden = randn(n, num_outputs).to(dtype)
+
+    def options(self):
+        return {"bias": self.bias, "norm": self.norm, "activation": self.activation}
+
+    def run(self, config, **options):
+        return skinny_linear(self.x, self.weight, config, **self.options() | options)
+
+    def exact(self):
+        """The result in float64, and how far float32 sums may be off."""
+        x = self.x.double()
+        if self.norm is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm.gain.double()
+        weight = self.weight.double()
+        product, size = x @ weight.T, x.abs() @ weight.abs().T
+        if self.bias is not None:
+            product, size = product + self.bias.double(), size + self.bias.double().abs()
+        error = 3e-6 * size
+        if self.activation is None:
+            return product, error
+        (gate, up), (gate_error, up_error) = product.chunk(2, -1), error.chunk(2, -1)
+        # The slope of either activation is below 1.2.
+        activated = ACTIVATIONS[self.activation](gate)
+        return activated * up, 1.2 * gate_error * up.abs() + activated.abs() * up_error + 1e-6
+
+
+def assert_close(ours, exact, error):
+    assert ours.isfinite().all()
+    room = error + (rounding(ours.dtype, ours.device) + 1e-6) * (exact.abs() + error)
+    if ours.dtype == torch.float16:
+        room = room + 2.0**-25  # half of its smallest number
+    worst = ((ours.double() - exact).abs() / room).max()
+    assert worst <= 1, float(worst)
+
+
+def check(case, config):
+    """The product alone, in memory with nothing beside it, and added to a stream."""
+    n, num_outputs = case.hidden.shape
+    exact, error = case.exact()
+    buffer = torch.full((n + 2, num_outputs), float("nan"), dtype=case.x.dtype, device=case.x.device)
+    out = buffer[:n]
+    assert case.run(config, out=out) is out
+    assert_close(out, exact, error)
+    assert buffer[n:].isnan().all()
+    total = case.hidden.double() + exact
+    assert case.run(config, add_to=case.hidden) is case.hidden
+    assert_close(case.hidden, total, error)
+
+
+SHAPES = [
+    (1, 64, 64),
+    (2, 24, 128),  # more than one piece of the inputs
+    (3, 37, 100),  # a tail of both
+    (4, 8, 24),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_rows_by_fma(device, shape, dtype):
+    check(Case(device, *shape, dtype), FMA)
+    check(Case(device, *shape, dtype, norm=True, bias=True), FMA)
+
+
+@pytest.mark.parametrize("config", [DOT, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64, 64), (5, 96, 128), (16, 37, 100), (17, 40, 200), (64, 33, 40)])
+def test_more_rows_by_tensor_cores(device, shape, dtype, config):
+    check(Case(device, *shape, dtype, bias=shape[0] == 5), config)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_gated(device, config, n, bias, activation):
+    norm = isinstance(config, FmaConfig)
+    check(Case(device, n, 41, 136, torch.float16, bias=bias, norm=norm, activation=activation), config)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(("config", "n"), [(FMA, 2), (DOT, 7), (SPLIT, 7)], ids=str)
+def test_kernel_and_reference_agree(device, config, n, dtype):
+    case = Case(device, n, 48, 96, dtype, bias=True, norm=isinstance(config, FmaConfig), activation="silu")
+    exact, error = case.exact()
+    reference = skinny_linear_reference(case.x, case.weight, **case.options())
+    assert_close(reference, exact, error)
+    stream = skinny_linear_reference(case.x, case.weight, **case.options(), add_to=case.hidden.clone())
+    assert_close(stream, exact + case.hidden.double(), error)
+    rtol = 1e-4 + 2 * rounding(dtype, case.x.device) * (dtype != torch.float32)
+    torch.testing.assert_close(case.run(config), reference, atol=1e-5, rtol=rtol)
+
+
+@pytest.mark.parametrize(("config", "rows"), [(FMA, (1, 2, 3, 4)), (DOT, (5, 9, 16)), (SPLIT, (5, 9, 16))], ids=str)
+def test_a_row_does_not_know_of_the_others(device, config, rows):
+    """To the bit, within the numbers of rows that share a configuration."""
+    whole = Case(device, rows[-1], 48, 160, torch.float16)
+    expected = whole.run(config)
+    for n in rows:
+        ours = skinny_linear(whole.x[-n:].contiguous(), whole.weight, config)
+        assert torch.equal(ours, expected[-n:])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES[1:])
+@pytest.mark.parametrize("config", [FMA, DOT], ids=["fma", "dot"])
+def test_logits_are_not_rounded(device, config, dtype):
+    case = Case(device, 2, 67, 64, dtype)
+    out = torch.full((2, 67), float("nan"), device=device)
+    assert case.run(config, out=out) is out
+    assert_close(out, *case.exact())
+    assert (out.to(dtype).float() != out).double().mean() > 0.8
+
+
+def test_what_is_split_leaves_the_counters_as_they_were(device):
+    """So the next step, or the next replay of a graph, finds them so."""
+    case = Case(device, 6, 200, 256, torch.float16)
+    arrivals = new_arrivals(case.weight)
+    first = case.run(SPLIT, arrivals=arrivals)
+    assert not arrivals.any()
+    assert torch.equal(case.run(SPLIT, arrivals=arrivals), first)
+    assert_close(first, *case.exact())
+
+
+@pytest.mark.parametrize("config", [FMA, DOT], ids=["fma", "dot"])
+def test_a_row_that_is_not_finite_is_alone(device, config):
+    case = Case(device, 3, 40, 64, torch.float16)
+    case.x[1, 7] = float("inf")
+    ours = case.run(config)
+    assert ours[[0, 2]].isfinite().all()
+    assert not ours[1].isfinite().any()
+
+
+def test_the_norm_of_a_row_of_zeros(device):
+    case = Case(device, 2, 16, 64, torch.bfloat16, norm=True)
+    case.x[0] = 0
+    assert not case.run(FMA)[0].any()
+
+
+def test_the_stream_is_rounded_once(device):
+    """1 + 2^-11 + 2^-11 is 1 + 2^-10, a float16 number; each of them alone would vanish."""
+
+    def full(value, *shape):
+        return torch.full(shape, value, dtype=torch.float16, device=device)
+
+    for config in (FMA, DOT):
+        hidden, x, weight = full(1.0, 1, 16), full(2.0**-8, 1, 64), full(2.0**-9, 16, 64)  # the product is 2^-11
+        skinny_linear(x, weight, config, add_to=hidden, bias=full(2.0**-11, 16))
+        assert torch.equal(hidden, full(1 + 2.0**-10, 1, 16))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_every_shape_has_a_configuration_that_its_kernel_takes(is_gated):
+    shapes = itertools.product((1, 64, 960, 3072, 12288, 151936), (8, 576, 1024, 3000, 4096, 14336), range(1, 70))
+    for num_outputs, num_inputs, n in shapes:
+        config = choose(num_outputs, num_inputs, n, is_gated=is_gated)
+        if isinstance(config, FmaConfig):
+            assert n <= 4
+            assert 1 <= config.block_outputs * config.block_inputs // config.num_warps <= 8192
+        elif config is not None:
+            assert n <= MAX_ROWS
+            assert config.block_weights >= 32
+    assert choose(1024, 1024, 0) is None
+    assert choose(1024, 1024, MAX_ROWS + 1) is None
+    assert isinstance(choose(1000, 1000, 1), FmaConfig)
+
+
+@large
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 24, 64])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "activation"),
+    [
+        *((outputs, inputs, None) for outputs, inputs in ((4096, 1024), (1024, 3072), (2048, 8192), (4096, 12288))),
+        *((960, inputs, None) for inputs in (576, 896, 1152)),
+        (151936, 1024, None),
+        *((outputs, inputs, "silu") for outputs, inputs in ((3072, 1024), (8192, 2048), (12288, 4096), (1536, 576))),
+        (6912, 1152, "gelu_tanh"),
+    ],
+)
+def test_shapes_of_models_as_they_are_chosen(device, num_outputs, num_inputs, activation, n, dtype):
+    config = choose(num_outputs, num_inputs, n, is_gated=activation is not None)
+    if config is None:
+        pytest.skip("it is cuBLAS's")
+    norm = isinstance(config, FmaConfig)
+    check(Case(device, n, num_outputs, num_inputs, dtype, norm=norm, activation=activation), config)
+
+
+@large
+def test_weights_beyond_two_to_the_31(device):
+    """Offsets within a program are 32 bits wide, those of programs 64."""
+    num_outputs = (1 << 31) // 8192 + 100
+    x = torch.randn(2, 8192, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(num_outputs, 8192, device=device, dtype=torch.bfloat16)
+    for config in (FmaConfig(4, 4096, 8), DotConfig(64, 128, 4, 4, 1)):
+        ours = skinny_linear(x, weight, config)[:, -100:].double()
+        exact = x.double() @ weight[-100:].double().T
+        assert (ours - exact).norm() < 0.004 * exact.norm()
+
+
+@large
+@pytest.mark.parametrize(
+    ("n", "config"),
+    [
+        *((n, FmaConfig(4, 1024, 2, trigger_late=late)) for n in (1, 4) for late in (False, True)),
+        *((8, DotConfig(64, 128, 4, 4, splits, prefetches)) for splits in (1, 4) for prefetches in (False, True)),
+    ],
+    ids=str,
+)
+def test_a_chain_in_a_graph_reads_nothing_too_early(device, n, config):
+    """Each product reads what the one before it wrote, while their launches overlap."""
+    depth = 40
+    weights = torch.randn(depth, 1024, 1024, device=device, dtype=torch.bfloat16) / 32
+    arrivals = [new_arrivals(weight) for weight in weights]
+    rows = torch.empty(depth + 1, n, 1024, device=device, dtype=torch.bfloat16)
+    first = torch.randn(n, 1024, device=device, dtype=torch.bfloat16)
+
+    def chain():
+        for i in range(depth):
+            skinny_linear(rows[i], weights[i], config, out=rows[i + 1], arrivals=arrivals[i])
+
+    rows[0] = first
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        rows.fill_(float("nan"))
+        rows[0] = first
+        graph.replay()
+        exact = torch.bmm(rows[:-1].double(), weights.double().transpose(1, 2))
+        assert (rows[1:].double() - exact).norm() < 0.005 * exact.norm()

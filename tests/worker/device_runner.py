@@ -1,0 +1,48 @@
+"""The GPU's runner on a CPU: its own kernels in Triton's interpreter, the model and its attention in plain torch."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
+
+from ringcore.attention.backends import BACKENDS
+from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
+from ringcore.attention.metadata import AttentionMetadata
+from ringcore.worker import worker as worker_module
+
+__all__ = ["rows_on_device"]
+
+
+class PlansOnDevice(TorchSdpaBackend):
+    """It may read the numbers when it plans, since on a CPU there is no graph that would keep them."""
+
+    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> object:
+        lens = seq_lens.clamp(min=1).numpy()  # of padding it sees a token of the null block
+        return self.plan(
+            AttentionMetadata(
+                num_tokens=len(lens),
+                num_seqs=len(lens),
+                max_query_len=1,
+                max_seq_len=int(lens.max()),
+                query_start_loc_cpu=np.arange(len(lens) + 1, dtype=np.int32),
+                seq_lens_cpu=lens,
+                block_table_cpu=block_table[:, : -(-int(lens.max()) // self.spec.block_size)].numpy(),
+                slot_mapping=torch.zeros(len(lens), dtype=torch.int64),
+            )
+        )
+
+
+def rows_on_device(monkeypatch: pytest.MonkeyPatch, *, plans_on_device: bool) -> None:
+    """Workers that are made from now on have the GPU's runner."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from ringcore.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(worker_module, "_runner_class", lambda platform: GPUModelRunner)
+    if plans_on_device:
+        monkeypatch.setitem(BACKENDS, TorchSdpaBackend.name, PlansOnDevice)

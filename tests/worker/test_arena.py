@@ -1,0 +1,266 @@
+"""Arenas over a device's memory that checks every call: as itself, and behind the two drivers' interfaces."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from fake_drivers import FakeAscendLibrary, FakeCudaDriver, FakeTorchCuda
+from fake_virtual_memory import FakeVirtualMemory, Misuse, view
+
+from ringcore.errors import CapacityError
+from ringcore.worker import arena as arena_module
+from ringcore.worker.arena import ALIGNMENT, Arena, VirtualMemory
+from ringcore.worker.device_memory import ArenaMemory, PlainMemory
+from ringcore.worker.platforms.ascend_memory import AscendVirtualMemory
+from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
+
+PAGE = FakeVirtualMemory.granularity
+DRIVERS: dict[str, Callable[[FakeVirtualMemory], VirtualMemory]] = {
+    "fake": lambda device: device,
+    "cuda": lambda device: CudaVirtualMemory(0, FakeCudaDriver(device), FakeTorchCuda(device)),
+    "ascend": lambda device: AscendVirtualMemory(3, FakeAscendLibrary(device)),
+}
+
+
+@pytest.fixture
+def device() -> FakeVirtualMemory:
+    return FakeVirtualMemory(64 * PAGE)
+
+
+@pytest.fixture(params=DRIVERS)
+def memory(request: pytest.FixtureRequest, device: FakeVirtualMemory) -> VirtualMemory:
+    return DRIVERS[request.param](device)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_MIN_PIECE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(arena_module, "_MAX_PIECE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(arena_module, "_SMALL_SHARE", 2)
+
+
+@pytest.fixture
+def arena(device: FakeVirtualMemory, memory: VirtualMemory) -> Iterator[Arena]:
+    arena = Arena("weights", 32 * PAGE, memory, view)
+    yield arena
+    arena.close()
+    device.check_nothing_left()
+
+
+def pieces(device: FakeVirtualMemory) -> list[int]:
+    """Their sizes in pages, in the order of their addresses."""
+    return [device.mapped[address][0] // PAGE for address in sorted(device.mapped)]
+
+
+def test_tensors_are_apart_and_aligned(arena: Arena, device: FakeVirtualMemory) -> None:
+    tensors = [arena.allocate(size) for size in (1, 0, 255, 256, 257, 3 * PAGE, 5)]
+    for value, tensor in enumerate(tensors):
+        device.check_access(tensor)
+        assert tensor.dtype == torch.uint8
+        assert tensor.data_ptr() % ALIGNMENT == 0
+        tensor.fill_(value)
+    assert [len(tensor) for tensor in tensors] == [1, 0, 255, 256, 257, 3 * PAGE, 5]
+    assert all(bool((tensor == value).all()) for value, tensor in enumerate(tensors))
+    assert arena.used_bytes <= arena.mapped_bytes <= arena.capacity
+
+
+def test_views_of_other_dtypes(arena: Arena) -> None:
+    tensor = arena.allocate(24).view(torch.float32).view(2, 3)
+    tensor.copy_(torch.arange(6.0).view(2, 3))
+    assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_large_tensor_has_one_piece_of_its_size(arena: Arena, device: FakeVirtualMemory) -> None:
+    arena.allocate(9 * PAGE - 100)
+    assert pieces(device) == [9]
+    arena.allocate(12 * PAGE)  # of which a hundred bytes, less the alignment, are there
+    assert pieces(device) == [9, 12]
+    assert arena.mapped_bytes == 21 * PAGE
+
+
+def test_small_tensors_share_pieces_that_grow(arena: Arena, device: FakeVirtualMemory) -> None:
+    for _ in range(60):
+        arena.allocate(PAGE // 2)
+    assert pieces(device) == [2, 2, 2, 3, 4, 4, 4, 4, 4, 3]  # the last one is what was left
+    assert arena.used_bytes == 30 * PAGE
+
+
+def test_the_capacity_is_the_end(arena: Arena, device: FakeVirtualMemory) -> None:
+    arena.allocate(31 * PAGE)
+    arena.allocate(PAGE)
+    assert pieces(device) == [31, 1]
+    with pytest.raises(CapacityError, match=r"weights: .* do not fit into an arena") as error:
+        arena.allocate(1)
+    assert error.value.details["available_bytes"] == 0
+
+
+def test_more_than_the_device_has(memory: VirtualMemory, device: FakeVirtualMemory) -> None:
+    arena = Arena("kv_cache", 100 * PAGE, memory, view)
+    first = arena.allocate(40 * PAGE)
+    first.fill_(1)
+    with pytest.raises(CapacityError) as error:
+        arena.allocate(30 * PAGE)
+    assert error.value.details["needed_bytes"] == 30 * PAGE
+    assert pieces(device) == [40]
+    assert bool((arena.allocate(10 * PAGE).fill_(2) == 2).all())
+    assert bool((first == 1).all())
+    arena.close()
+    device.check_nothing_left()
+
+
+def test_memory_goes_and_comes_back_at_the_same_addresses(arena: Arena, device: FakeVirtualMemory) -> None:
+    tensors = [arena.allocate(size) for size in (100, 5 * PAGE, 300)]
+    for tensor in tensors:
+        tensor.fill_(7)
+    device.launch(tensors[1])
+    free, mapped = device.free_bytes, arena.mapped_bytes
+    arena.unmap()
+    arena.unmap()
+    assert (arena.mapped_bytes, arena.is_mapped) == (0, False)
+    assert device.free_bytes == free + mapped
+    for tensor in tensors:
+        with pytest.raises(Misuse, match="no memory behind it"):
+            device.check_access(tensor)
+    with pytest.raises(AssertionError, match="no memory behind it"):
+        arena.allocate(1)
+    other = Arena("another tenant", 60 * PAGE, device, view)
+    other.allocate(50 * PAGE).fill_(9)
+    other.close()
+    arena.map()
+    arena.map()
+    assert (arena.mapped_bytes, arena.is_mapped, device.free_bytes) == (mapped, True, free)
+    for value, tensor in enumerate(tensors):
+        device.check_access(tensor)
+        tensor.fill_(value)
+    assert [int(tensor[-1]) for tensor in tensors] == [0, 1, 2]
+    arena.allocate(7 * PAGE)
+
+
+def test_where_there_is_no_room_map_takes_nothing(arena: Arena, device: FakeVirtualMemory) -> None:
+    tensors = [arena.allocate(size * PAGE) for size in (4, 8, 6)]
+    arena.unmap()
+    tenant = device.create(48 * PAGE)
+    free = device.free_bytes
+    with pytest.raises(CapacityError):
+        arena.map()
+    assert (device.free_bytes, arena.mapped_bytes) == (free, 0)
+    device.release(tenant)
+    arena.map()
+    for tensor in tensors:
+        device.check_access(tensor)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("call", ["create", "map", "set_access"])
+def test_a_call_that_fails_leaves_nothing_half_done(device: FakeVirtualMemory, call: str, count: int) -> None:
+    arena = Arena("weights", 32 * PAGE, device, view)
+    kept = [arena.allocate(3 * PAGE) for _ in range(2)]
+    free = device.free_bytes
+    device.fail_after(call, 0)
+    with pytest.raises(RuntimeError, match=f"{call} fails"):
+        arena.allocate(3 * PAGE)
+    assert (device.free_bytes, pieces(device)) == (free, [3, 3])
+    arena.unmap()
+    device.fail_after(call, count)
+    with pytest.raises(RuntimeError, match=f"{call} fails"):
+        arena.map()
+    assert not device.handles
+    arena.map()
+    for tensor in [*kept, arena.allocate(3 * PAGE)]:
+        device.check_access(tensor)
+    arena.close()
+    device.check_nothing_left()
+
+
+def test_no_addresses_no_arena(memory: VirtualMemory, device: FakeVirtualMemory) -> None:
+    device.fail_after("reserve", 0)
+    with pytest.raises(RuntimeError):
+        Arena("weights", PAGE, memory, view)
+    device.check_nothing_left()
+
+
+def test_a_tensor_keeps_its_arena(device: FakeVirtualMemory) -> None:
+    arena = Arena("weights", 4 * PAGE, device, view)
+    half = arena.allocate(100).view(torch.float32)[:3]
+    alive = weakref.ref(arena)
+    del arena
+    gc.collect()
+    device.check_access(half)
+    del half
+    gc.collect()
+    assert alive() is None
+    device.check_nothing_left()
+
+
+def test_close_does_not_wait_for_tensors(arena: Arena, device: FakeVirtualMemory) -> None:
+    tensor = arena.allocate(100)
+    device.launch(tensor)
+    arena.close()
+    arena.close()
+    device.check_nothing_left()
+    with pytest.raises(Misuse):
+        device.check_access(tensor)
+    with pytest.raises(AssertionError, match="closed"):
+        arena.allocate(1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_calls(device: FakeVirtualMemory, seed: int) -> None:
+    """What is written stays while there is memory behind it; the device is charged for what is mapped, no more."""
+    rng = random.Random(seed)
+    arena = Arena("weights", 48 * PAGE, device, view)
+    total, written = device.free_bytes, []
+    for step in range(60):
+        match rng.choice(["allocate", "allocate", "allocate", "unmap", "map", "fail"]):
+            case "allocate" if arena.is_mapped:
+                try:
+                    tensor = arena.allocate(rng.randrange(1, 3 * PAGE))
+                except (CapacityError, RuntimeError):
+                    continue
+                written.append((tensor.fill_(step), step))
+            case "unmap":
+                arena.unmap()
+            case "map" if not arena.is_mapped:
+                try:
+                    arena.map()
+                except RuntimeError:
+                    continue
+                written = [(tensor.fill_(value), value) for tensor, value in written]
+            case "fail":
+                device.fail_after(rng.choice(["create", "map", "set_access"]), rng.randrange(3))
+        assert device.free_bytes == total - arena.mapped_bytes
+        if arena.is_mapped:
+            for tensor, value in written:
+                device.check_access(tensor)
+                assert int(tensor[0]) == int(tensor[-1]) == value
+    arena.close()
+    device.check_nothing_left()
+
+
+def test_an_arena_a_tag(memory: VirtualMemory, device: FakeVirtualMemory) -> None:
+    owner = ArenaMemory(32 * PAGE, memory, view)
+    assert owner.mapped_bytes == 0
+    tensors = [owner.allocate(PAGE, "weights"), owner.allocate(5 * PAGE, "kv_cache"), owner.allocate(PAGE, "weights")]
+    assert {tag: arena.used_bytes for tag, arena in owner.arenas.items()} == {"weights": 2 * PAGE, "kv_cache": 5 * PAGE}
+    assert owner.mapped_bytes == 64 * PAGE - device.free_bytes
+    owner.arenas["kv_cache"].unmap()
+    device.check_access(tensors[0])
+    with pytest.raises(Misuse):
+        device.check_access(tensors[1])
+    owner.close()
+    owner.close()
+    device.check_nothing_left()
+
+
+def test_plain_memory_is_aligned() -> None:
+    plain = PlainMemory(torch.device("cpu"))
+    for size in (0, 1, 1000, 5000):
+        tensor = plain.allocate(size, "weights")
+        assert (len(tensor), tensor.dtype, tensor.data_ptr() % ALIGNMENT) == (size, torch.uint8, 0)
+    assert plain.mapped_bytes == 0
+    plain.close()

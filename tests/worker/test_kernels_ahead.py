@@ -1,0 +1,107 @@
+"""Kernels that are compiled while weights are read: that all of a step are found, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+
+from test_precompile import run
+
+from ringcore import EngineConfig
+from ringcore.model_executor.parallel import SingleRank
+from ringcore.worker.kernels_ahead import KernelsAhead, has_room, steps_of_all_kinds
+from ringcore.worker.platforms.cpu import CpuPlatform
+
+SCRIPT = """
+    import sys
+    import triton_for_sm90
+    from ringcore.attention.backends.triton import TritonBackend
+    from ringcore.model_executor import ops
+    ops.has_kernels = lambda device: True
+    TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
+
+    from ringcore import EngineConfig
+    from ringcore.model_executor.parallel import SingleRank
+    from ringcore.worker.gpu_model_runner import GPUModelRunner
+    from ringcore.worker.kernels_ahead import catch_steps
+    from ringcore.worker.platforms.cpu import CpuPlatform
+
+    config = EngineConfig.from_options(
+        model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
+    )
+    caught = catch_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
+    print(*sorted({{variant.kernel.__name__ for variant in caught}}))
+    print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
+"""
+
+
+def config_of(folder: str, **options) -> EngineConfig:
+    return EngineConfig.from_options(model=folder, load_format="dummy", **options)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 20])
+def test_every_kernel_of_a_step_is_found(tiny_llama, tmp_path, max_num_seqs):
+    folder, _ = tiny_llama
+    names, numbers = run(SCRIPT.format(model=folder, max_num_seqs=max_num_seqs), tmp_path).splitlines()
+    assert {"_paged_attention_decode", "_paged_attention_prefill", "_prepare_decode", "_finish_rows"} <= set(
+        names.split()
+    )
+    assert {"_plan_decode", "_qk_norm_rope_kernel", "_row_kernel"} <= set(names.split())
+    num_caught, num_different = map(int, numbers.split())
+    assert num_caught == num_different > 10
+    assert list(tmp_path.iterdir()) == [], "something was compiled"
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 20, 128])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 40])
+def test_steps_stay_within_the_limits(tiny_llama, max_model_len, max_num_seqs):
+    config = config_of(
+        tiny_llama[0],
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(64, max_num_seqs),
+    )
+    admitted: dict[int, int] = {}
+    for number, step in enumerate(steps_of_all_kinds(config, [16])):
+        assert step.step == number
+        for row in step.finished_rows.tolist():
+            del admitted[row]
+        for new in step.new_requests:
+            assert new.row not in admitted
+            admitted[new.row] = len(new.token_ids)
+            assert len(new.block_ids[0]) * 16 > len(new.token_ids)
+        assert max(step.rows) < max_num_seqs
+        assert set(step.rows.tolist()) <= admitted.keys()
+        for row in step.rows.tolist():
+            admitted[row] += 1
+        assert max(admitted.values(), default=0) <= max_model_len + 1
+        assert step.num_tokens <= config.scheduler.max_num_batched_tokens
+
+
+class _FewBytes(CpuPlatform):
+    def free_memory_bytes(self) -> int:
+        return 1000
+
+
+def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
+    config = config_of(tiny_llama[0])
+
+    def fail(*args):
+        raise ArithmeticError("in the runner")
+
+    with caplog.at_level(logging.INFO, "ringcore.worker.kernels_ahead"):
+        assert KernelsAhead(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
+        assert "compiled as they are met" in caplog.text
+        assert "in the runner" in caplog.text
+        caplog.clear()
+        assert KernelsAhead(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
+    assert "no room" in caplog.text
+    assert "in the runner" not in caplog.text
+    assert has_room(config, SingleRank(), "float32", 1 << 40)
