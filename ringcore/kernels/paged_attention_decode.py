@@ -89,7 +89,6 @@ def _paged_attention_decode(
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
-    is_brief: tl.constexpr,
     pdl: tl.constexpr,
 ):
     if pdl:
@@ -117,15 +116,12 @@ def _paged_attention_decode(
     begin = (first_tile + tile) * tile_tokens
     blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)  # no work: seq_len is 0
     if pdl:
-        if is_brief:
-            pages = kv_cache + kv_head * block_size * head_size
-            _prefetch_tile(blocks, pages, begin, num_kv_heads, head_size, width, block_size, tile_tokens)
+        pages = kv_cache + kv_head * block_size * head_size
+        _prefetch_tile(blocks, pages, begin, num_kv_heads, head_size, width, block_size, tile_tokens)
         gdc_wait()
     while count > 0:
         taken = tl.minimum(count, num_tiles - tile)
         source = query + sequence.to(tl.int64) * query_stride + kv_head * group * head_size + in_pair
-        if not is_brief:
-            queries = tl.load(source, mask=exists, other=0.0)
         pages = kv_cache + kv_head * block_size * head_size
         best = tl.full([rows], HIDDEN, tl.float32)
         total = tl.zeros([rows], tl.float32)
@@ -133,8 +129,8 @@ def _paged_attention_decode(
         # Always masked: a second loop for the last tile would wait for memory with nothing under way behind it.
         for start in tl.range(begin, begin + taken * tile_tokens, tile_tokens, num_stages=stages):
             following = tile_blocks(table, start + tile_tokens, first, seq_len, block_size, tile_tokens)
-            if is_brief:  # beside the first keys, not before them; the mask keeps the compiler from moving it there
-                queries = tl.load(source, mask=exists & (start >= 0), other=0.0)
+            # Beside the first keys, not before them; the mask keeps the compiler from moving it there.
+            queries = tl.load(source, mask=exists & (start >= 0), other=0.0)
             best, total, attended = attend_tile(
                 queries, best, total, attended, blocks, pages, start, first, seq_len, seq_len - 1, scale_log2,
                 num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
@@ -233,7 +229,6 @@ def paged_attention_decode(
         window=work.window or 0,
         tile_tokens=work.tiling.tile_tokens,
         stages=work.tiling.stages,
-        is_brief=work.tiling.is_brief,
         pdl=pdl,
         num_warps=work.tiling.num_warps,
         **launch_options(pdl),

@@ -6,7 +6,6 @@ out. So there is no list of kernels and shapes to be kept in step with the launc
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +14,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 __all__ = ["Variant", "catch_launches", "compile_variants"]
-
-_ATEN = torch.ops.aten
-_UNFILLED = frozenset(
-    (
-        _ATEN.empty.memory_format,
-        _ATEN.empty_like.default,
-        _ATEN.empty_strided.default,
-        _ATEN.new_empty.default,
-        _ATEN.new_empty_strided.default,
-    )
-)
 
 
 class Variant(NamedTuple):
@@ -48,42 +35,13 @@ class Variant(NamedTuple):
             _ = compiled.run  # makes both as it is asked for
 
 
-class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """For kernels that do not run: memory that is asked for unfilled is zero, and so is every index, since what should
-    have been written over it was not. On a GPU an index out of range costs the process its device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        places, names = _index_arguments(func)
-        args = [_zero_index(arg) if place in places else arg for place, arg in enumerate(args)]
-        kwargs = {name: _zero_index(arg) if name in names else arg for name, arg in (kwargs or {}).items()}
-        result = func(*args, **kwargs)
-        return result.zero_() if func in _UNFILLED else result
-
-
-@functools.cache
-def _index_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Places and names of the arguments by which an operation of torch indexes; torch calls all of them so."""
-    arguments = [(place, argument.name) for place, argument in enumerate(func._schema.arguments)]
-    found = [(place, name) for place, name in arguments if name in ("index", "indices")]
-    return frozenset(place for place, _ in found), frozenset(name for _, name in found)
-
-
-def _zero_index(index: Any) -> Any:
-    """Masks stay as they are."""
-    if isinstance(index, list | tuple):
-        return [_zero_index(part) for part in index]
-    is_numbers = isinstance(index, torch.Tensor) and index.dtype != torch.bool
-    return torch.zeros_like(index) if is_numbers else index
-
-
 @contextmanager
 def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
     """Within it, launches of kernels by this thread that nothing was compiled for do nothing but be entered here.
 
-    Whatever else the code does, it does; on zeros where kernels should have written. It must not wait for a kernel.
-    One thread at a time.
+    Whatever else the code does, it does, on whatever memory has where kernels should have written. So it must not wait
+    for a kernel, nor use as an index what one writes, unless something harmless stood there before: on a GPU, an index
+    out of range costs the process its device. One thread at a time.
     """
     caught: dict[tuple[Any, str], Variant] = {}
     thread = threading.get_ident()
@@ -98,8 +56,7 @@ def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
     assert knobs.runtime.jit_cache_hook is None, "somebody looks at launches already"
     knobs.runtime.jit_cache_hook = catch
     try:
-        with _Zeros():  # type: ignore[no-untyped-call]
-            yield caught
+        yield caught
     finally:
         knobs.runtime.jit_cache_hook = None
 

@@ -165,15 +165,14 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
 @triton.jit
 def _fill_last_tokens(state, input_ids, rows, records_at: tl.constexpr, record_words: tl.constexpr):
     i = tl.program_id(0)
-    if tl.load(input_ids + i) < 0:
-        row = tl.load(rows + i).to(tl.int64)
-        tl.store(input_ids + i, tl.load(state + records_at + row * record_words + LAST_TOKEN).to(tl.int64))
+    row = tl.load(rows + i).to(tl.int64)
+    tl.store(input_ids + i, tl.load(state + records_at + row * record_words + LAST_TOKEN).to(tl.int64))
 
 
 def fill_last_tokens(
     state: torch.Tensor, layout: StateLayout, input_ids: torch.Tensor, rows: torch.Tensor, num_seqs: int
 ) -> None:
-    """input_ids[i] < 0, [num_seqs or more] int64, becomes the last token of row rows[i], [num_seqs or more] int32."""
+    """The first `num_seqs` of input_ids [n] int64 become the last tokens of rows [num_seqs or more] int32."""
     if num_seqs:
         _fill_last_tokens[(num_seqs,)](
             state, input_ids, rows, records_at=layout.records_at, record_words=layout.record_words, num_warps=1

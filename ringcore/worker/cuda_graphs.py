@@ -63,7 +63,10 @@ class DecodeStep:
         self._model, self._backends = model, backends
         self._group_of_layer, self._kv_caches = group_of_layer, kv_caches
         self._rows, self._ring = rows, ring
-        self._inputs = DecodeInputs.allocate(rows.layout, rows.state, rows.layout.max_rows)
+        max_rows, device = rows.layout.max_rows, rows.state.device
+        self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._ok = torch.zeros(max_rows, dtype=torch.bool, device=device)
 
     def prepare_common(self) -> None:
         """Before the first request: what would take long in it. A step of nobody."""
@@ -90,7 +93,8 @@ class DecodeStep:
             groups.append(GroupContext(_metadata(size, slots[:size]), backend, plan))
         ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
         logits = self._model.compute_logits(self._model.forward(inputs.input_ids[:size], inputs.positions[:size], ctx))
-        token_ids, ok = sample_tokens(logits, inputs.sampling)
+        token_ids, ok = self._token_ids[:size], self._ok[:size]
+        sample_tokens(logits, inputs.sampling, token_ids=token_ids, ok=ok)
         finish_rows(self._rows.state, self._rows.layout, self._rows.batch, token_ids, ok, self._ring.words, size)
         return logits, token_ids
 

@@ -167,7 +167,9 @@ class GPUModelRunner(ModelRunner):
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
-        token_ids, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, self._device))
+        # Zeros: where launches are caught instead of run, it is used as an index with what is in it.
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        _, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, self._device), token_ids=token_ids)
         logprobs = launch_logprobs(logits, token_ids, inputs.num_logprobs) if self.is_output_rank else None
         return token_ids, ok, logprobs
 

@@ -18,7 +18,7 @@ __all__ = ["InputBatch"]
 class InputBatch:
     """The tokens of a step, row after row, and the places where it samples."""
 
-    input_ids: torch.Tensor  # [num_tokens] int64
+    input_ids: torch.Tensor  # [num_tokens] int64; 0 where the device alone knows it
     positions: torch.Tensor  # [num_tokens] int64
     metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
     sample_rows: np.ndarray  # [num_sampled] int32: those whose known tokens are all computed after the step
@@ -62,7 +62,7 @@ class InputBatch:
         last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
         lens = query_start_loc, seq_lens, max_query_len
         return cls(
-            input_ids=upload(rows.token_ids[token_rows, positions].astype(np.int64), device),
+            input_ids=upload(np.maximum(rows.token_ids[token_rows, positions], 0).astype(np.int64), device),
             positions=upload(positions, device),
             metadata=_metadata(rows, scheduled, *lens, token_rows, positions, num_decodes, device),
             sample_rows=scheduled[sampling],

@@ -42,7 +42,7 @@ def test_launches_are_caught_once_and_compiled_for_the_next_process(tmp_path):
         with catch_launches() as caught:
             for n in (1, 2, 3, 1):
                 x = torch.ones(n, 64)
-                assert not rms_norm(x, torch.ones(64), 1e-6).any(), "it ran"
+                assert not rms_norm(x, torch.ones(64), 1e-6, out=torch.zeros(n, 64)).any(), "it ran"
                 assert rms_norm(x, torch.ones(64), 1e-6, add_to=torch.ones(n, 64)).all()
                 silu_and_mul(x)
         variants = list(caught.values())
@@ -89,23 +89,6 @@ def test_what_was_compiled_ahead_is_what_is_launched(tmp_path, monkeypatch):
     assert len(caught) == 1
     assert not again
     torch.testing.assert_close(out, rms_norm_reference(x, weight, 1e-6))
-
-
-def test_unfilled_memory_is_zero_and_so_is_every_index():
-    table, wrong = torch.randn(3, 4), torch.tensor([99, -7])
-    with catch_launches():
-        assert not torch.empty(5).any()
-        assert not torch.empty_like(table).any()
-        assert not table.new_empty(7).any()
-        rows = torch.nn.functional.embedding(wrong, table)
-        assert torch.equal(rows, table[:1].expand(2, 4))
-        assert torch.equal(table[wrong], rows)
-        assert torch.equal(table.index_select(0, wrong), rows)
-        assert torch.equal(table.gather(1, wrong.reshape(1, 2)), table[0, 0].expand(1, 2))
-        assert torch.equal(table[torch.tensor([False, True, False])], table[1:2]), "a mask counts nothing"
-        assert torch.equal(wrong, torch.tensor([99, -7]))
-    with pytest.raises(IndexError):
-        table[wrong]
 
 
 def test_launches_of_other_threads_go_on():

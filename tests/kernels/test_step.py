@@ -133,11 +133,10 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
 
 
 def test_fill_last_tokens(device: torch.device, state: torch.Tensor) -> None:
-    ids = torch.tensor([-1, 17, -1, -1], device=device)
-    rows = torch.tensor([4, 2, 1, 1], dtype=torch.int32, device=device)
-    fill_last_tokens(state.to(device), LAYOUT, ids, rows, 3)
-    last = [int(record(state, row)[LAST_TOKEN.value]) for row in (4, 1)]
-    assert ids.tolist() == [last[0], 17, last[1], -1]
+    ids = torch.tensor([0, 0, 17], device=device)
+    rows = torch.tensor([4, 1, 1], dtype=torch.int32, device=device)
+    fill_last_tokens(state.to(device), LAYOUT, ids, rows, 2)
+    assert ids.tolist() == [*(int(record(state, row)[LAST_TOKEN.value]) for row in (4, 1)), 17]
 
 
 def ring_of(device: torch.device) -> torch.Tensor:
