@@ -48,17 +48,13 @@ def _group_kernel(
     num_tiles: int,
     group: tl.constexpr,
     tile_groups: tl.constexpr,
-    has_bars: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     groups = tl.program_id(0) % num_tiles * tile_groups + tl.arange(0, tile_groups)
     columns = groups[:, None] * group + tl.arange(0, group)[None, :]
-    first_bar = 0
-    end_bar = 0
-    if has_bars:
-        first_bar = tl.load(bar_start + row)
-        end_bar = tl.load(bar_end + row)
-    x = read_logits(logits + row * row_stride, columns, columns < vocab_size, bar_ids, first_bar, end_bar, has_bars)
+    first_bar = tl.load(bar_start + row)
+    end_bar = tl.load(bar_end + row)
+    x = read_logits(logits + row * row_stride, columns, columns < vocab_size, bar_ids, first_bar, end_bar)
     heat = tl.load(temperature + row)
     is_nan = x != x
     x = tl.where(is_nan, -float("inf"), x)
@@ -85,7 +81,6 @@ def _draw_filtered(
     group: tl.constexpr,
     tile: tl.constexpr,
     capacity: tl.constexpr,
-    has_bars: tl.constexpr,
 ) -> tl.tensor:
     total = tl.sum(masses.to(tl.float64), axis=0)
     bound = first_bound(group_maxima, masses, total, filters, row.num_groups, group)
@@ -93,18 +88,18 @@ def _draw_filtered(
     tl.store(groups.ids + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1, slots, mask=is_listed)
     listed = Groups(groups.ids, tl.sum(is_listed.to(tl.int32), axis=0), groups.candidates)
     tl.debug_barrier()
-    threshold = filter_threshold(row, listed, filters, bound, total, group, tile, capacity, has_bars)
+    threshold = filter_threshold(row, listed, filters, bound, total, group, tile, capacity)
     won = listed.num_ids * 0
     best = tl.full([], -1.0, tl.float64)
     for start in range(0, listed.num_ids, tile):
-        weights, ids = listed_weights(row, listed, start, group, tile, has_bars)
+        weights, ids = listed_weights(row, listed, start, group, tile)
         kept = tl.sum(tl.where(weights >= threshold, weights, 0.0), axis=1).to(tl.float64)
         race = tl.where(ids >= 0, kept / exponentials(row.seed, row.position, tl.maximum(ids, 0)), -1.0)
         first, place = tl.max(race, axis=0, return_indices=True)
         if first > best:
             best = first
             won = tl.sum(tl.where(tl.arange(0, tile) == place, ids, 0), axis=0)
-    return draw_member(row, won, threshold, group, has_bars)
+    return draw_member(row, won, threshold, group)
 
 
 @triton.jit
@@ -133,8 +128,6 @@ def _row_kernel(
     group_block: tl.constexpr,  # a power of two, num_groups or more
     filter_groups: tl.constexpr,
     capacity: tl.constexpr,
-    has_bars: tl.constexpr,
-    has_filters: tl.constexpr,
 ) -> None:
     i = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, group_block)
@@ -147,11 +140,8 @@ def _row_kernel(
     token = tl.load(places + i * num_groups + first)
     heat = tl.load(temperature + i)
     if is_ok & (heat > 0):
-        first_bar = 0
-        end_bar = 0
-        if has_bars:
-            first_bar = tl.load(bar_start + i)
-            end_bar = tl.load(bar_end + i)
+        first_bar = tl.load(bar_start + i)
+        end_bar = tl.load(bar_end + i)
         row = Row(
             logits + i * row_stride,
             heat,
@@ -166,20 +156,15 @@ def _row_kernel(
         )
         group_maxima = exp_of(scaled(largest, heat) - row.scaled_best)
         masses = tl.load(sums + i * num_groups + slots, mask=mask, other=0.0) * group_maxima
-        is_filtered = False
-        if has_filters:
-            k = tl.load(top_k + i)
-            filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
-            is_filtered = (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
-            if is_filtered:
-                room = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
-                token = _draw_filtered(
-                    row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity, has_bars
-                )
-        if not is_filtered:
+        k = tl.load(top_k + i)
+        filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
+        if (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0):
+            room = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
+            token = _draw_filtered(row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity)
+        else:
             race = masses.to(tl.float64) / exponentials(row.seed, row.position, slots)
             won = tl.argmax(tl.where(mask, race, -1.0), axis=0)
-            token = draw_member(row, won, best * 0.0, group, has_bars)
+            token = draw_member(row, won, best * 0.0, group)
     tl.store(token_ids + i, token.to(tl.int64))
     tl.store(ok + i, is_ok)
 
@@ -252,13 +237,13 @@ def sample_tokens(
     shared = (inputs.bar_start, inputs.bar_end, inputs.bar_ids, workspace.maxima, workspace.sums, workspace.places)
     _group_kernel[(n * num_tiles,)](
         logits, logits.stride(0), inputs.temperature, *shared, vocab_size, num_groups, num_tiles,
-        group=group, tile_groups=tile_groups, has_bars=inputs.has_bars, num_warps=4,
+        group=group, tile_groups=tile_groups, num_warps=4,
     )  # fmt: skip
     _row_kernel[(n,)](
         logits, logits.stride(0), inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed,
         inputs.position, *shared, workspace.group_ids, workspace.candidates, token_ids, ok, vocab_size, num_groups,
         group=group, group_block=group_block, filter_groups=min(group_block, max(1, _FILTER_TILE // group)),
-        capacity=_CANDIDATES, has_bars=inputs.has_bars, has_filters=inputs.has_filters,
-        num_warps=8 if inputs.has_filters else 4,
+        capacity=_CANDIDATES,
+        num_warps=8,
     )  # fmt: skip
     return token_ids, ok

@@ -37,13 +37,11 @@ def read_logits(
     bar_ids: tl.tensor,
     first_bar: tl.tensor,
     end_bar: tl.tensor,
-    has_bars: tl.constexpr,
 ) -> tl.tensor:
     """float32; -inf where barred or masked."""
     x = tl.load(logits + columns, mask=mask, other=-float("inf")).to(tl.float32)
-    if has_bars:
-        for i in range(first_bar, end_bar):
-            x = tl.where(columns == tl.load(bar_ids + i), -float("inf"), x)
+    for i in range(first_bar, end_bar):
+        x = tl.where(columns == tl.load(bar_ids + i), -float("inf"), x)
     return x
 
 
@@ -76,9 +74,9 @@ def exp_of(d: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def weights_at(row: Row, columns: tl.tensor, mask: tl.tensor, has_bars: tl.constexpr) -> tl.tensor:
+def weights_at(row: Row, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """In [0, 1], the best token's being 1; any shape. 0 where masked or barred."""
-    x = read_logits(row.logits, columns, mask, row.bar_ids, row.first_bar, row.end_bar, has_bars)
+    x = read_logits(row.logits, columns, mask, row.bar_ids, row.first_bar, row.end_bar)
     return exp_of(scaled(x, row.temperature) - row.scaled_best)
 
 
@@ -101,13 +99,11 @@ def exponentials(seed: tl.tensor, position: tl.tensor, columns: tl.tensor) -> tl
 
 
 @triton.jit
-def draw_member(
-    row: Row, won: tl.tensor, threshold: tl.tensor, group: tl.constexpr, has_bars: tl.constexpr
-) -> tl.tensor:
+def draw_member(row: Row, won: tl.tensor, threshold: tl.tensor, group: tl.constexpr) -> tl.tensor:
     """The second level: one token of the group `won`, among those whose weights reach the threshold."""
     members = tl.arange(0, group)
     columns = won * group + members
-    weights = weights_at(row, columns, columns < row.vocab_size, has_bars)
+    weights = weights_at(row, columns, columns < row.vocab_size)
     weights = tl.where(weights >= threshold, weights, 0.0)
     race = exponentials(row.seed, row.position, row.num_groups + members)
     return won * group + tl.argmax(weights.to(tl.float64) / race, axis=0)

@@ -88,25 +88,21 @@ def first_bound(
 
 
 @triton.jit
-def listed_weights(
-    row: Row, groups: Groups, start: tl.tensor, group: tl.constexpr, tile: tl.constexpr, has_bars: tl.constexpr
-):
+def listed_weights(row: Row, groups: Groups, start: tl.tensor, group: tl.constexpr, tile: tl.constexpr):
     """[tile, group] weights of the groups listed from `start` on, and the [tile] groups; -1 and 0 behind the last."""
     slots = start + tl.arange(0, tile)
     ids = tl.load(groups.ids + slots, mask=slots < groups.num_ids, other=-1)
     columns = ids[:, None] * group + tl.arange(0, group)[None, :]
-    return weights_at(row, columns, (ids >= 0)[:, None] & (columns < row.vocab_size), has_bars), ids
+    return weights_at(row, columns, (ids >= 0)[:, None] & (columns < row.vocab_size)), ids
 
 
 @triton.jit
-def _totals(
-    row: Row, groups: Groups, at_least: tl.tensor, group: tl.constexpr, tile: tl.constexpr, has_bars: tl.constexpr
-):
+def _totals(row: Row, groups: Groups, at_least: tl.tensor, group: tl.constexpr, tile: tl.constexpr):
     """How many weights have bits of `at_least` > 0 or more, and their sum; float64."""
     count = tl.full([], 0.0, tl.float64)
     mass = tl.full([], 0.0, tl.float64)
     for start in range(0, groups.num_ids, tile):
-        weights, _ = listed_weights(row, groups, start, group, tile, has_bars)
+        weights, _ = listed_weights(row, groups, start, group, tile)
         reaches = _bits(weights) >= at_least
         count += tl.sum(tl.sum(reaches.to(tl.int32), axis=1), axis=0).to(tl.float64)
         mass += tl.sum(tl.sum(tl.where(reaches, weights, 0.0), axis=1).to(tl.float64), axis=0)
@@ -122,13 +118,12 @@ def _collect(
     group: tl.constexpr,
     tile: tl.constexpr,
     capacity: tl.constexpr,
-    has_bars: tl.constexpr,
 ) -> tl.tensor:
     """Puts the weights strictly between the bounds side by side, as far as there is room; returns how many they are."""
     tl.debug_barrier()  # for those that still read the ones before
     count = low * 0
     for start in range(0, groups.num_ids, tile):
-        weights, _ = listed_weights(row, groups, start, group, tile, has_bars)
+        weights, _ = listed_weights(row, groups, start, group, tile)
         flat = tl.reshape(weights, [tile * group])
         is_inside = (_bits(flat) > low) & (_bits(flat) < high)
         places = count + tl.cumsum(is_inside.to(tl.int32), axis=0) - 1
@@ -148,19 +143,18 @@ def _search(
     group: tl.constexpr,
     tile: tl.constexpr,
     capacity: tl.constexpr,
-    has_bars: tl.constexpr,
 ):
     """The bits of the largest weight such that those that reach it are `need` in number, or by mass add up to it; and
     the number and the sum of the weights above. `low` is taken to reach it. need: float64."""
     high = low * 0 + _ABOVE_ONE
     count_above = tl.full([], 0.0, tl.float64)
     mass_above = tl.full([], 0.0, tl.float64)
-    num_inside = _collect(row, groups, low, high, group, tile, capacity, has_bars)
+    num_inside = _collect(row, groups, low, high, group, tile, capacity)
     if num_inside > capacity:
         count_from_low = num_inside.to(tl.float64)
         while (count_from_low - count_above > capacity) & (high - low > 1):
             middle = low + (high - low) // 2
-            count, mass = _totals(row, groups, middle, group, tile, has_bars)
+            count, mass = _totals(row, groups, middle, group, tile)
             if tl.where(by_mass, mass, count) >= need:
                 low = middle
                 count_from_low = count
@@ -168,7 +162,7 @@ def _search(
                 high = middle
                 count_above = count
                 mass_above = mass
-        num_inside = _collect(row, groups, low, high, group, tile, capacity, has_bars)
+        num_inside = _collect(row, groups, low, high, group, tile, capacity)
     slots = tl.arange(0, capacity)
     weights = tl.load(groups.candidates + slots, mask=slots < num_inside, other=0.0)
     bits = _bits(weights)
@@ -190,7 +184,6 @@ def filter_threshold(
     group: tl.constexpr,
     tile: tl.constexpr,  # groups read at once
     capacity: tl.constexpr,  # candidates held in registers
-    has_bars: tl.constexpr,
 ) -> tl.tensor:
     """The smallest weight that the filters keep: each keeps what is at or above a threshold, and this is the highest.
 
@@ -204,7 +197,7 @@ def filter_threshold(
         need = tl.where(filters.top_k > 0, k, p * total)
         # top_k's search, then top_p's; one loop, so that the search is compiled once.
         for phase in range(tl.where(filters.top_k > 0, 0, 1), tl.where(p < 1, 2, 1)):
-            low, count_above, mass_above = _search(row, groups, need, low, phase == 1, group, tile, capacity, has_bars)
+            low, count_above, mass_above = _search(row, groups, need, low, phase == 1, group, tile, capacity)
             # Of the tokens that tie with the k-th one, only as many count as make k.
             need = p * (mass_above + (k - count_above) * low.to(tl.float32, bitcast=True).to(tl.float64))
         threshold = tl.maximum(threshold, low.to(tl.float32, bitcast=True))

@@ -50,11 +50,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingInputs:
-    """Sampling parameters of max_rows rows and their barred tokens, which lie side by side; views of `buffer`.
-
-    `has_filters` and `has_bars` choose the kernels' variants on the host: False promises that no row that draws has
-    filters, no row bars; True promises nothing. Inputs that a CUDA graph holds keep what they were captured with.
-    """
+    """Sampling parameters of max_rows rows and their barred tokens, which lie side by side; views of `buffer`."""
 
     seed: torch.Tensor  # [max_rows] int64
     position: torch.Tensor  # [max_rows] int64
@@ -66,14 +62,12 @@ class DeviceSamplingInputs:
     bar_end: torch.Tensor  # [max_rows] int32
     bar_ids: torch.Tensor  # [max_bars] int32
     buffer: torch.Tensor  # uint8: all of them
-    has_filters: bool
-    has_bars: bool
 
     @classmethod
     def allocate(cls, max_rows: int, max_bars: int, device: torch.device) -> DeviceSamplingInputs:
         """Room that `from_host` can fill again and again, for a graph; until then the values are arbitrary."""
         buffer = torch.empty(_num_bytes(max_rows, max_bars), dtype=torch.uint8, device=device)
-        return cls(**_views(buffer, max_rows, max_bars), buffer=buffer, has_filters=True, has_bars=True)
+        return cls(**_views(buffer, max_rows, max_bars), buffer=buffer)
 
     @classmethod
     def from_host(
@@ -95,10 +89,8 @@ class DeviceSamplingInputs:
             out.buffer.copy_(staging, non_blocking=True)
             return out
         buffer = staging.to(device, non_blocking=True)
-        is_filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
-        has_filters = bool((is_filtered & (inputs.temperature > 0)).any())
         views = _views(buffer, max_rows, max_bars)
-        return cls(**views, buffer=buffer, has_filters=has_filters, has_bars=num_bars > 0)
+        return cls(**views, buffer=buffer)
 
 
 def _fill(columns: dict[str, np.ndarray], inputs: HostSamplingInputs) -> None:
