@@ -230,8 +230,10 @@ def _finish_rows(
         if sample >= 0:
             token = tl.load(token_ids + sample).to(tl.int32)
             flags |= tl.where(tl.load(ok + sample).to(tl.int32) == 0, _BAD_LOGITS, 0)
-        tl.store(slot + _RING_HEAD + i, token | flags)
-        if tl.load(record + STOPPED) == 0:
+        is_live = tl.load(record + STOPPED) == 0
+        # Of a row that has stopped nothing was computed, so there is nothing wrong with it.
+        tl.store(slot + _RING_HEAD + i, tl.where(is_live, token | flags, tl.load(record + LAST_TOKEN)))
+        if is_live:
             tl.store(record + NUM_COMPUTED, tl.load(record + NUM_COMPUTED) + count)
             if sample >= 0:
                 index = tl.arange(0, stops)

@@ -148,12 +148,13 @@ def test_finish_rows_of_single_tokens(device: torch.device, state: torch.Tensor)
     stop = int(record(state, 1)[RECORD_HEAD.value + 2])
     rows = torch.tensor([4, 1, 5, 2, -1], dtype=torch.int32, device=device)
     token_ids = torch.tensor([88, stop, 3, 91, 50], device=device)
-    ok = torch.tensor([True, True, True, False, True], device=device)
+    ok = torch.tensor([True, True, False, False, True], device=device)
     ring, on_device = ring_of(device), state.clone().to(device)
     on_device[STEP_COUNT.value] = 5
     finish_rows(on_device, LAYOUT, rows, token_ids, ok, ring, 5)
     found = on_device.cpu()
-    assert ring[1, RING_HEAD : RING_HEAD + 4].tolist() == [88, stop, 3, 91 | BAD_LOGITS]
+    stopped_at = int(record(state, 5)[LAST_TOKEN.value])
+    assert ring[1, RING_HEAD : RING_HEAD + 4].tolist() == [88, stop, stopped_at, 91 | BAD_LOGITS]
     assert [int(slot[0]) for slot in ring] == [0, 6, 0, 0]
     assert (found[STEP_COUNT.value], found[ARRIVALS.value]) == (6, 0)
     for row, token in ((4, 88), (1, stop), (2, 91)):

@@ -128,7 +128,7 @@ class TritonBackend(AttentionBackend):
         return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
 
     def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
-        return _Step(self._plan_decodes(seq_lens, block_table))
+        return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True))
 
     def plan_mixed_on_device(
         self,
@@ -139,7 +139,6 @@ class TritonBackend(AttentionBackend):
         num_tokens: int,
     ) -> _Step:
         assert len(decode_seq_lens) <= min(num_tokens, len(seq_lens))
-        # Rows without a decoding sequence are for the others: the decode kernel must leave them alone.
         decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True)
         others = StepTensors(query_start_loc, seq_lens, block_table, num_tokens)
         return _Step(decodes, (_Chunks(others, slice(None)),))
@@ -147,6 +146,8 @@ class TritonBackend(AttentionBackend):
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
     ) -> _Decodes:
+        """skips_empty: the kernel leaves the rows of sequences of no tokens alone, and takes no time for them. They are
+        the last ones, and the programs that got them would be the last to end."""
         work = self._work_for(len(seq_lens), seq_lens.device)
         work.plan(seq_lens, skips_empty=skips_empty)
         return _Decodes(seq_lens, block_table, work)
