@@ -29,7 +29,7 @@ from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.result_ring import ResultRing
 from ringcore.worker.upload import upload
 
-__all__ = ["DecodeGraphs", "DecodeStep", "MixedGraphs", "graph_sizes"]
+__all__ = ["DecodeGraphs", "DecodeStep", "MixedGraphs", "graph_sizes", "mixed_sizes"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -43,6 +43,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """The padded sizes, ascending: dense where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 32), *range(320, 1025, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """The padded numbers of tokens of steps that do not only decode, ascending."""
+    return [size for size in _MIXED_SIZES if size < max_tokens] + [min(_MIXED_SIZES[-1], max_tokens)]
 
 
 class DecodeStep:
@@ -155,7 +160,7 @@ class MixedGraphs:
     ) -> None:
         self._model, self._backends = model, backends
         self._group_of_layer, self._kv_caches = group_of_layer, kv_caches
-        self._sizes = [size for size in _MIXED_SIZES if size < max_tokens] + [min(_MIXED_SIZES[-1], max_tokens)]
+        self._sizes = mixed_sizes(max_tokens)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and its hidden states
         device, layout, tokens = rows.state.device, rows.layout, self._sizes[-1]
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ what the libraries keep. On a CPU that run would take as long as many real steps
 little about what it will need; there it is computed, as an upper bound:
 
     activations       = tokens * dtype * (4 * hidden + max(3 * intermediate, 2 * heads + 4 * KV heads, a rank's share))
-                      + tile mask + 4 arrays of float32 logits [rows that sample, vocabulary]
+                      + tile mask + 6 arrays of float32 logits [rows that sample, vocabulary]
     attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time;
                       nothing where the attention reads pages where they lie
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _MASK_ROWS = 256  # the query rows that share an attention mask: see the torch_sdpa backend
 _MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
-_LOGITS_ARRAYS = 4  # the logits, and the sampler's scaled ones, weights and filtered ones
+_LOGITS_ARRAYS = 6  # the logits; the sampler's scaled ones, weights and filtered ones; two for log-probabilities
 
 # Measured on an H200 with CUDA 13.
 _FIRST_GRAPH_BYTES = 70 << 20

@@ -20,7 +20,7 @@ from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.sampler import SamplingInputs, token_logprobs
-from ringcore.worker.cuda_graphs import graph_sizes
+from ringcore.worker.cuda_graphs import graph_sizes, mixed_sizes
 from ringcore.worker.kv_caches import choose_backends, group_of_layer, page_dtype
 from ringcore.worker.memory import StepPeaks, planned_cache
 from ringcore.worker.platform import Platform
@@ -43,15 +43,15 @@ def profile_steps(
     num_tokens = min(config.scheduler.max_num_batched_tokens, max_num_seqs * max_len)
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
-    graphs = graph_sizes(max_num_seqs)
-    single = np.ones(min(num_tokens, graphs[-1]), dtype=np.int32)
+    num_graphs = len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.max_num_batched_tokens))
+    single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
     try:
         run.step(single)  # sets the libraries up: what that takes stays, and is no part of a step
         run.step(np.minimum(prompts[:1], _WARM_UP_TOKENS))
         return StepPeaks(
             largest_bytes=platform.peak_bytes(lambda: run.step(prompts)),
             decode_bytes=platform.peak_bytes(lambda: run.step(single)),
-            num_graphs=0 if config.device.enforce_eager else len(graphs),
+            num_graphs=0 if config.device.enforce_eager else num_graphs,
         )
     except torch.OutOfMemoryError as error:
         free = platform.free_memory_bytes()

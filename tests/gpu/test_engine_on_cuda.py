@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from engine import generate, make_core, tokens
+from near import assert_near
 from reference import differences, load
 
 from ringcore import SamplingParams
@@ -67,15 +68,7 @@ def test_bfloat16_is_near_the_reference(smollm2):
     """Log-probabilities of the reference's own tokens against float32's: 8 bits of mantissa in every layer."""
     with make_core(smollm2, dtype="bfloat16", **OPTIONS) as engine:
         outputs = generate(engine, [entry.prompt_token_ids for entry in SHORT], GREEDY)
-    errors = []
-    for entry, one in zip(SHORT, outputs, strict=True):
-        for index, output in enumerate(one):
-            if output.new_token_ids[0] != entry.token_ids[index]:
-                break  # from here on it is another text
-            errors.append(abs(output.logprobs[0].logprobs[0] - entry.logprobs[index]))
-    assert len(errors) > 10 * len(SHORT)
-    assert np.mean(errors) < 0.02
-    assert np.quantile(errors, 0.99) < 0.15
+    assert_near(SHORT, outputs, mean=0.02, p99=0.15)
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(smollm2, core):
