@@ -54,12 +54,13 @@ def rms_norm(
     *,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of every row x, stored in `out` or added to what is in `add_to`.
 
-    x, add_to and out: [n, size] of one dtype, contiguous, size up to `MAX_SIZE`; weight: [size], any float dtype.
-    Computed in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, a new
-    tensor where neither is given.
+    x, add_to and out: [n, size], contiguous, size up to `MAX_SIZE`; weight: [size]; each of any float dtype. Computed
+    in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, a new tensor of
+    `dtype`, None for x's, where neither is given.
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     num_rows, size = x.shape
@@ -67,13 +68,13 @@ def rms_norm(
         assert out is None, "it goes to one place"
         out = add_to
     if out is None:
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=dtype)
     assert 0 < size <= MAX_SIZE, size
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
     for rows in (x, out):
         assert rows.is_contiguous(), "rows must lie side by side"
-        assert (rows.shape, rows.dtype) == (x.shape, x.dtype), (rows.shape, rows.dtype, x.shape)
+        assert rows.shape == x.shape, (rows.shape, x.shape)
     if not num_rows:
         return out
     block = triton.next_power_of_2(size)
@@ -103,10 +104,11 @@ def rms_norm_reference(
     *,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
     rows = x.float()
     normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
     if add_to is not None:
         return add_to.copy_(add_to.float() + normed)
-    return (torch.empty_like(x) if out is None else out).copy_(normed)
+    return (torch.empty_like(x, dtype=dtype) if out is None else out).copy_(normed)

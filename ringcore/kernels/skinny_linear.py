@@ -50,10 +50,11 @@ def skinny_linear(
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to
     4 for an `FmaConfig`, which alone takes a norm, and 1 to 64 for a `DotConfig`.
-    norm: of each row of x first; it is not rounded on its way into the product.
+    norm: of each row of x first, which may then be float32; it is not rounded on its way into the product.
     activation: the weight's first half is a gate; the result is activation(first half) * second half.
-    add_to: [n, num_outputs]; the result is added there, in place, and rounded once, as the sum.
-    out: [n, num_outputs] of x's dtype, or float32, where it is not added; num_outputs is num_weights, or half of it.
+    add_to: [n, num_outputs], also float32; the result is added there, in place, and rounded once, as the sum.
+    out: [n, num_outputs] of the weight's dtype, or float32, where it is not added; num_outputs is num_weights, or half
+    of it.
     arrivals: see `new_arrivals`, of no other product that may run at the same time; made where none is given, and
     looked at only where `config` has splits.
 
@@ -65,10 +66,10 @@ def skinny_linear(
         assert out is None, "it goes to one place"
         out = add_to
     if out is None:
-        out = x.new_empty(num_rows, num_outputs)
+        out = weight.new_empty(num_rows, num_outputs)
     assert weight.shape[1] == num_inputs, (weight.shape, x.shape)
     assert activation is None or len(weight) % 2 == 0, weight.shape
-    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
     assert out.shape == (num_rows, num_outputs), (out.shape, num_rows, num_outputs)
     assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
     assert out.data_ptr() != x.data_ptr(), "rows cannot be written while others read them"
@@ -190,4 +191,4 @@ def skinny_linear_reference(
         product = (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
     if add_to is not None:
         return add_to.copy_(add_to.float() + product)
-    return product.to(x.dtype) if out is None else out.copy_(product)
+    return product.to(weight.dtype) if out is None else out.copy_(product)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ringcore.model_executor.product import Activation, Gate, Norm, Product
 
-__all__ = ["KernelProduct"]
+__all__ = ["KernelProduct", "adds_in_float32"]
 
 
 class KernelProduct(Product):
@@ -43,10 +45,15 @@ class KernelProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         if self._by_kernel(x, add_to=hidden) is not None:
             return
-        if self._bias is None:
-            hidden.addmm_(x, self.weight.t())
+        if self._bias is None and adds_in_float32(x.dtype, x.device) and hidden.dtype == torch.float32:
+            torch.addmm(hidden, x, self.weight.t(), out_dtype=torch.float32, out=hidden)
         else:
             hidden.add_(self.multiply(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        done = self._by_kernel(x, out=out)
+        return self.multiply(x) if done is None else done
 
     def _by_kernel(
         self,
@@ -85,3 +92,18 @@ class KernelProduct(Product):
             return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype)
         product = torch.nn.functional.linear(x, self.weight, self._bias)
         return product if self._out_dtype is None else product.to(self._out_dtype)
+
+
+@functools.cache
+def adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's cuBLAS adds a product of 16 bits to float32 numbers in place. Tried once a process: the operation
+    is young, and a build without it does the product and the sum one after the other."""
+    if device.type != "cuda":
+        return False
+    x = torch.ones(8, 16, dtype=dtype, device=device)
+    total = torch.ones(8, 8, device=device)
+    try:
+        torch.addmm(total, x, x.t(), out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())

@@ -20,7 +20,7 @@ class TensorParallel(ABC):
         """The sum over ranks, [same shape]; may be written in place."""
 
     def all_reduce_add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """residual += the sum over ranks of `partial`, in place; both [n, hidden_size] of one dtype.
+        """residual += the sum over ranks of `partial`, in place; both [n, hidden_size], `residual` maybe float32.
 
         `residual` is equal on every rank, before and after. `partial` may be written over.
         """

@@ -97,7 +97,8 @@ class NcclCommunicator(TensorParallel):
         """A small sum is rounded once, with the residual in it; a large one before it is added, too."""
         assert self._group is not None, "closed"
         contiguous = partial.contiguous()
-        if self._peers is not None and self._peers.reduces(contiguous) and residual.is_contiguous():
+        is_alike = residual.is_contiguous() and residual.dtype == partial.dtype
+        if self._peers is not None and self._peers.reduces(contiguous) and is_alike:
             self._peers.all_reduce(contiguous, residual)
         else:
             super().all_reduce_add(contiguous, residual)

@@ -98,3 +98,19 @@ def test_float32_takes_none_of_them(device):
     weight = randn(8, INPUTS, seed=1, device=device).float()
     assert not isinstance(pack_linear(weight, None), KernelProduct)
     assert not isinstance(pack_logits(weight), KernelProduct)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_a_stream_of_float32(device, weight_and_bias, norm, n):
+    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    stream = randn(n, 2 * OUTPUTS, seed=n + 1, device=device).float() * 1.0001
+    total = stream + expected(x, *weight_and_bias)
+    product.add_to(stream, x)
+    torch.testing.assert_close(stream, total, atol=4e-3, rtol=1e-3)
+    wide = randn(n, INPUTS, seed=n, device=device).float() * 1.0001
+    ours = product.after_norm(norm, wide)
+    assert ours.dtype == torch.float16
+    assert_close(ours, expected(wide, *weight_and_bias, norm))
+    part = product.partial(x)
+    assert part.dtype == (torch.float32 if n in (1, 3, 6) else torch.float16)
+    assert_close(part, expected(x, *weight_and_bias))

@@ -89,6 +89,20 @@ def test_added_to_the_stream(device, shape, dtype):
     assert torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_between_a_stream_of_float32_and_16_bits(device, dtype):
+    x, weight = randn(5, 576, device=device), randn(576, seed=1, dtype=dtype, device=device)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    ours = rms_norm(x, weight, EPS, dtype=dtype)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=rounding(dtype, device) + 4e-6)
+    stream, narrow = randn(5, 576, seed=2, device=device), x.to(dtype)
+    total = stream.double() + rms_norm_reference(narrow.double().float(), weight, EPS).double()
+    assert rms_norm(narrow, weight, EPS, add_to=stream) is stream
+    torch.testing.assert_close(stream.double(), total, atol=1e-5, rtol=1e-5)
+    assert rms_norm_reference(x, weight, EPS, dtype=dtype).dtype == dtype
+
+
 def test_the_reference_is_the_definition(device):
     x, hidden = (randn(3, 40, seed=seed, device=device) for seed in (0, 1))
     weight = randn(40, seed=2, device=device)

@@ -120,9 +120,8 @@ def test_more_rows_by_tensor_cores(device, shape, dtype, config):
     check(Case(device, *shape, dtype, bias=shape[0] == 5), config)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("gelu_tanh", True)])
 @pytest.mark.parametrize(("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18)], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_gated(device, config, n, bias, activation):
     norm = isinstance(config, FmaConfig)
     check(Case(device, n, 41, 136, torch.float16, bias=bias, norm=norm, activation=activation), config)
@@ -196,6 +195,24 @@ def test_the_stream_is_rounded_once(device):
         hidden, x, weight = full(1.0, 1, 16), full(2.0**-8, 1, 64), full(2.0**-9, 16, 64)  # the product is 2^-11
         skinny_linear(x, weight, config, add_to=hidden, bias=full(2.0**-11, 16))
         assert torch.equal(hidden, full(1 + 2.0**-10, 1, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stream_of_float32(device, dtype):
+    """Normalised on its way into a product of 16 bits, and added to without being rounded to them."""
+    case = Case(device, 2, 40, 100, dtype, norm=True)
+    case.x = case.x.float() * 1.0001  # no number of 16 bits
+    exact, error = case.exact()
+    ours = case.run(FMA)
+    assert ours.dtype == dtype
+    assert_close(ours, exact, error)
+    for config in (FMA, DOT) if dtype == torch.float16 or device.type == "cuda" else (FMA,):
+        case = Case(device, 2, 40, 100, dtype)
+        stream = case.hidden.float() * 1.0001
+        exact, error = case.exact()
+        total = stream.double() + exact
+        assert case.run(config, add_to=stream) is stream
+        assert_close(stream, total, error)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

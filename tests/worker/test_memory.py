@@ -86,7 +86,7 @@ def test_activations_by_hand(tiny_llama: tuple[str, Any]) -> None:
     """64 tokens: 4 * 64 hidden and the larger of 3 * 96 and (2 * 4 + 4 * 2) * 16; mask 64 x 128; logits 6 x 97."""
     config = make_config(tiny_llama[0])
     assert (
-        activation_bytes(config.model.spec, config, "float32") == 64 * (256 + 288) * 4 + 64 * 128 * 4 + 4 * 6 * 97 * 4
+        activation_bytes(config.model.spec, config, "float32") == 64 * (256 + 288) * 4 + 64 * 128 * 4 + 6 * 6 * 97 * 4
     )
 
 

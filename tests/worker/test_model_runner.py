@@ -21,12 +21,11 @@ LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]
 SHORT = [11, 60, 23]
 
 
-@pytest.fixture(params=["cpu", "launched by parts", "launched as one"])
+@pytest.fixture(params=["cpu", "gpu"])
 def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any]) -> Iterator[Worker]:
-    """The CPU's runner, and the GPU's with its kernels in Triton's interpreter: with a backend that cannot plan on the
-    device, so that every step is ragged, and with one that can."""
-    if request.param != "cpu":
-        rows_on_device(request.getfixturevalue("monkeypatch"), plans_on_device=request.param == "launched as one")
+    """The CPU's runner, and the GPU's with its kernels in Triton's interpreter."""
+    if request.param == "gpu":
+        rows_on_device(request.getfixturevalue("monkeypatch"), plans_on_device=True)
     worker = start(Worker(make_config(tiny_llama[0]), 0, None))
     yield worker
     worker.shutdown()
@@ -142,6 +141,21 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_token(worker: Worker, 
     assert [first[0], both[0], *rest[0]] == reference(prompt, 8)
     for cache, old in zip(worker._runner._kv_caches, shared, strict=True):
         assert torch.equal(cache[:, :, [9, 3, 7]], old)
+
+
+def test_a_backend_that_cannot_plan_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: tuple[str, Any], reference: Reference
+) -> None:
+    """Then every step is put together on the host; what rows sampled comes from the device all the same."""
+    rows_on_device(monkeypatch, plans_on_device=False)
+    worker = start(Worker(make_config(tiny_llama[0]), 0, None))
+    first = sampled(run(worker, {0: 15}, new=[admit(0, LONG, [9, 3, 7, 5, 1, 30])]))
+    other = sampled(run(worker, {4: 2, 0: 1}, new=[admit(4, SHORT, [20, 21, 22])]))
+    both = sampled(run(worker, {4: 1, 0: 1}))
+    rest = decode(worker, [4, 0], 4)
+    worker.shutdown()
+    assert [both[4], *rest[4]] == reference(SHORT, 5)
+    assert [first[0], other[0], both[0], *rest[0]] == reference(LONG, 7)
 
 
 # Several steps in one message, and steps that repeat the one before.

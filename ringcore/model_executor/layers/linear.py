@@ -158,4 +158,4 @@ class RowParallelLinear:
         if self._tp.size == 1:
             self._product.add_to(hidden, x)
         else:
-            self._tp.all_reduce_add(self._product(x), hidden)
+            self._tp.all_reduce_add(self._product.partial(x), hidden)

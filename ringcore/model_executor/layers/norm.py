@@ -20,8 +20,6 @@ def bind_rms_norm(
 
     plus_one: by 1 + weight, as Gemma has it, and rounded once: x and the sum are taken in float32 whatever the dtype.
     """
-    if weight.ndim == 1 and ops.has_kernels(weight.device):
-        return _kernel(weight, eps, plus_one)
     if plus_one:
         normalise = bind_rms_norm(1 + weight.float(), eps)
         return normalise if weight.dtype == torch.float32 else functools.partial(_in_float32, normalise)
@@ -29,13 +27,6 @@ def bind_rms_norm(
         gain, floor = ops.rms_norm_gain(weight, eps)
         return functools.partial(ops.rms_norm_by_gain, gain=gain, floor=floor)
     return functools.partial(ops.rms_norm, weight=weight, eps=eps)
-
-
-def _kernel(weight: torch.Tensor, eps: float, plus_one: bool) -> Callable[..., torch.Tensor]:
-    """It multiplies in float32 and rounds once, whatever dtype the weight has."""
-    from ringcore.kernels.rms_norm import rms_norm
-
-    return functools.partial(rms_norm, weight=1 + weight.float() if plus_one else weight, eps=eps)
 
 
 def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +39,8 @@ def _norm_weight(name: str, checkpoint_name: str, size: int, dtype: torch.dtype)
 
 
 class RMSNorm:
-    """Normalises rows of `size`; whole on every rank. `plus_one`: see `bind_rms_norm`."""
+    """Normalises rows of `size`, of the residual stream say, which is float32 also where `dtype` is not; the result is
+    of `dtype`, rounded once. Whole on every rank. `plus_one`: see `bind_rms_norm`."""
 
     def __init__(
         self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False
@@ -66,12 +58,20 @@ class RMSNorm:
     def bind(self, tensors: Tensors) -> None:
         """Takes its tensor out of the dict."""
         weight = tensors.pop(self._weight.name)
-        self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one)
-        self._has_kernel = ops.has_kernels(weight.device)
         self.gain = 1 + weight.float() if self._plus_one else weight
+        self._has_kernel = ops.has_kernels(weight.device)
+        if self._has_kernel:
+            from ringcore.kernels.rms_norm import rms_norm
+
+            self._normalise = functools.partial(rms_norm, weight=self.gain, eps=self.eps, dtype=weight.dtype)
+        elif weight.dtype == torch.float32:
+            self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one)
+        else:
+            in_float32 = bind_rms_norm(self.gain.float(), self.eps)
+            self._normalise = lambda x: in_float32(x.float()).to(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, size] -> a new tensor [n, size]."""
+        """x: [n, size] -> a new tensor [n, size] of the layer's dtype."""
         return self._normalise(x)
 
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
