@@ -11,7 +11,9 @@ A kernel that takes part has a constexpr `pdl`, is launched with `launch_options
     ...                           # loads of what other kernels wrote, and every store
 
 Every kernel that lets the next one start waits itself, before it ends: so who waits for the kernel before it has waited
-for all before that one too. A load before the wait must not be of memory that any kernel of a step writes.
+for all before that one too. A load before the wait must not be of memory that any kernel of a step writes; but for
+what was written before an ordinary kernel of the same step, which starts when everything before it has ended. The plan
+of the decode kernel is such: the embedding stands between.
 """
 
 from __future__ import annotations

@@ -98,15 +98,15 @@ class DeviceRows:
             self._add(self.layout.batch_at + behind, self._batch[behind])
 
     def write(self) -> None:
-        """Sends what has been gathered, in the order of the device's work; does not wait."""
+        """Sends what has been gathered, in the order of the device's work; does not wait.
+
+        No place is in it twice: a message admits a row once and appends behind what the row has, and a batch is set
+        once before it is written.
+        """
         if not self._places:
             return
         places, words = np.concatenate(self._places), np.concatenate(self._words)
         self._places, self._words = [], []
-        # Of two words for one place the later counts, and the kernel keeps no order. Few do: reversed, the first is it.
-        if len(np.unique(places)) < len(places):
-            places, first = np.unique(places[::-1], return_index=True)
-            words = words[::-1][first]
         with self._pinned.filled(places, words) as (on_device_places, on_device_words):
             write_words(self.state, on_device_places, on_device_words, len(places))
 

@@ -65,8 +65,9 @@ class GPUModelRunner(ModelRunner):
     """As `ModelRunner`, but `execute` returns before the device has done the work. What a row sampled stays on the
     device, where the row's next step finds it; the host learns it later than the device goes on.
 
-    A step in which every row has one token left is a `DecodeStep`, by a CUDA graph unless they are off. Any other step
-    is launched operation by operation, of a batch that the host puts together.
+    A step in which every row has one token left is a `DecodeStep`, by a CUDA graph unless they are off. The host puts
+    the batch of any other step together; the model's pass is a graph too where the step is small, else launched
+    operation by operation.
     """
 
     def __init__(
@@ -78,13 +79,15 @@ class GPUModelRunner(ModelRunner):
         self._device_rows = DeviceRows(self.rows, self._device)
         self._decode: DecodeStep | None = None
         self._mixed: MixedGraphs | None = None
-        none = torch.zeros(1, dtype=torch.int32, device=self._device)
-        if all(backend.plan_on_device(none, none[None]) is not None for backend in self._backends):
-            parts = (self._model, self._backends, self._group_of_layer, self._kv_caches, self._device_rows)
-            is_eager = config.device.enforce_eager or self._device.type != "cuda"
+        parts = (self._model, self._backends, self._group_of_layer, self._kv_caches, self._device_rows)
+        is_eager = config.device.enforce_eager or self._device.type != "cuda"
+        none = torch.zeros(2, dtype=torch.int32, device=self._device)
+        one = none[:1], none[None, :1]  # the length and the block table of a sequence
+        if all(backend.plan_on_device(*one) is not None for backend in self._backends):
             self._decode = DecodeStep(*parts, self.ring) if is_eager else DecodeGraphs(*parts, self.ring)
-            if not is_eager:
-                self._mixed = MixedGraphs(*parts, config.scheduler.max_num_batched_tokens)
+        plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in self._backends)
+        if not is_eager and all(plan is not None for plan in plans):
+            self._mixed = MixedGraphs(*parts, config.scheduler.max_num_batched_tokens)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
