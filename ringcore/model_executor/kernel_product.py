@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 
 from ringcore.model_executor.product import Activation, Gate, Norm, Product
 
 __all__ = ["KernelProduct", "adds_in_float32"]
+
+_log = logging.getLogger(__name__)
 
 
 class KernelProduct(Product):
@@ -104,6 +107,7 @@ def adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     total = torch.ones(8, 8, device=device)
     try:
         torch.addmm(total, x, x.t(), out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        _log.warning("sums of products are added in a pass of their own, which is slower: %s", error)
         return False
     return bool((total == 17).all())

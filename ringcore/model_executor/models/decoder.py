@@ -228,7 +228,8 @@ class DenseDecoder(CausalLM):
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         # The residual stream is float32 whatever the dtype: each layer adds to it twice, and 16 bits would round it
-        # each time. That is half of what 16 bits lose: of SmolLM2's log-probabilities 0.0165 in the mean, not 0.0082.
+        # each time. In a simulation of every rounding, SmolLM2's log-probabilities in bfloat16 are 0.0165 off in the
+        # mean with a stream of bfloat16, and 0.0082 with this one.
         hidden = self.embed(input_ids).float()
         for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
             layer(hidden, rotations[which], ctx)
