@@ -15,6 +15,7 @@ import os
 import struct
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ringcore.errors import CapacityError, RingcoreError
@@ -108,17 +109,19 @@ def is_sealed(fd: int, seals: int) -> bool:
 
 def shared_memory(name: str, num_bytes: int) -> int:
     """An unnamed file of this size whose pages exist. Raises `CapacityError`."""
-    fd = unnamed_file(name)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        os.close(fd)
-        raise CapacityError(
-            f"no shared memory for {name}: {num_bytes} bytes asked, {error.strerror}; free memory or raise the limit "
-            "on shared memory of this container",
-            needed_bytes=num_bytes,
-        ) from error
-    return fd
+    with ExitStack() as undo:
+        try:
+            fd = unnamed_file(name)
+            undo.callback(os.close, fd)
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            raise CapacityError(
+                f"no shared memory for {name}: {num_bytes} bytes asked, {error.strerror}; free memory, or raise the "
+                "limit on shared memory of this container or on open files",
+                needed_bytes=num_bytes,
+            ) from error
+        undo.pop_all()
+        return fd
 
 
 def create_ring(capacity: int, num_readers: int) -> RingHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -197,13 +198,16 @@ def test_a_message_that_is_too_large(queue, monkeypatch):
     assert caught.value.details["value"] > 2 * CAPACITY
 
 
-def test_no_memory_for_a_large_message(queue, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("calls", [["memfd_create", "open"], ["posix_fallocate"]])  # open: where there is no memfd
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOSPC, errno.EMFILE])
+def test_no_memory_for_a_large_message(queue, monkeypatch, calls, number):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
     num_fds = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CapacityError, match="No space left on device"):
+    for call in calls:
+        monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(CapacityError, match=os.strerror(number)):
         queue.writer.try_send([bytes(CAPACITY)])
     with pytest.raises(CapacityError):
         create_queue(CAPACITY, 1)
