@@ -115,6 +115,10 @@ class DeviceConfig:
         f"one of {', '.join(DEVICE_MEMORY)}: weights and KV cache in arenas of CUDA virtual memory, or by torch's own "
         "allocator; auto is arenas where they can be had",
     )
+    enable_sleep_mode: bool = _option(False, "keep weights and KV cache in arenas, whose memory sleep() gives back")
+    sleep_directory: str | None = _option(
+        None, "where sleep() keeps the weights in an unnamed file; None means host memory"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,8 @@ class EngineConfig:
         options = {name: f.default if f.default is not MISSING else None for name, f in known.items()} | options
         options["executor"] = _executor_name(options["executor"])
         _check_values(options)
-        for name in ("model", "tokenizer", "admin_keys"):  # plain strings: the config travels to other processes
+        # Plain strings: the config travels to other processes.
+        for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
             options[name] = options[name] and os.fspath(options[name])
         files = find_model(options["model"], options["load_format"])
         spec = read_model_spec(files, MODELS)
@@ -206,13 +211,31 @@ def _check_values(options: Mapping[str, Any]) -> None:
     _check_seconds("stall_warning_s", options["stall_warning_s"])
     if options["step_timeout_s"] is not None:
         _check_seconds("step_timeout_s", options["step_timeout_s"])
-    for name in ("allow_callables", "enable_prefix_caching", "preempt_lower_priority", "enforce_eager"):
+    for name in (
+        "allow_callables",
+        "enable_prefix_caching",
+        "preempt_lower_priority",
+        "enforce_eager",
+        "enable_sleep_mode",
+    ):
         if not isinstance(options[name], bool):
             raise _bad(name, options[name], "give True or False")
     share = options["gpu_memory_utilization"]
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise _bad("gpu_memory_utilization", share, "give a number above 0 and at most 1")
+    _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
     _check_admin(options["admin_endpoint"], options["admin_keys"])
+
+
+def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:
+    if is_enabled and device_memory == "plain":
+        raise _bad("enable_sleep_mode", True, "device_memory='plain' has no arenas, which it needs; give 'auto'")
+    if directory is None:
+        return
+    if not isinstance(directory, str | os.PathLike) or not os.path.isdir(directory):
+        raise _bad("sleep_directory", directory, "give a directory that is there, with room for the weights")
+    if not is_enabled:
+        raise _bad("sleep_directory", directory, "it is for sleep mode; give enable_sleep_mode=True too, or neither")
 
 
 def _check_admin(endpoint: object, keys: Any) -> None:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from ringcore.config import EngineConfig
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt, as_prompt_list
+from ringcore.engine_core.memory_methods import MemoryMethods
 from ringcore.engine_core.output_processor import OutputProcessor
 from ringcore.errors import InvalidRequestError, RingcoreError
 from ringcore.outputs import RequestOutput
-from ringcore.protocol import EngineHealth, EngineReady
+from ringcore.protocol import EngineHealth, EngineReady, MemoryReport
 from ringcore.sampling_params import SamplingParams
 from ringcore.tokenizer import Tokenizer, load_tokenizer
 
@@ -29,7 +30,7 @@ Prepare = Callable[[Any, SamplingParams], PreparedRequest]
 _REFRESH_S = 0.5
 
 
-class LLM:
+class LLM(MemoryMethods):
     """A model ready to generate. Keywords are the engine options (`EngineConfig.options()`).
 
         with LLM("path/to/model", dtype="float32") as llm:
@@ -186,6 +187,12 @@ class LLM:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forgets all cached prefixes. False, and nothing changed, while a request is running."""
         return self._client.reset_prefix_cache(preempt_running)
+
+    def is_sleeping(self) -> bool:
+        return self._client.is_sleeping()
+
+    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+        return self._client._operate(name, kwargs, timeout)
 
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""

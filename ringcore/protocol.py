@@ -31,6 +31,8 @@ __all__ = [
     "EngineStats",
     "HealthState",
     "IntArray",
+    "MemoryReport",
+    "MemoryState",
     "ModelRunnerOutput",
     "NewBlocks",
     "NewRequest",
@@ -43,6 +45,7 @@ __all__ = [
     "RpcResult",
     "SchedulerOutput",
     "Shutdown",
+    "SleepMode",
     "StartedRequest",
     "TokenLogprobs",
     "WireError",
@@ -53,6 +56,9 @@ __all__ = [
 
 IntArray = np.ndarray  # [n] int32
 PauseMode = Literal["new", "all"]
+# Of weights or KV cache: in the device's memory; on the host; nowhere; in the device's memory, and not what they were.
+MemoryState = Literal["resident", "offloaded", "discarded", "stale"]
+SleepMode = Literal["abort", "wait", "keep"]  # requests are ended, finished first, or computed again later
 
 
 def int_array(values: Any = ()) -> np.ndarray:
@@ -114,6 +120,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int  # since start
     num_prefix_hit_tokens: int  # since start
     num_prefix_query_tokens: int  # since start
+    is_sleeping: bool = False  # no step is begun before a wake-up, or before the end of an update of weights
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True):
@@ -320,7 +327,8 @@ HealthState = Literal["starting", "ready", "sleeping", "stalled", "dead"]
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
-    """How the engine does. "starting" also while it replaces workers that died."""
+    """How the engine does. "starting" also while it replaces workers that died, "sleeping" also while its weights are
+    stale."""
 
     state: HealthState
     step: int = 0
@@ -333,6 +341,21 @@ class EngineHealth(msgspec.Struct, frozen=True):
     restart_cause: str | None = None  # of the last restart
     ranks: list[RankHealth] = []
     error: str | None = None  # what the engine died of
+    memory: dict[str, MemoryState] = {}  # by tag: "weights", "kv_cache"
+
+
+class MemoryReport(msgspec.Struct, frozen=True):
+    """What a sleep, a wake-up or an update of weights came to.
+
+    ranks: what each rank tells of it, bytes and seconds by name: `weights_freed_bytes`, `kv_cache_freed_bytes`,
+    `cached_freed_bytes` (what torch's allocator held and did not use), `residue_bytes` (what the process has of the
+    device afterwards), `copied_bytes`, `copy_s`, `mapped_bytes`, `map_s`, `host_store_s` (waited for memory of the
+    host); of an update `num_tensors`, `num_bytes`, `seconds`. A name is left out where it does not apply.
+    """
+
+    states: dict[str, MemoryState]  # by tag, from now on
+    seconds: float  # from the asking, requests that were waited for included
+    ranks: list[dict[str, float]] = []
 
 
 class EngineRecovering(msgspec.Struct, frozen=True, tag="recovering"):

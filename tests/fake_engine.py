@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ringcore.errors import InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -25,17 +26,18 @@ EOS = 256
 # A prompt with this token does this to its step.
 RAISES, KILLS, ROW_FAILS, SLOW, KILLS_ONCE = 290, 291, 292, 293, 294
 SLOW_STEP_S = 0.05
+CHECKPOINT = 0
 
 
-def next_token(tokens: list[int]) -> int:
+def next_token(tokens: list[int], weights: int = 0) -> int:
     """A lower-case letter."""
-    return 97 + (sum(tokens[-8:]) * 31 + len(tokens) * 7) % 26
+    return 97 + (sum(tokens[-8:]) * 31 + len(tokens) * 7 + weights) % 26
 
 
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
+def expected(prompt: list[int], num_tokens: int, weights: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, weights))
     return tokens[len(prompt) :]
 
 
@@ -47,6 +49,12 @@ class FakeWorker:
         self._num_computed: dict[int, int] = {}
         self._num_steps = 0
         self._rows: list[int] = []  # of the last step
+        # The weights are one number, CHECKPOINT's is 0; None where there is no memory, or what is in it means nothing.
+        self.weights: int | None = CHECKPOINT
+        self.memory = {"weights": "resident", "kv_cache": "resident"}
+        self.target: dict[str, str] | None = None  # of a change that was prepared
+        self.memory_calls: list[str] = []
+        self.failing: dict[str, Exception] = {}  # what the next call of a memory method raises
 
     @rpc
     def init_device(self) -> None:
@@ -77,6 +85,8 @@ class FakeWorker:
             self._requests[new.row] = new
             self._tokens[new.row] = new.token_ids.tolist()
             self._num_computed[new.row] = new.num_computed_tokens
+        assert set(self.memory.values()) == {"resident"}, f"a step without its memory: {self.memory}"
+        assert self.weights is not None, "a step with weights that are none"
         self._num_steps += 1
         rows, token_ids, logprobs, errors = [], [], [], []
         for row, num_tokens in self._scheduled(scheduler_output):
@@ -88,7 +98,7 @@ class FakeWorker:
             if ROW_FAILS in tokens:
                 errors.append(RowError(row, "logits are not finite"))
                 continue
-            tokens.append(next_token(tokens))
+            tokens.append(next_token(tokens, self.weights))
             rows.append(row)
             token_ids.append(tokens[-1])
             wanted = self._requests[row].sampling_params.logprobs
@@ -124,6 +134,61 @@ class FakeWorker:
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         ids = [token_id, *((token_id + i) % VOCAB_SIZE for i in range(num_top))]
         return TokenLogprobs(ids, [-0.5, *(-0.5 - i for i in range(num_top))], [1, *range(1, num_top + 1)])
+
+    # Memory, as the real worker has it.
+
+    def _called(self, name: str) -> None:
+        self.memory_calls.append(name)
+        if name in self.failing:
+            raise self.failing.pop(name)
+
+    @rpc
+    def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
+        assert self.target is None
+        self._called("prepare_memory")
+        self.target = target
+        return {"copied_bytes": 10.0 + self.rank}
+
+    @rpc
+    def commit_memory(self) -> dict[str, float]:
+        self._called("commit_memory")
+        assert self.target is not None
+        target, self.target = self.target, None
+        if target.get("weights") == "discarded":
+            self.weights = None
+        self.memory |= target
+        return {"residue_bytes": 5.0}
+
+    @rpc
+    def roll_back_memory(self) -> None:
+        self._called("roll_back_memory")
+        self.target = None
+
+    @rpc(read_only=True)
+    def memory_states(self) -> dict[str, str]:
+        return self.memory
+
+    @rpc
+    def start_weight_update(self) -> None:
+        assert self.memory["weights"] == "resident"
+        self._called("start_weight_update")
+        self.new_weights: int | None = None
+
+    @rpc
+    def update_weights(self, source: dict) -> dict[str, float]:
+        """{"number": n}, or files in a folder named so."""
+        self.weights = None
+        self._called("update_weights")
+        self.new_weights = int(Path(source["path"]).name if source["kind"] == "files" else source["number"])
+        return {"num_tensors": 1.0}
+
+    @rpc
+    def finish_weight_update(self, require_all: bool) -> dict[str, float]:
+        self._called("finish_weight_update")
+        if require_all and self.new_weights is None:
+            raise InvalidRequestError("tensor 'x' is missing", field="tensors", value="x")
+        self.weights = self.weights if self.new_weights is None else self.new_weights
+        return {"seconds": 0.0}
 
     @rpc
     def reset_rows(self) -> None:

@@ -14,7 +14,7 @@ from ringcore.checkpoint.metadata import read_json
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.errors import ModelLoadError
 
-__all__ = ["ModelFiles", "find_model", "find_tokenizer"]
+__all__ = ["ModelFiles", "find_model", "find_tokenizer", "safetensors_files"]
 
 INDEX_MAX_BYTES = 64 << 20  # of model.safetensors.index.json: a line a tensor
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -95,7 +95,7 @@ def _in_folder(folder: Path, load_format: str) -> ModelFiles:
         raise _bad(folder, "config.json is missing; give a folder in the Hugging Face layout, or a .gguf file")
     if load_format == "dummy":
         return ModelFiles("dummy", str(folder), str(config), [], str(folder))
-    weights = _safetensors_files(folder)
+    weights = safetensors_files(folder)
     if not weights and gguf_files and load_format == "auto":
         return _in_folder(folder, "gguf")
     if not weights:
@@ -114,8 +114,8 @@ def _no_weights(folder: Path) -> ModelLoadError:
     return _bad(folder, "has no weights: model.safetensors or model.safetensors.index.json is missing")
 
 
-def _safetensors_files(folder: Path) -> list[str]:
-    """The files with the weights, each checked against its header; none if there are none."""
+def safetensors_files(folder: Path) -> list[str]:
+    """The files with the weights, each checked against its header; none if there are none. Raises `ModelLoadError`."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = [str(single)]

@@ -16,6 +16,7 @@ from ringcore.engine_core.channel import Received, StreamClosed
 from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.mailbox import Mailbox
+from ringcore.engine_core.memory_methods import MemoryMethods
 from ringcore.engine_core.output_processor import error_of
 from ringcore.engine_core.refusals import callables_refused
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
@@ -32,6 +33,7 @@ from ringcore.protocol import (
     EngineHealth,
     EngineReady,
     HealthState,
+    MemoryReport,
     PauseMode,
     RpcCall,
     RpcResult,
@@ -46,7 +48,7 @@ _TOKENS_A_MESSAGE = 1 << 16
 _REQUESTS_A_MESSAGE = 256
 
 
-class EngineCoreClient:
+class EngineCoreClient(MemoryMethods):
     """Starts an engine process and talks to it. Every wait ends on a message, the engine's death, or a deadline.
 
     The constructor returns while the engine is starting; `wait_ready` (or `ready`) waits for it. Thread-safe:
@@ -126,12 +128,24 @@ class EngineCoreClient:
         values = self._call("workers", call)
         return values if unique_reply_rank is None else values[0]
 
-    def call_engine(self, method: str, args: Sequence[Any] = (), timeout: float | None = None) -> Any:
-        """Calls the engine itself: "pause", "resume", "reset_prefix_cache", "stats" or "health", with the arguments of
-        `EngineCore`'s method. It does not wait for a step.
+    def call_engine(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Calls the engine itself: "pause", "resume", "reset_prefix_cache", "stats", "health" or "is_sleeping", which
+        do not wait for a step, or one of `OPERATIONS`; with the arguments of `EngineCore`'s method.
         """
-        (value,) = self._call("engine", EncodedCall.of(method, args, timeout=timeout))
+        (value,) = self._call("engine", EncodedCall.of(method, args, kwargs, timeout))
         return value
+
+    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+        return msgspec.convert(self.call_engine(name, (), kwargs, timeout), MemoryReport)
+
+    def is_sleeping(self) -> bool:
+        return bool(self.call_engine("is_sleeping"))
 
     def pause(self, mode: PauseMode = "new") -> None:
         """`EngineCore.pause`."""

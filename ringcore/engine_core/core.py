@@ -21,7 +21,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.memory_calls import check_not_own, steps_by_rank, steps_of
+from ringcore.engine_core.memory_control import CALL_TIMEOUT_S, MemoryControl
+from ringcore.engine_core.memory_methods import OPERATIONS, MemoryMethods
+from ringcore.engine_core.operations import Operation, Operations
 from ringcore.engine_core.output_reader import OutputReader, output_columns
+from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor, step_failed
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
@@ -34,6 +39,7 @@ from ringcore.protocol import (
     EngineRecovering,
     EngineStats,
     HealthState,
+    MemoryReport,
     OutputColumns,
     PauseMode,
     SchedulerOutput,
@@ -45,7 +51,7 @@ __all__ = ["EngineCore"]
 T = TypeVar("T")
 
 
-class EngineCore:
+class EngineCore(MemoryMethods):
     """The engine, in this process.
 
     Raises at construction what stopped it: `ModelLoadError`, `CapacityError`, `ConfigError`, `EngineDeadError`.
@@ -74,7 +80,8 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
         self.num_steps_taken = 0  # steps whose results were taken in, or lost with the workers
         self._last_step_s: float | None = None  # when the last result was taken in
-        self._refused: list[EngineCoreOutput] = []  # of a recovery, for the next `advance` to give out
+        self._untold: list[EngineCoreOutput] = []  # of no step, for the next `advance` to give out
+        self._held: deque[OutputColumns] = deque()  # of steps that were taken while an operation was waited for
         try:
             self.ready, kv_cache = self._supervisor.start()
         except BaseException:
@@ -89,13 +96,18 @@ class EngineCore:
             clock=clock,
         )
         self._reader = OutputReader()
+        gate = RequestGate(self._scheduler, self._supervisor, self._in_flight, self._untold)
+        self._memory = MemoryControl(self._submit_timed, gate, config.device.enable_sleep_mode)
+        self._operations = Operations(self._hold_a_step)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests. They need no workers: while these are lost, requests come and go all the same.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) and is unchanged if it is wrong."""
+        """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) and is unchanged if it is wrong;
+        `SleepingError` while the memory that it needs is given back, or the weights are stale."""
         self._supervisor.check_alive()
+        self._memory.check_takes_requests()
         self._scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -108,10 +120,10 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: a request that is not finished, unless a pause keeps it from going on; a
-        step in flight; an output to give.
+        """Whether `step` has something to do: a request that is not finished, unless a pause or a sleep keeps it from
+        going on; a step in flight; an operation under way; an output to give.
         """
-        return bool(self._in_flight or self._refused) or self._scheduler.has_unfinished
+        return bool(self._in_flight or self._untold or self._held or self._operations) or self._scheduler.has_unfinished
 
     @property
     def num_in_flight(self) -> int:
@@ -140,6 +152,11 @@ class EngineCore:
 
         Whoever takes columns takes all of them, and reads them in order by one `OutputReader`.
         """
+        if self._operations:
+            self._operations.drive()
+        return self._held.popleft() if self._held else self._advance(block, max_steps)
+
+    def _advance(self, block: bool, max_steps: int = 1) -> OutputColumns | None:
         self._supervisor.check_alive()
         with self._errors_end_the_engine():
             try:
@@ -148,9 +165,10 @@ class EngineCore:
             except WorkersLost:
                 self._recover()
                 columns = output_columns([], self.stats())
-        if self._refused:
+        if self._untold:
             columns = columns or output_columns([], self.stats())
-            columns.others[:0], self._refused = self._refused, []
+            columns.others[:0] = self._untold
+            self._untold.clear()
         return columns
 
     def _take_step(self, block: bool, max_steps: int) -> OutputColumns | None:
@@ -180,9 +198,11 @@ class EngineCore:
         assert cause is not None
         with self._errors_end_the_engine():
             self.ready, kv_cache = self._supervisor.replace()
-            self._refused += self._scheduler.recover(kv_cache, cause, num_executed=len(self._in_flight))
+            self._untold += self._scheduler.recover(kv_cache, cause, num_executed=len(self._in_flight))
         self.num_steps_taken += len(self._in_flight)
         self._in_flight.clear()
+        if (steps := self._memory.workers_replaced()) is not None:
+            self._operations.submit("recovery", steps, first=True)
 
     @contextmanager
     def _errors_end_the_engine(self) -> Iterator[None]:
@@ -213,7 +233,14 @@ class EngineCore:
         return self.forward_rpc(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
 
     def forward_rpc(self, call: EncodedCall) -> RpcFuture:
-        """`submit_rpc` of a call whose arguments are encoded already."""
+        """`submit_rpc` of a call whose arguments are encoded already. One of `OPERATIONS` the engine does itself."""
+        if not call.is_callable:
+            check_not_own(call.method)
+            if call.method in OPERATIONS:
+                return self._submit_by_rank(call)
+        return self._forward(call)
+
+    def _forward(self, call: EncodedCall) -> RpcFuture:
         return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
 
     def collective_rpc(
@@ -279,6 +306,43 @@ class EngineCore:
         return self._scheduler.reset_prefix_cache(preempt_running)
 
     # -----------------------------------------------------------------------------------------------------------
+    # Sleep, wake-up and new weights.
+
+    def submit_operation(
+        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> Operation:
+        """Asks for one of `OPERATIONS`, done while the engine is driven (`advance`, or by asking the operation); its
+        result is a `MemoryReport`. Raises `InvalidRequestError` for what is wrong with the arguments.
+        """
+        self._supervisor.check_alive()
+        return self._operations.submit(name, steps_of(self._memory, name, args, kwargs or {}), timeout)
+
+    def _submit_by_rank(self, call: EncodedCall) -> Operation:
+        self._supervisor.check_alive()
+        steps = steps_by_rank(self._memory, call, self.config.parallel.tensor_parallel_size)
+        return self._operations.submit(call.method, steps, call.timeout, is_by_rank=call.unique_reply_rank is None)
+
+    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+        """Outputs of steps that are taken meanwhile come with the next calls of `step`."""
+        report: MemoryReport = self.submit_operation(name, (), kwargs, timeout).result()
+        return report
+
+    def _submit_timed(self, method: str, args: Sequence[Any]) -> RpcFuture:
+        return self._forward(EncodedCall.of(method, args, timeout=CALL_TIMEOUT_S))
+
+    def _hold_a_step(self) -> None:
+        if (columns := self._advance(block=True)) is not None:
+            self._held.append(columns)
+
+    @property
+    def is_operating(self) -> bool:
+        """Whether an operation is under way."""
+        return bool(self._operations)
+
+    def is_sleeping(self) -> bool:
+        return self._memory.states.is_sleeping
+
+    # -----------------------------------------------------------------------------------------------------------
     # How it does.
 
     def stats(self) -> EngineStats:
@@ -305,6 +369,7 @@ class EngineCore:
             restart_cause=self._supervisor.restart_cause,
             ranks=[] if dead else self._executor.health(),
             error=dead.message if dead else None,
+            memory=self._memory.states.as_dict(),
         )
 
     def _state(self, oldest_step_s: float | None) -> HealthState:
@@ -312,6 +377,8 @@ class EngineCore:
             return "dead"
         if self._supervisor.lost is not None:
             return "starting"
+        if not self._memory.states.serves:
+            return "sleeping"
         stalls = oldest_step_s is not None and oldest_step_s > self.config.parallel.stall_warning_s
         return "stalled" if stalls else "ready"
 

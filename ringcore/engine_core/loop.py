@@ -15,11 +15,13 @@ import msgspec
 from ringcore.engine_core.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.framing import Buffer
+from ringcore.engine_core.memory_calls import arguments_of, wrong_arguments
+from ringcore.engine_core.memory_methods import OPERATIONS
 from ringcore.engine_core.output_reader import output_columns
 from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
-from ringcore.executor.value_codec import decode_request, encode_value
+from ringcore.executor.value_codec import encode_value
 from ringcore.protocol import (
     AbortRequests,
     AddRequests,
@@ -80,6 +82,7 @@ class EngineLoop:
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.structs.asdict(core.stats()),
             "health": core.health,
+            "is_sleeping": core.is_sleeping,
         }
         self._ready = core.ready  # the one that the client has
         self._poll = self._make_poll()
@@ -124,7 +127,7 @@ class EngineLoop:
             self._core.check_workers()  # nobody waits for what arrived: a late reply, or a worker's end
 
     def _patience_ms(self) -> float | None:
-        if not self._calls:
+        if not self._calls and not self._core.is_operating:
             return None
         deadlines = [call.deadline for call in self._calls if call.deadline is not None]
         left_s = min(deadlines, default=float("inf")) - time.monotonic()
@@ -178,6 +181,9 @@ class EngineLoop:
     def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
         try:
             match call.target:
+                case "engine" if call.method in OPERATIONS and not call.is_callable:
+                    args, kwargs = arguments_of(call.method, buffers)
+                    self._await(call, answer, self._core.submit_operation(call.method, args, kwargs, call.timeout_s))
                 case "engine":
                     self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
                 case "workers":
@@ -197,21 +203,23 @@ class EngineLoop:
                 field="args",
                 value=None,
             )
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         encoded = EncodedCall(call.method, buffers, call.is_callable, call.timeout_s, call.unique_reply_rank)
-        future = self._core.forward_rpc(encoded)
+        self._await(call, answer, self._core.forward_rpc(encoded))
+
+    def _await(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
 
     def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
-        """Calls a method of the engine itself. Without buffers it has no arguments."""
+        """Calls a method of the engine itself that is done at once."""
         method = self._engine_methods.get(call.method)
         if method is None or call.is_callable:
-            raise invalid_call("method", call.method, sorted(self._engine_methods))
+            raise invalid_call("method", call.method, sorted([*self._engine_methods, *OPERATIONS]))
+        args, kwargs = arguments_of(call.method, buffers)
         try:
-            _, args, kwargs = decode_request(buffers) if buffers else (call.method, [], {})
             inspect.signature(method).bind(*args, **kwargs)
-        except (msgspec.DecodeError, TypeError) as error:
-            raise InvalidRequestError(f"{call.method}: its arguments are wrong: {error}", field="args") from error
+        except TypeError as error:
+            raise wrong_arguments(call.method, error) from error
         return method(*args, **kwargs)
 
     # -----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 from types import TracebackType
 from typing import Self
@@ -23,7 +22,16 @@ from ringcore.model_executor.staging import Copied, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Init, Weight, WeightPart
 
-__all__ = ["Allocate", "Weight", "WeightPart", "load_weights", "pending_weights"]
+__all__ = [
+    "Allocate",
+    "Readers",
+    "Weight",
+    "WeightPart",
+    "and_more",
+    "is_dispensable",
+    "load_weights",
+    "pending_weights",
+]
 
 # Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
 # that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
@@ -36,6 +44,11 @@ _NUM_READERS = 8  # threads: a few fill what the memory of a host gives
 _PIECE_BYTES = 32 << 20  # of a tensor that one thread reads; a large one is read by several
 
 Allocate = Callable[[int], torch.Tensor]  # bytes -> uint8 [bytes], at a multiple of 256 bytes
+
+
+def is_dispensable(checkpoint_name: str) -> bool:
+    """Whether no model misses this tensor that has no place for it."""
+    return _DISPENSABLE.fullmatch(checkpoint_name) is not None
 
 
 def load_weights(
@@ -69,6 +82,8 @@ def pending_weights(
 class PendingWeights:
     """What `pending_weights` hands out: `pop` reads a weight, once."""
 
+    final = None  # whoever takes a weight may do with it as he likes
+
     def __init__(self, weights: Sequence[Weight], source: TensorSource, device: torch.device) -> None:
         self._weights = {weight.name: weight for weight in weights}
         self._source, self._device = source, device
@@ -78,12 +93,35 @@ class PendingWeights:
 
     def pop(self, name: str, /) -> torch.Tensor:
         weight = self._weights.pop(name)
-        allocate = torch.empty if _is_filled(weight) else torch.zeros
+        allocate = torch.empty if weight.is_filled else torch.zeros
         tensor = allocate(weight.shape, dtype=weight.dtype, device=self._device)
-        for part in weight.parts:
-            if part.length:
-                self._source.read(part, weight.init, tensor.narrow(part.dim, part.offset, part.length))
+        for part, out in weight.places(tensor):
+            self._source.read(part, weight.init, out)
         return tensor
+
+
+class Readers:
+    """Threads that read parts of weights from one source into tensors of `device`."""
+
+    def __init__(self, source: TensorSource, device: torch.device) -> None:
+        self._source = source
+        self._streams = ReaderStreams(device)
+        self._threads = ThreadPoolExecutor(min(_NUM_READERS, len(os.sched_getaffinity(0))))
+
+    def read(self, places: Iterable[tuple[WeightPart, torch.Tensor]], init: Init) -> list[Future[Copied]]:
+        """Begins to read into the places of parts. Who waits for a result, and then for what it is, has a piece."""
+        pieces = (piece for part, out in places for piece in part.pieces(out, _PIECE_BYTES))
+        return [self._threads.submit(self._read, part, init, out) for part, out in pieces]
+
+    @torch.inference_mode()  # which is each thread's own
+    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> Copied:
+        with self._streams.of_thread() as stream:
+            self._source.read(part, init, out)
+            return stream.mark()
+
+    def close(self) -> None:
+        """What was not begun is not read; returns when nothing is being read."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 class PrefetchedWeights:
@@ -92,44 +130,22 @@ class PrefetchedWeights:
     def __init__(
         self, weights: Sequence[Weight], source: TensorSource, device: torch.device, allocate: Allocate
     ) -> None:
-        self._source, self._tensors = source, _carved(weights, device, allocate)
+        self.final: Mapping[str, torch.Tensor] = _carved(weights, device, allocate)  # all, taken or not, by name
         for weight in weights:
-            if not _is_filled(weight):
-                self._tensors[weight.name].zero_()
-        self._streams = ReaderStreams(device)
-        self._threads = ThreadPoolExecutor(min(_NUM_READERS, len(os.sched_getaffinity(0))))
+            if not weight.is_filled:
+                self.final[weight.name].zero_()
+        self._readers = Readers(source, device)
         self._reads = {
-            weight.name: [self._threads.submit(self._read, *piece) for piece in self._pieces(weight)]
-            for weight in weights
+            weight.name: self._readers.read(weight.places(self.final[weight.name]), weight.init) for weight in weights
         }
 
-    def _pieces(self, weight: Weight) -> Iterator[tuple[WeightPart, Init, torch.Tensor]]:
-        tensor = self._tensors[weight.name]
-        for part in weight.parts:
-            if not part.length:
-                continue
-            out = tensor.narrow(part.dim, part.offset, part.length)
-            if part.dim != 0:  # its rows are all of the tensor's: no part says which
-                yield part, weight.init, out
-                continue
-            num_rows = max(1, _PIECE_BYTES * len(out) // max(1, out.nbytes))
-            for first in range(0, len(out), num_rows):
-                rows = out[first : first + num_rows]
-                yield replace(part, start=part.start + first, length=len(rows)), weight.init, rows
-
-    @torch.inference_mode()  # which is each thread's own
-    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> Copied:
-        with self._streams.of_thread() as stream:
-            self._source.read(part, init, out)
-            return stream.mark()
-
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._reads)
 
     def pop(self, name: str, /) -> torch.Tensor:
         for read in self._reads.pop(name):
             read.result().wait()
-        return self._tensors.pop(name)
+        return self.final[name]
 
     def __enter__(self) -> Self:
         return self
@@ -137,12 +153,7 @@ class PrefetchedWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=True)
-
-
-def _is_filled(weight: Weight) -> bool:
-    """Whether its parts leave nothing out."""
-    return sum(part.length for part in weight.parts) == weight.shape[weight.parts[0].dim]
+        self._readers.close()
 
 
 def _carved(weights: Sequence[Weight], device: torch.device, allocate: Allocate) -> dict[str, torch.Tensor]:
@@ -165,7 +176,7 @@ def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise ModelLoadError(
-            f"{files.path}: tensor {missing[0]!r} is missing{_and_more(missing)}; the files are incomplete "
+            f"{files.path}: tensor {missing[0]!r} is missing{and_more(missing)}; the files are incomplete "
             "or config.json describes another model",
             path=files.path,
             tensor=missing[0],
@@ -179,16 +190,17 @@ def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -
                 path=file,
                 tensor=name,
             )
-    left = [name for name in shapes if name not in expected and not _DISPENSABLE.fullmatch(name)]
+    left = [name for name in shapes if name not in expected and not is_dispensable(name)]
     if left:
         file = source.file_of(left[0])
         raise ModelLoadError(
-            f"{file}: tensor {left[0]!r} has no place in the model{_and_more(left)}; its output would be wrong "
+            f"{file}: tensor {left[0]!r} has no place in the model{and_more(left)}; its output would be wrong "
             "without it: config.json describes another model, or the checkpoint is quantized or carries adapters",
             path=file,
             tensor=left[0],
         )
 
 
-def _and_more(names: Sequence[str]) -> str:
+def and_more(names: Sequence[str]) -> str:
+    """What is said behind the first of several names."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -19,6 +19,7 @@ __all__ = [
     "linear",
     "rms_norm",
     "rms_norm_by_gain",
+    "rms_norm_floor",
     "rms_norm_gain",
     "silu_and_mul",
 ]
@@ -44,14 +45,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
 
 
-def rms_norm_gain(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gain, floor) for `rms_norm_by_gain`, from its weight [..., size]."""
-    size = weight.shape[-1]
-    return weight * math.sqrt(size), torch.tensor([math.sqrt(size * eps)], dtype=weight.dtype, device=weight.device)
+def rms_norm_gain(weight: torch.Tensor) -> torch.Tensor:
+    """The gain for `rms_norm_by_gain`, of the shape of its weight [..., size]."""
+    return weight * math.sqrt(weight.shape[-1])
+
+
+def rms_norm_floor(weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The floor for `rms_norm_by_gain`, [1], of its weight's dtype and device."""
+    return torch.tensor([math.sqrt(weight.shape[-1] * eps)], dtype=weight.dtype, device=weight.device)
 
 
 def rms_norm_by_gain(x: torch.Tensor, gain: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """`rms_norm` for float32 on a CPU, with weight and eps as `rms_norm_gain` made them.
+    """`rms_norm` for float32 on a CPU, with weight and eps as `rms_norm_gain` and `rms_norm_floor` made them.
 
     sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size). Four operations where torch's own has six:
     3.5 us against 7.9 for [1, 576], 6.1 against 10.4 for [16, 576], 13 against 20 for [64, 576].

@@ -44,14 +44,15 @@ _CHUNK = 1 << 16  # numbers looked at together: in the cache, and no memory that
 _FEW_ROWS = 12  # up to so many, the weights held in 16 bits are faster
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, stay: bool = False) -> Product:
     """The product x W^T + b for weight [out, in] and bias [out], in the fastest form that works here.
 
-    The packed form is a copy: a caller that drops `weight` afterwards frees it.
+    The packed form is a copy: a caller that drops `weight` afterwards frees it. stay: there is none; the product is
+    always that of what `weight` and `bias` hold then.
     """
     if _takes_kernels(weight):
         return KernelProduct(weight, bias)
-    return Product(_pack(weight, bias))
+    return Product(_plain(weight, bias) if stay else _pack(weight, bias))
 
 
 def _takes_kernels(weight: torch.Tensor) -> bool:
@@ -65,18 +66,22 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
             return _pack_float32(weight, bias)
         if weight.dtype in (torch.bfloat16, torch.float16) and _agrees(_pack_onednn, weight.dtype):
             return _pack_onednn(weight, bias)
+    return _plain(weight, bias)
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     return functools.partial(ops.linear, weight=weight, bias=bias)
 
 
-def pack_logits(weight: torch.Tensor) -> Product:
+def pack_logits(weight: torch.Tensor, stay: bool = False) -> Product:
     """The product x W^T for weight [vocab, in]: in float32 where that costs nothing, else in the weight's dtype.
 
     A GPU sums in float32 anyway, and here the sums are not rounded to 16 bits on their way out: two tokens whose
-    logits differ in the third digit stay apart.
+    logits differ in the third digit stay apart. stay: see `pack_linear`.
     """
     if _takes_kernels(weight):
         return KernelProduct(weight, None, torch.float32)
-    return pack_linear(weight, None)
+    return pack_linear(weight, None, stay)
 
 
 def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ringcore.model_executor.weight import WeightPart
+
 __all__ = ["Copied", "ReaderStreams", "Staging"]
 
 
@@ -38,14 +40,15 @@ class Staging:
             self._buffers[self._turn] = self._allocate(num_bytes)
         return self._buffers[self._turn][:num_bytes]
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies a view of the last `buffer` into `out`, of its shape and any dtype, on the device."""
+    def copy(self, source: torch.Tensor, out: torch.Tensor, part: WeightPart) -> None:
+        """Copies a view of the last `buffer`, rows of `part`, into `out`, of its shape and any dtype, on the device."""
         if not self._is_pinned:
-            out.copy_(source)
+            out.copy_(part.ordered(source))
             return
-        if source.dtype != out.dtype:  # converted there: here it would take a second, pageable buffer
+        # Converted and put in order there: here it would take a second, pageable buffer.
+        if source.dtype != out.dtype or part.order is not None:
             source = source.to(out.device, non_blocking=True)
-        out.copy_(source, non_blocking=True)
+        out.copy_(part.ordered(source), non_blocking=True)
         event = self._copied[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(out.device))
         self._copied[self._turn] = event

@@ -35,8 +35,8 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
-        """Copies the slice that `part` describes into `out`, a tensor or view of its shape. On a GPU, on the current
-        stream and perhaps not yet when it returns. Several threads may read at the same time.
+        """Copies the slice that `part` describes, in its order, into `out`, a tensor or view of its shape. On a GPU, on
+        the current stream and perhaps not yet when it returns. Several threads may read at the same time.
 
         `out` may be of any float dtype and device. Raises `ModelLoadError` where the data is not there.
         """
@@ -105,12 +105,12 @@ class SafetensorsSource(TensorSource):
         staging = self._of_thread.staging
         if staging is None:
             staging = self._of_thread.staging = Staging(self.BUFFER_BYTES, out.device)
-        rows_at_once = max(1, self.BUFFER_BYTES // row_bytes)
+        rows_at_once = _whole_runs(self.BUFFER_BYTES // row_bytes, part)
         for first in range(0, out.shape[0], rows_at_once):
             rows = out[first : first + rows_at_once]
             buffer = staging.buffer(len(rows) * row_bytes)
             self._fill(buffer, name, entry, begin + first * stride, stride, row_bytes)
-            staging.copy(buffer.view(dtype).view(rows.shape), rows)
+            staging.copy(buffer.view(dtype).view(rows.shape), rows, part)
 
     def _dtype(self, name: str, entry: TensorEntry) -> torch.dtype:
         if entry.dtype not in self.DTYPES:
@@ -167,11 +167,12 @@ class GGUFSource(TensorSource):
 
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
         first_row = part.start if part.dim == 0 else 0
-        rows_at_once = max(1, self.PIECE_ELEMENTS // math.prod(part.checkpoint_shape[1:]))
+        rows_at_once = _whole_runs(self.PIECE_ELEMENTS // math.prod(part.checkpoint_shape[1:]), part)
         for done in range(0, len(out), rows_at_once):
             stop = min(done + rows_at_once, len(out))
             rows = torch.from_numpy(self._tensors.read(part.checkpoint_name, first_row + done, first_row + stop))
-            out[done:stop].copy_(rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length))
+            rows = rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)
+            out[done:stop].copy_(part.ordered(rows))
 
 
 class DummySource(TensorSource):
@@ -197,7 +198,8 @@ class DummySource(TensorSource):
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
         on_host = out.device.type == "cpu"
         row_elements = math.prod(part.checkpoint_shape[1:])
-        group_rows = max(1, (self.GROUP_ELEMENTS if on_host else self.DEVICE_GROUP_ELEMENTS) // row_elements)
+        group_elements = self.GROUP_ELEMENTS if on_host else self.DEVICE_GROUP_ELEMENTS
+        group_rows = _whole_runs(group_elements // row_elements, part)
         first_row = part.start if part.dim == 0 else 0
         digest = hashlib.sha256(f"{self._seed}/{part.checkpoint_name}".encode()).digest()
         keys = struct.unpack_from("<2i", digest)
@@ -208,7 +210,8 @@ class DummySource(TensorSource):
             shape = (len(rows), *part.checkpoint_shape[1:])
             values = _uniform((first_row + begin) * row_elements, math.prod(shape), keys, out.device)
             values = _scaled(values, init, shape[-1]).view(shape)
-            rows.copy_(values if part.dim == 0 else values.narrow(part.dim, part.start, part.length))
+            values = values if part.dim == 0 else values.narrow(part.dim, part.start, part.length)
+            rows.copy_(part.ordered(values))
 
         groups = range(0, len(out), group_rows)
         for _ in self._threads.map(fill, groups) if on_host else map(fill, groups):
@@ -216,6 +219,11 @@ class DummySource(TensorSource):
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+def _whole_runs(num_rows: int, part: WeightPart) -> int:
+    """About so many rows, in whole runs of the part's order."""
+    return max(1, num_rows // part.run) * part.run
 
 
 def _uniform(first: int, count: int, keys: tuple[int, int], device: torch.device) -> torch.Tensor:

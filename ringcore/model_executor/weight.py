@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Init", "Tensors", "Weight", "WeightPart"]
+__all__ = ["Derived", "Init", "Tensors", "Weight", "WeightPart", "WeightedLayer"]
 
 # What dummy weights look like: a matrix, small biases, or norm weights near 1.
 Init = Literal["matrix", "bias", "norm"]
@@ -28,6 +30,9 @@ class WeightPart:
 
     Entries `start` to `start + length` along `dim` of the checkpoint tensor become entries `offset` to
     `offset + length` along `dim` of the final one. `length` is 0 where a rank has nothing of a tensor.
+
+    `order`, if given, is a permutation by which rows go into the final tensor, the same for every run of as many rows:
+    row i of a run is what the checkpoint has at order[i] of that run.
     """
 
     checkpoint_name: str
@@ -36,6 +41,45 @@ class WeightPart:
     start: int
     length: int
     offset: int = 0
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.order is not None:
+            assert self.dim == 0, self
+            assert self.length % len(self.order) == 0, self
+            assert sorted(self.order) == list(range(len(self.order))), self
+
+    @property
+    def run(self) -> int:
+        """Rows that must be read together."""
+        return 1 if self.order is None else len(self.order)
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [n, ...] as the checkpoint has them -> as the final tensor does. n is a multiple of `run`."""
+        if self.order is None:
+            return rows
+        runs = rows.reshape(-1, self.run, *rows.shape[1:])
+        return runs.index_select(1, _index(self.order, rows.device)).flatten(0, 1)
+
+    def pieces(self, out: torch.Tensor, max_bytes: int) -> Iterator[tuple[WeightPart, torch.Tensor]]:
+        """The part as several of about `max_bytes`, each with its rows of `out`, the part's place in the final tensor.
+
+        A part of columns stays whole: its rows are all of the tensor's, and no part says which.
+        """
+        if self.dim != 0:
+            yield self, out
+            return
+        num_rows = max(1, max_bytes * len(out) // max(1, out.nbytes))
+        num_rows = -(-num_rows // self.run) * self.run
+        for first in range(0, len(out), num_rows):
+            rows = out[first : first + num_rows]
+            yield replace(self, start=self.start + first, length=len(rows)), rows
+
+
+def _index(order: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[n] int64. To a GPU from pinned memory: the host does not wait for what the device has to do before."""
+    index = torch.tensor(order)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +95,50 @@ class Weight:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def num_filled(self) -> int:
+        """Entries, from the first one on, that the parts fill along their dimension; those behind are zero."""
+        return sum(part.length for part in self.parts)
+
+    @property
+    def is_filled(self) -> bool:
+        return self.num_filled == self.shape[self.parts[0].dim]
+
+    def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
+        """Each part with its place in `tensor`, the final one; those of which this rank has nothing left out."""
+        for part in self.parts:
+            if part.length:
+                yield part, tensor.narrow(part.dim, part.offset, part.length)
+
+
+class WeightedLayer(ABC):
+    """A layer with weights: says which, takes them, and makes anew what it derives from them."""
+
+    @abstractmethod
+    def weights(self) -> Sequence[Weight]: ...
+
+    @abstractmethod
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+        """Takes its tensors out of `tensors`. stay: they have a place for good, and may get other contents there: what
+        is computed is computed from them, and not from a packed copy."""
+
+    def refresh(self) -> None:  # noqa: B027 - most derive nothing
+        """The bound tensors have new contents: what was derived from them is made anew, at the addresses it has."""
+
+
+class Derived:
+    """Tensors that a layer computes from its weights, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+
+    def make(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` gives now; `refresh` copies into it what it gives then."""
+        tensor = compute()
+        self._made.append((tensor, compute))
+        return tensor
+
+    def refresh(self) -> None:
+        for tensor, compute in self._made:
+            tensor.copy_(compute())

@@ -85,6 +85,7 @@ class Scheduler:
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self.paused: PauseMode | None = None
+        self.is_frozen = False
         # Whether somebody may be able to start who could not when it was last tried.
         self._may_start = False
         self._started: list[StartedRequest] = []  # not told to the front end yet
@@ -121,7 +122,9 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is not finished that a pause does not keep from going on."""
+        """Whether a request is not finished that neither a pause nor a freeze keeps from going on."""
+        if self.is_frozen:
+            return False
         match self.paused:
             case "all":
                 return False
@@ -138,6 +141,18 @@ class Scheduler:
         self.paused = None
         self._may_start = True
 
+    def freeze(self) -> None:
+        """Until `thaw` no step is scheduled, whatever is paused or resumed meanwhile."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self._may_start = True
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return list(self._requests)
+
     # A step.
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:
@@ -149,7 +164,7 @@ class Scheduler:
         before the last are noticed at the end. Every step returned must be executed, and given to `update` in the same
         order.
         """
-        if self.paused == "all":
+        if self.paused == "all" or self.is_frozen:
             return None
         plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
         if self._quarantine.is_open:
@@ -405,6 +420,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
             num_prefix_query_tokens=self._num_prefix_query_tokens,
+            is_sleeping=self.is_frozen,
         )
 
     def oldest_waiting_s(self, now_s: float) -> float | None:

@@ -38,6 +38,8 @@ class FakeWorker:
         self._stage = "new"
         self._kv_cache_bytes = 0
         self._rows: FakeRows | None = None
+        self._memory = {"weights": "resident", "kv_cache": "resident"}
+        self._target: dict[str, str] | None = None  # of a change that was prepared
         self._num_steps = self._num_tokens = 0
         self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
 
@@ -86,6 +88,51 @@ class FakeWorker:
         return memory_table(self.config, self._hardware)
 
     # -----------------------------------------------------------------------------------------------------------
+    # Memory, of which there is none: states alone.
+
+    @rpc
+    def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
+        """As the real one's; what it is asked is checked."""
+        assert self._target is None, "a change of memory is under way"
+        assert target.keys() <= self._memory.keys(), target
+        self._target = target
+        return {}
+
+    @rpc
+    def commit_memory(self) -> dict[str, float]:
+        """-> the bytes that each tag gave back."""
+        assert self._target is not None, "no change of memory was prepared"
+        target, self._target = self._target, None
+        table = {"weights": self._memory_table()["weights_bytes"], "kv_cache": self._kv_cache_bytes}
+        leaving = [tag for tag, state in target.items() if state != "resident" and self._memory[tag] == "resident"]
+        self._memory |= target
+        return {f"{tag}_freed_bytes": float(table[tag]) for tag in leaving}
+
+    @rpc
+    def roll_back_memory(self) -> None:
+        self._target = None
+
+    @rpc(read_only=True)
+    def memory_states(self) -> dict[str, str]:
+        """'resident', 'offloaded' or 'discarded' by tag."""
+        return dict(self._memory)
+
+    @rpc
+    def start_weight_update(self) -> None:
+        """There are no weights to be changed."""
+        assert self._memory["weights"] == "resident", "no memory for weights"
+
+    @rpc
+    def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
+        """Looks at nothing of it."""
+        return {"num_tensors": float(len(source.get("tensors", [])))}
+
+    @rpc
+    def finish_weight_update(self, require_all: bool) -> dict[str, float]:
+        """Every weight has come."""
+        return {}
+
+    # -----------------------------------------------------------------------------------------------------------
     # The step.
 
     @rpc
@@ -98,6 +145,7 @@ class FakeWorker:
 
     def execute(self, step: SchedulerOutput, failing_row: int | None = None) -> ModelRunnerOutput | None:
         """`execute_model`, in which the request of `failing_row` (-1: of the step's first row) fails."""
+        assert set(self._memory.values()) == {"resident"}, f"a step without its memory: {self._memory}"
         scheduled = self.rows.apply(step)
         for request in step.new_requests:
             self._note(request)

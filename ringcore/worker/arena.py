@@ -147,6 +147,12 @@ class Arena:
         self._pieces.append(piece)
         self._end += piece.num_bytes
 
+    def contents(self) -> torch.Tensor:
+        """uint8 [used_bytes]: all its tensors, and what lies between them, in the order of their addresses."""
+        assert self._address is not None, f"arena {self.tag} is closed"
+        assert self.is_mapped, f"arena {self.tag} has no memory behind it"
+        return self._view(self._address, max(1, self.used_bytes), self)[: self.used_bytes]
+
     def unmap(self) -> None:
         """Gives all physical memory back to the device and keeps the addresses; the contents are gone. Idempotent.
 
@@ -159,16 +165,30 @@ class Arena:
     def map(self) -> None:
         """Puts new memory behind all addresses; what it holds is not said. Idempotent.
 
-        Raises `CapacityError` where the device does not have it, and then takes none.
+        Raises `CapacityError`, with what it needs in all, where the device does not have it, and then takes none.
         """
         absent = [piece for piece in self._pieces if piece.handle is None]
+        before = self.mapped_bytes
         try:
             for piece in absent:
                 self._map_piece(piece)
-        except Exception:
+        except Exception as error:
+            taken = self.mapped_bytes - before
             for piece in absent:
                 self._unmap_piece(piece)
+            if isinstance(error, CapacityError):
+                raise self._no_room(sum(piece.num_bytes for piece in absent), taken, error) from error
             raise
+
+    def _no_room(self, needed: int, taken: int, error: CapacityError) -> CapacityError:
+        """taken: what was mapped before the device said no, and is given back."""
+        available = error.details.get("available_bytes", 0) + taken
+        return CapacityError(
+            f"{self.tag}: to have memory again it needs {needed / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are "
+            f"free; end what else uses this device, and try again ({error.message})",
+            needed_bytes=needed,
+            available_bytes=available,
+        )
 
     def close(self) -> None:
         """Gives back memory and addresses. Idempotent."""

@@ -27,6 +27,11 @@ class DeviceMemory(ABC):
         """
 
     @property
+    def arenas(self) -> Mapping[str, Arena]:
+        """By tag; empty where the memory cannot be taken away."""
+        return {}
+
+    @property
     @abstractmethod
     def mapped_bytes(self) -> int:
         """What it has of the device beside torch's allocator."""

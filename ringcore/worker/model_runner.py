@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,12 +33,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on this rank's device."""
+    """A model with its weights on this rank's device.
+
+    tensors: the model's, by `Weight.name`, where they have a place that stays, and so may get new contents; None where
+    the model holds them packed.
+    """
 
     model: CausalLM
     dtype: str
     weights_bytes: int
     load_s: float
+    tensors: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
     @torch.inference_mode()
@@ -48,13 +54,15 @@ class LoadedModel:
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
         model = model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
         weights = model.weights()
-        # A CPU's are packed one by one, and dropped: they have no place that stays.
-        allocate = None if platform.device.type == "cpu" else partial(platform.allocate, tag="weights")
+        # A CPU's are packed one by one, and dropped: they have no place that stays, unless they need one to sleep.
+        is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
+        allocate = None if is_packed else partial(platform.allocate, tag="weights")
         files, seed = config.model.files, config.model.seed
         with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
-            model.bind(tensors)
+            final = tensors.final
+            model.bind(tensors, stay=final is not None)
         platform.synchronize()
-        return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start)
+        return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start, final)
 
     def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
         return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.worker.arena import Arena
 from ringcore.worker.device_memory import MemoryTag
+from ringcore.worker.host_link import HostLink, LocalLink
 
 __all__ = ["Platform", "ProcessMemory"]
 
@@ -70,6 +72,23 @@ class Platform(ABC):
         "kv_cache" is zero-filled: what a page holds before its first token must be finite. What "weights" holds is not
         said. Raises `CapacityError` where the device has too little left.
         """
+
+    @property
+    def arenas(self) -> Mapping[str, Arena]:
+        """What `allocate` takes from, by tag; empty where that is torch's allocator, which keeps what it has."""
+        return {}
+
+    def clear_new(self, memory: torch.Tensor) -> None:
+        """Fills memory that was mapped just now with zeros; they may be there only after `synchronize`."""
+        memory.zero_()
+
+    def release_cached(self) -> int:
+        """Gives back what the device's allocators hold and do not use; -> bytes."""
+        return 0
+
+    def host_link(self) -> HostLink:
+        """-> what copies between this device's memory and the host's."""
+        return LocalLink()
 
     def process_memory(self) -> ProcessMemory | None:
         """What this process has of the device now; None where that is not told apart."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from ringcore.config import EngineConfig
-from ringcore.errors import InvalidRequestError
+from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
@@ -20,7 +20,10 @@ from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.rpc import rpc
+from ringcore.worker.sleep import RESIDENT, RankMemory
 from ringcore.worker.thread_stacks import thread_stacks
+from ringcore.worker.weight_group import BroadcastGroup
+from ringcore.worker.weight_sources import WeightReceiver
 
 if TYPE_CHECKING:
     from ringcore.worker.kernels_ahead import KernelsAhead
@@ -47,6 +50,8 @@ class Worker:
         self._tp: TensorParallel | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
+        self._rank_memory: RankMemory | None = None  # where it can be given back
+        self._new_weights = WeightReceiver()
         self._peaks: StepPeaks | None = None  # until they are measured, where they are
         self._kv_cache_bytes = 0
         self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
@@ -56,7 +61,8 @@ class Worker:
         """Takes hold of the device and meets the other ranks; -> the seconds of each. Raises `ConfigError`, and
         RuntimeError if a rank is absent."""
         started = time.monotonic()
-        self._platform = choose_platform(self.config.device.device, self.rank, self.config.device.device_memory)
+        device = self.config.device
+        self._platform = choose_platform(device.device, self.rank, device.device_memory, device.enable_sleep_mode)
         self._platform.synchronize()  # by now the device has its context
         has_device = time.monotonic()
         self._tp = self._connect(self._platform)
@@ -118,13 +124,20 @@ class Worker:
         has_pages = time.monotonic()
         self._runner.warm_up()
         self._kv_cache_bytes = kv_cache_config.total_bytes
+        if self.config.device.enable_sleep_mode:
+            ranks = self.config.parallel.tensor_parallel_size
+            self._rank_memory = RankMemory.start(platform, self.config.device.sleep_directory, ranks)
         return {"pages_s": has_pages - started, "warm_up_s": time.monotonic() - has_pages}
 
     @rpc
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         """One step, or the several of one message; what they sampled on rank 0, None on the others. On a GPU they are
         launched, and what they sampled comes later."""
-        output = _made(self._runner, "initialize_from_config").execute(scheduler_output)
+        runner = _made(self._runner, "initialize_from_config")
+        if self._rank_memory is not None and not self._rank_memory.is_resident:
+            away = [tag for tag, state in self._rank_memory.states.items() if state != RESIDENT]
+            raise SleepingError("the memory of weights or KV cache was given back; call wake_up() first", tags=away)
+        output = runner.execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
         return output
@@ -133,6 +146,82 @@ class Worker:
     def reset_rows(self) -> None:
         """Forgets every row, as if all had finished."""
         _made(self._runner, "initialize_from_config").rows.clear()
+
+    # The engine calls these: it knows whether the contents are what they should be, and tells all ranks the same.
+
+    @rpc
+    def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
+        """Takes what it needs to bring "weights" and "kv_cache" into these states: "resident", "offloaded" (weights
+        only) or "discarded"; -> what that came to, see `RankMemory`. Loses nothing: `commit_memory` or
+        `roll_back_memory` follows. Raises `CapacityError`, and has changed nothing then."""
+        if self._rank_memory is None:
+            _made(self._runner, "initialize_from_config")
+            raise InvalidRequestError(
+                "enable_sleep_mode=False: this engine keeps its memory; start it with enable_sleep_mode=True",
+                field="enable_sleep_mode",
+                value=False,
+            )
+        return self._rank_memory.prepare(target)
+
+    @rpc
+    def commit_memory(self) -> dict[str, float]:
+        """Goes through with what is prepared; -> the bytes that were freed, and what is left, see `RankMemory`."""
+        assert self._rank_memory is not None, "no change is prepared"
+        return self._rank_memory.commit()
+
+    @rpc
+    def roll_back_memory(self) -> None:
+        """Undoes `prepare_memory`. Where nothing is prepared, nothing happens."""
+        if self._rank_memory is not None:
+            self._rank_memory.roll_back()
+
+    @rpc(read_only=True)
+    def memory_states(self) -> dict[str, str]:
+        """By tag: "resident", "offloaded" or "discarded"."""
+        memory = self._rank_memory
+        return dict.fromkeys(("weights", "kv_cache"), RESIDENT) if memory is None else memory.states
+
+    @rpc
+    def start_weight_update(self) -> None:
+        """Begins to replace the weights, in place; an update that was begun is given up. Raises `InvalidRequestError`
+        where they are packed for the CPU's kernels."""
+        self._new_weights.start(_made(self._loaded, "load_model"))
+
+    @rpc
+    def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
+        """One chunk of an update, of any number: tensors by their names in a checkpoint, and whole; this rank takes its
+        slices. source: a `FilesSource`, `IpcSource` or `GroupSource` of `weight_sources`, as a dict.
+
+        -> "num_tensors", "num_bytes" that were written on this rank, "seconds". Raises `InvalidRequestError` for what
+        does not fit the model: of that tensor nothing is written.
+        """
+        return self._new_weights.receive(source, _made(self._platform, "init_device"))
+
+    @rpc
+    def finish_weight_update(self, require_all: bool) -> dict[str, float]:
+        """Ends an update: what is derived from the weights is made anew. -> "num_tensors" of the whole update, and
+        "seconds". require_all: raises `InvalidRequestError` that names what has not come."""
+        loaded, platform = _made(self._loaded, "load_model"), _made(self._platform, "init_device")
+        return self._new_weights.finish(require_all, loaded, platform)
+
+    @rpc
+    def join_weight_group(
+        self, address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float
+    ) -> None:
+        """Joins the group of a trainer, its rank 0 (`ringcore.weights.WeightGroup`), and leaves the one before.
+
+        rank: of this engine's first worker; the others follow in their order, so all are given the same. backend:
+        "nccl", or "gloo" by way of the host. timeout_s: of joining, and later of each piece of a tensor. Raises
+        `InvalidRequestError`.
+        """
+        device = _made(self._platform, "init_device").device
+        mine = rank + self.rank
+        self._new_weights.join(BroadcastGroup(address, port, world_size, mine, backend, timeout_s, device))
+
+    @rpc
+    def leave_weight_group(self) -> None:
+        """Idempotent."""
+        self._new_weights.leave()
 
     # Read-only methods run on another thread, also while one of the above runs. Each reads an attribute once and goes
     # on with what it got; what they read of the model and the device is fixed once it is there.
@@ -174,6 +263,10 @@ class Worker:
     @rpc
     def shutdown(self) -> None:
         """Gives back the pages, the weights and the connections. Idempotent."""
+        memory, self._rank_memory = self._rank_memory, None
+        if memory is not None:
+            memory.close()
+        self._new_weights.close()
         self._runner, self._kv_cache_bytes = None, 0
         self._loaded = None
         tp, self._tp = self._tp, None

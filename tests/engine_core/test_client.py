@@ -196,7 +196,7 @@ def test_functions_where_they_are_allowed(folder):
 
 
 def test_an_unknown_method_of_the_engine_names_the_known(shared):
-    with pytest.raises(InvalidRequestError, match="health, pause, reset_prefix_cache, resume, stats"):
+    with pytest.raises(InvalidRequestError, match="health, is_sleeping, pause, reload_weights, reset_prefix_cache"):
         shared.call_engine("explode")
     assert shared.reset_prefix_cache() is True
 
@@ -211,6 +211,44 @@ def test_a_pause_is_the_engines(shared):
         shared.pause("now")
     with pytest.raises(InvalidRequestError, match="arguments are wrong"):
         shared.call_engine("pause", ("new", "all"))
+
+
+def test_sleep_and_wake_up(folder):
+    with EngineCoreClient(make_config(folder, enable_sleep_mode=True, tensor_parallel_size=2)) as client:
+        prompts = {f"r{i}": [i + 1, SLOW] for i in range(3)}
+        client.add_requests([request(request_id, prompt, max_tokens=5) for request_id, prompt in prompts.items()])
+        outputs = client.get_outputs().outputs
+        report = client.sleep(1, mode="keep")
+        assert report.states == {"weights": "offloaded", "kv_cache": "discarded"}
+        assert [rank["copied_bytes"] for rank in report.ranks] == [10.0, 11.0]
+        assert client.is_sleeping()
+        health = client.health()
+        assert (health.state, health.memory, health.num_waiting) == ("sleeping", report.states, 3)
+        client.add_requests([request("refused", [1])])
+        refused = [output for output in outputs + collect(client, ["refused"]) if output.request_id == "refused"]
+        assert refused[0].error.type == "SleepingError"
+        assert client.collective_rpc("memory_states") == [report.states] * 2
+        assert client.wake_up(["kv_cache"]).states["weights"] == "offloaded"
+        assert client.collective_rpc("wake_up") == [{"copied_bytes": 10.0 + i, "residue_bytes": 5.0} for i in range(2)]
+        outputs = [output for output in outputs if output.request_id in prompts] + collect(client, prompts)
+        for request_id, prompt in prompts.items():
+            assert tokens(outputs, request_id)[-2:] == expected(prompt, 5)[-2:]
+        with pytest.raises(InvalidRequestError, match="tags="):
+            client.wake_up(["graphs"])
+
+
+def test_sleep_lets_requests_finish_and_the_engine_answers_meanwhile(folder):
+    with EngineCoreClient(make_config(folder, enable_sleep_mode=True)) as client:
+        client.add_requests([request("slow", [1, SLOW], max_tokens=8)])
+        with pytest.raises(RpcTimeoutError):
+            client.sleep(2, mode="wait", timeout=0.05)
+        assert client.health().state == "ready"
+        assert tokens(collect(client, ["slow"]), "slow") == expected([1, SLOW], 8)
+        wait_until(client.is_sleeping, "the sleep that nobody waits for")
+        client.wake_up()
+        client.reload_weights("/models/3")
+        client.add_requests([request("after", [1], max_tokens=4)])
+        assert tokens(collect(client, ["after"]), "after") == expected([1], 4, 3)
 
 
 def test_the_health_of_an_engine_that_serves(shared):

@@ -371,6 +371,8 @@ class ScriptedCore:
         self.num_turns = 0
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
+        self.is_operating = False
+        self.operations: list = []
 
     def do(self, action) -> None:
         self.script.append(action)
@@ -398,6 +400,15 @@ class ScriptedCore:
         future = ScriptedFuture(self.outcomes.popleft())
         self.calls.append((call, future))
         return future
+
+    def submit_operation(self, name, args, kwargs, timeout):
+        self.operations.append((name, args, kwargs, timeout))
+        future = ScriptedFuture(self.outcomes.popleft())
+        self.calls.append((None, future))
+        return future
+
+    def is_sleeping(self) -> bool:
+        return bool(self.operations)
 
     def settle(self) -> None:
         for _, future in self.calls:
@@ -591,7 +602,9 @@ def test_callables(is_allowed):
 @pytest.mark.parametrize(
     ("call", "buffers", "says"),
     [
-        (RpcCall(1, "engine", "explode"), [], "give one of health, pause, reset_prefix_cache, resume, stats"),
+        (RpcCall(1, "engine", "explode"), [], "give one of finish_weight_update, health, is_sleeping, pause, "),
+        (RpcCall(1, "engine", "sleep", is_callable=True), [], "give one of"),
+        (RpcCall(1, "engine", "sleep"), [b"x"], "its arguments are wrong"),
         (RpcCall(1, "nobody", "echo"), [b"x"], "give one of engine, workers"),
         (RpcCall(1, "engine", "stats"), [b"x"], "its arguments are wrong"),
         (RpcCall(1, "engine", "stats"), encode_request("stats", (1,), None), "its arguments are wrong"),
@@ -626,6 +639,19 @@ def test_what_the_engine_answers_itself():
         served.call(6, "resume", target="engine")
         served.receive()
         assert served.core.paused is None
+
+
+def test_an_operation_is_answered_when_it_is_over():
+    with serve() as served:
+        core = served.core
+        core.outcomes.append([encode_value({"states": {}})])
+        served.call(1, "sleep", 1, "keep", target="engine")
+        served.call(2, "is_sleeping", target="engine", buffers=[])
+        assert value_of(served.receive()) is True  # it is not waited for
+        assert core.operations == [("sleep", [1, "keep"], {}, None)]
+        core.settle()
+        core.do(lambda: None)
+        assert value_of(served.receive()) == {"states": {}}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,20 @@ def assemble(weight, state):
     out = torch.zeros(weight.shape)
     for part in weight.parts:
         piece = state[part.checkpoint_name].narrow(part.dim, part.start, part.length)
+        if part.order is not None:
+            runs = range(0, part.length, len(part.order))
+            piece = torch.stack([piece[first + index] for first in runs for index in part.order])
         out.narrow(part.dim, part.offset, part.length).copy_(piece)
     return out
+
+
+def as_in_the_checkpoint(weight, part, tensors):
+    """A part's rows of the final tensor, put back in the checkpoint's order."""
+    rows = tensors[weight.name].narrow(part.dim, part.offset, part.length)
+    if part.order is None:
+        return rows
+    back = [first + part.order.index(i) for first in range(0, part.length, part.run) for i in range(part.run)]
+    return rows[back]
 
 
 def assert_loads(source, state, size=1, dtype=torch.float32):
@@ -88,12 +100,16 @@ def test_safetensors(checkpoint, family, size):
 
 
 def test_the_fused_tensor_is_q_then_k_then_v(checkpoint):
-    """By hand, once, for the second of two ranks: heads 2 and 3 of q, head 1 of k and of v, each of 16 rows."""
+    """By hand, once, for the second of two ranks: heads 2 and 3 of q, head 1 of k and of v, each of 16 rows; those of q
+    and k with row 8 behind row 0, 9 behind 1, and so on."""
     hf, folder = checkpoint("Qwen2")
     state = hf.state_dict()
     q, k, v = (state[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "qkv")
     _, tensors = loaded(folder, rank=1, size=2)
-    assert torch.equal(tensors["layers.1.qkv_proj.weight"], torch.cat([q[32:64], k[16:32], v[16:32]]))
+    turned = [
+        matrix[first + i + half] for matrix, first in ((q, 32), (q, 48), (k, 16)) for i in range(8) for half in (0, 8)
+    ]
+    assert torch.equal(tensors["layers.1.qkv_proj.weight"], torch.cat([torch.stack(turned), v[16:32]]))
     down = state["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(tensors["layers.1.down_proj.weight"], down[:, 40:80])
 
@@ -207,7 +223,7 @@ def test_dummy_weights_are_slices_of_the_same_whole(checkpoint, size):
     weights, tensors = loaded(folder, load_format="dummy", seed=9)
     for weight in weights:
         for part in weight.parts:
-            whole[part.checkpoint_name] = tensors[weight.name].narrow(part.dim, part.offset, part.length)
+            whole[part.checkpoint_name] = as_in_the_checkpoint(weight, part, tensors)
     for rank in range(size):
         weights, tensors = loaded(folder, rank, size, load_format="dummy", seed=9)
         for weight in weights:

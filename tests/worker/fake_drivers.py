@@ -1,15 +1,17 @@
-"""The drivers' own interfaces, as `cuda.bindings.driver` and libascendcl have them, over a `FakeVirtualMemory`."""
+"""The driver's own interface, as `cuda.bindings.driver` has it, over a `FakeVirtualMemory`, and parts of torch.cuda."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from ctypes import c_size_t, c_void_p
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fake_virtual_memory import FakeVirtualMemory
+from torch.overrides import TorchFunctionMode
 
 from ringcore.errors import CapacityError
 
@@ -107,77 +109,93 @@ class FakeTorchCuda:
         self.cached_bytes = 0
 
 
-class FakeAscendLibrary:
-    """A C library as ctypes has it: functions with types, addresses passed by reference, codes returned."""
+class FakeRuntime:
+    """Of torch.cuda, and of cuda.bindings.driver, what copies to and from the host need. What they touch must have been
+    registered, as one piece, by a thread that disturbs no capture."""
 
-    def __init__(self, memory: FakeVirtualMemory) -> None:
-        self._memory = memory
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
 
-    def __getattr__(self, name: str) -> Any:
-        function = _Function(getattr(self, f"_{name}"))
-        setattr(self, name, function)
-        return function
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}  # address: bytes
+        self.copies: list[tuple[int, int]] = []  # the host's side of each
+        self.devices: set[torch.device] = set()
+        self.registering_threads: set[int] = set()
+        self.code = 0  # what registration comes to
+        self.gate: threading.Event | None = None  # registration waits for it
+        self.waiting: list[int] = []
+        self.is_idle = True
+        self._of_thread = threading.local()
 
-    def _aclrtMemGetAllocationGranularity(self, properties: Any, option: int, granularity: Any) -> int:
-        assert option == 1
-        assert _properties(properties) == (0, 0, 4, 3, 1)
-        granularity._obj.value = self._memory.granularity
-        assert isinstance(granularity._obj, c_size_t)
-        return 0
+    def cuCtxGetCurrent(self) -> tuple[int, str]:
+        return 0, "the context"
 
-    def _aclrtReserveMemAddress(self, out: Any, num_bytes: int, alignment: int, wanted: Any, flags: int) -> int:
-        assert (alignment, wanted, flags) == (0, None, 0)
-        return self._do(lambda: self._memory.reserve(num_bytes), out._obj)
+    def cuCtxSetCurrent(self, context: str) -> tuple[int]:
+        self._of_thread.context = context
+        return (0,)
 
-    def _aclrtMallocPhysical(self, out: Any, num_bytes: int, properties: Any, flags: int) -> int:
-        assert _properties(properties) == (0, 0, 4, 3, 1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[int, str]:
+        if vars(self._of_thread).get("context") != "the context":
+            return 201, ""  # CUDA_ERROR_INVALID_CONTEXT
+        before = vars(self._of_thread).get("mode", "global")
+        self._of_thread.mode = mode
+        return 0, before
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices.add(device)
+
+    def cudart(self) -> FakeRuntime:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         assert flags == 0
-        return self._do(lambda: self._memory.create(num_bytes), out._obj)
+        assert self._of_thread.mode == "relaxed", "a capture in another thread would be invalidated"
+        if self.gate is not None:
+            self.waiting.append(address)
+            assert self.gate.wait(20)
+        self.registering_threads.add(threading.get_ident())
+        if not self.code:
+            self.registered[address] = num_bytes
+        return self.code
 
-    def _aclrtMapMem(self, address: int, num_bytes: int, offset: int, handle: c_void_p, flags: int) -> int:
-        assert (offset, flags) == (0, 0)
-        code = self._do(lambda: self._memory.map(address, num_bytes, handle.value or 0))
-        if not code:
-            self._memory.set_access(address, num_bytes)
-        return code
+    def cudaHostUnregister(self, address: int) -> int:
+        assert self.is_idle, "a copy may be under way"
+        return 0 if self.registered.pop(address, None) else 1
 
-    def _aclrtUnmapMem(self, address: int) -> int:
-        return self._do(lambda: self._memory.unmap(address, self._memory.mapped[address][0]))
+    def Stream(self, device: torch.device) -> FakeRuntime:
+        self.devices.add(device)
+        return self
 
-    def _aclrtFreePhysical(self, handle: c_void_p) -> int:
-        return self._do(lambda: self._memory.release(handle.value or 0))
+    def Event(self) -> FakeRuntime:
+        return self
 
-    def _aclrtReleaseMemAddress(self, address: int) -> int:
-        return self._do(lambda: self._memory.free(address, self._memory.reserved[address]))
+    def record(self, stream: FakeRuntime) -> None:
+        assert stream is self
+        self.is_idle = False
 
-    def _aclrtSynchronizeDevice(self) -> int:
-        return self._do(self._memory.synchronize)
+    def synchronize(self) -> None:
+        self.is_idle = True
 
-    def _do(self, call: Callable[[], Any], out: c_void_p | None = None) -> int:
-        try:
-            value = call()
-        except CapacityError:
-            return 207001
-        except RuntimeError:
-            return 107000
-        if out is not None:
-            out.value = value
-        return 0
-
-
-class _Function:
-    argtypes: tuple[Any, ...] | None = None
-    restype: Any = None
-
-    def __init__(self, function: Callable[..., int]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> int:
-        assert self.argtypes is not None, "ctypes would guess the types"
-        assert len(args) == len(self.argtypes)
-        return self._function(*args)
+    @contextmanager
+    def stream(self, stream: FakeRuntime) -> Iterator[None]:
+        assert stream is self
+        with _CopiesSeen(self):
+            yield
 
 
-def _properties(reference: Any) -> tuple[int, ...]:
-    found = reference._obj
-    return found.handle_type, found.allocation_type, found.attribute, found.location.id, found.location.type
+class _CopiesSeen(TorchFunctionMode):
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            assert (kwargs or {}).get("non_blocking"), "the host would wait"
+            begins = [(t.data_ptr(), len(t)) for t in args[:2]]
+            known = [
+                (at, n)
+                for at, n in begins
+                if any(begin <= at and at + n <= begin + size for begin, size in self._runtime.registered.items())
+            ]
+            assert len(known) == 1, "one side of a copy is registered, and all of it in one piece"
+            self._runtime.copies += known
+        return func(*args, **(kwargs or {}))

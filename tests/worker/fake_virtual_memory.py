@@ -9,6 +9,9 @@ import ctypes
 import itertools
 import mmap
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -28,7 +31,49 @@ class Misuse(Exception):
     """A call that a driver would refuse, or worse, not refuse."""
 
 
-class FakeVirtualMemory(VirtualMemory):
+class FakeDevice(ABC):
+    """What the tests ask of a device that is not there."""
+
+    free_bytes: int
+    reserved: Mapping[int, int]  # address: bytes
+    handles: Mapping[int, Any]
+    mapped: Mapping[int, tuple[int, int]]  # address: bytes, handle
+    accessible: Collection[int]  # addresses of what is mapped
+    is_busy: bool
+
+    @abstractmethod
+    def fail_after(self, name: str, count: int) -> None:
+        """The call of that name (of `VirtualMemory`) fails after `count` more of them, once."""
+
+    @abstractmethod
+    def create(self, num_bytes: int) -> Any:
+        """Memory of another tenant."""
+
+    @abstractmethod
+    def release(self, handle: Any) -> None: ...
+
+    def launch(self, tensor: torch.Tensor) -> None:
+        """As if the device began to work with it."""
+        self.check_access(tensor)
+        self.is_busy = True
+
+    def check_access(self, tensor: torch.Tensor) -> None:
+        """Raises `Misuse` where reading or writing the tensor would be an illegal access."""
+        at, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        while at < end:
+            found = [begin + self.mapped[begin][0] for begin in self.accessible if begin <= at]
+            behind = max((stop for stop in found if stop > at), default=None)
+            if behind is None:
+                raise Misuse(f"access to {at:#x}, which has no memory behind it")
+            at = behind
+
+    def check_nothing_left(self) -> None:
+        assert not self.reserved
+        assert not self.mapped
+        assert not self.handles
+
+
+class FakeVirtualMemory(FakeDevice, VirtualMemory):
     """`physical_bytes` of memory. `fail_after(name, count)`: the call of that name raises after `count` more of them.
 
     New memory holds 0xA5 in every byte, as if another tenant had left it there.
@@ -137,26 +182,6 @@ class FakeVirtualMemory(VirtualMemory):
     def synchronize(self) -> None:
         self._called("synchronize")
         self.is_busy = False
-
-    def launch(self, tensor: torch.Tensor) -> None:
-        """As if the device began to work with it."""
-        self.check_access(tensor)
-        self.is_busy = True
-
-    def check_access(self, tensor: torch.Tensor) -> None:
-        """Raises `Misuse` where reading or writing the tensor would be an illegal access."""
-        at, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        while at < end:
-            found = [begin + self.mapped[begin][0] for begin in self.accessible if begin <= at]
-            behind = max((stop for stop in found if stop > at), default=None)
-            if behind is None:
-                raise Misuse(f"access to {at:#x}, which has no memory behind it")
-            at = behind
-
-    def check_nothing_left(self) -> None:
-        assert not self.reserved
-        assert not self.mapped
-        assert not self.handles
 
 
 def view(address: int, num_bytes: int, owner: object) -> torch.Tensor:

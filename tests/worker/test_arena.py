@@ -1,40 +1,39 @@
-"""Arenas over a device's memory that checks every call: as itself, and behind the two drivers' interfaces."""
+"""Arenas over devices that can be looked into: fakes behind the drivers' interfaces, and the CPU's own."""
 
 from __future__ import annotations
 
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_drivers import FakeAscendLibrary, FakeCudaDriver, FakeTorchCuda
-from fake_virtual_memory import FakeVirtualMemory, Misuse, view
+from device_kinds import DEVICES, PAGE, make_device
+from fake_virtual_memory import FakeDevice, FakeVirtualMemory, Misuse, view
 
 from ringcore.errors import CapacityError
 from ringcore.worker import arena as arena_module
 from ringcore.worker.arena import ALIGNMENT, Arena, VirtualMemory
 from ringcore.worker.device_memory import ArenaMemory, PlainMemory
-from ringcore.worker.platforms.ascend_memory import AscendVirtualMemory
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
 
-PAGE = FakeVirtualMemory.granularity
-DRIVERS: dict[str, Callable[[FakeVirtualMemory], VirtualMemory]] = {
-    "fake": lambda device: device,
-    "cuda": lambda device: CudaVirtualMemory(0, FakeCudaDriver(device), FakeTorchCuda(device)),
-    "ascend": lambda device: AscendVirtualMemory(3, FakeAscendLibrary(device)),
-}
+
+@pytest.fixture(params=DEVICES)
+def both(request: pytest.FixtureRequest) -> tuple[FakeDevice, VirtualMemory]:
+    return make_device(request.param, 64)
 
 
 @pytest.fixture
-def device() -> FakeVirtualMemory:
+def device(request: pytest.FixtureRequest) -> FakeDevice:
+    """The one behind `memory`, or one that is its own memory where the test does not ask for that."""
+    if "both" in request.fixturenames:
+        return request.getfixturevalue("both")[0]
     return FakeVirtualMemory(64 * PAGE)
 
 
-@pytest.fixture(params=DRIVERS)
-def memory(request: pytest.FixtureRequest, device: FakeVirtualMemory) -> VirtualMemory:
-    return DRIVERS[request.param](device)
+@pytest.fixture
+def memory(both: tuple[FakeDevice, VirtualMemory]) -> VirtualMemory:
+    return both[1]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +112,9 @@ def test_more_than_the_device_has(memory: VirtualMemory, device: FakeVirtualMemo
     device.check_nothing_left()
 
 
-def test_memory_goes_and_comes_back_at_the_same_addresses(arena: Arena, device: FakeVirtualMemory) -> None:
+def test_memory_goes_and_comes_back_at_the_same_addresses(
+    arena: Arena, device: FakeVirtualMemory, memory: VirtualMemory
+) -> None:
     tensors = [arena.allocate(size) for size in (100, 5 * PAGE, 300)]
     for tensor in tensors:
         tensor.fill_(7)
@@ -128,7 +129,7 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(arena: Arena, device: 
             device.check_access(tensor)
     with pytest.raises(AssertionError, match="no memory behind it"):
         arena.allocate(1)
-    other = Arena("another tenant", 60 * PAGE, device, view)
+    other = Arena("another tenant", 60 * PAGE, memory, view)
     other.allocate(50 * PAGE).fill_(9)
     other.close()
     arena.map()
@@ -146,8 +147,9 @@ def test_where_there_is_no_room_map_takes_nothing(arena: Arena, device: FakeVirt
     arena.unmap()
     tenant = device.create(48 * PAGE)
     free = device.free_bytes
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError, match=r"weights: to have memory again it needs") as error:
         arena.map()
+    assert error.value.details == {"needed_bytes": 18 * PAGE, "available_bytes": free}
     assert (device.free_bytes, arena.mapped_bytes) == (free, 0)
     device.release(tenant)
     arena.map()
@@ -207,6 +209,19 @@ def test_close_does_not_wait_for_tensors(arena: Arena, device: FakeVirtualMemory
         device.check_access(tensor)
     with pytest.raises(AssertionError, match="closed"):
         arena.allocate(1)
+
+
+def test_the_contents_are_all_that_is_used(arena: Arena, device: FakeVirtualMemory) -> None:
+    tensors = [arena.allocate(size).fill_(value) for value, size in enumerate((100, 5 * PAGE, 300))]
+    contents = arena.contents()
+    device.check_access(contents)
+    assert (contents.data_ptr(), len(contents)) == (tensors[0].data_ptr(), arena.used_bytes)
+    assert contents[256 : 256 + 5 * PAGE].unique().tolist() == [1]
+    assert contents[-300:].unique().tolist() == [2]
+    del contents
+    arena.unmap()
+    with pytest.raises(AssertionError, match="no memory behind it"):
+        arena.contents()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -35,13 +35,10 @@ class ArenaPlatform(CpuPlatform):
 
     def __init__(self, device: FakeVirtualMemory) -> None:
         super().__init__()
-        self.arenas = ArenaMemory(32 << 20, device, view)
+        self._memory = ArenaMemory(32 << 20, device, view)
 
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
-        return self.arenas.allocate(num_bytes, tag).zero_()
-
-    def close(self) -> None:
-        self.arenas.close()
+        return self._memory.allocate(num_bytes, tag).zero_()
 
 
 LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]

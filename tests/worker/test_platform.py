@@ -10,8 +10,8 @@ import torch
 from fake_drivers import FakeCudaDriver, FakeTorchCuda
 from fake_virtual_memory import FakeVirtualMemory, view
 
-from ringcore.errors import ConfigError
-from ringcore.worker.platform import ProcessMemory
+from ringcore.errors import CapacityError, ConfigError
+from ringcore.worker.platform import Platform, ProcessMemory
 from ringcore.worker.platforms import PLATFORMS, choose_platform
 from ringcore.worker.platforms import cuda as cuda_module
 from ringcore.worker.platforms.cpu import CpuPlatform
@@ -20,11 +20,12 @@ from ringcore.worker.platforms.cuda import CudaPlatform
 MIB = 2**20
 
 
+@pytest.mark.parametrize("enable_sleep_mode", [False, True])
 @pytest.mark.parametrize("name", PLATFORMS)
-def test_every_platform_keeps_the_contract(name: str) -> None:
+def test_every_platform_keeps_the_contract(name: str, enable_sleep_mode: bool) -> None:
     if not PLATFORMS[name].is_present():
         pytest.skip(f"this host has no {name}")
-    platform = choose_platform(name)
+    platform = choose_platform(name, enable_sleep_mode=enable_sleep_mode)
     assert 0 < platform.free_memory_bytes() <= platform.total_memory_bytes()
     assert 0 < platform.memory_budget_bytes(0.5, 1) <= platform.free_memory_bytes()
     assert 0 < platform.default_memory_share <= 1
@@ -44,9 +45,50 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="not measured"):
             platform.peak_bytes(lambda: None)
+    if enable_sleep_mode:
+        check_arenas(platform, memory[2])
+    assert platform.release_cached() >= 0
     platform.synchronize()
     del memory, tensor
     platform.close()
+    platform.close()
+
+
+def check_arenas(platform: Platform, pages: torch.Tensor) -> None:
+    """What is mapped again can be cleared, and filled from the host."""
+    assert platform.arenas.keys() == {"weights", "kv_cache"}
+    arena = platform.arenas["kv_cache"]
+    arena.unmap()
+    arena.map()
+    platform.clear_new(arena.contents())
+    platform.synchronize()
+    assert not pages.any()
+    link, host = platform.host_link(), torch.arange(100, dtype=torch.uint8)
+    link.register(host)
+    link.wait(link.copy(host, pages[:100]))
+    assert pages[:100].tolist() == list(range(100))
+    back = link.copy(pages[50:150], host)
+    link.finish()
+    link.wait(back)
+    assert host.tolist() == [*range(50, 100), *[0] * 50]
+    link.unregister(host)
+
+
+def test_a_cpu_sleeps_in_arenas_of_its_own() -> None:
+    assert CpuPlatform().arenas == {}
+    platform = choose_platform("cpu", device_memory="arena", enable_sleep_mode=True)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pages = platform.allocate(512 * MIB, "kv_cache")
+    pages[::MIB] = 1
+    assert process.memory_info().rss - before < 64 * MIB, "pages take memory only as they are written"
+    platform.arenas["kv_cache"].unmap()
+    platform.arenas["kv_cache"].map()
+    platform.clear_new(pages)
+    assert process.memory_info().rss - before < 64 * MIB
+    assert not pages[::MIB].any()
+    with pytest.raises(CapacityError, match=r"host memory: .* asked"):
+        platform.allocate(platform.total_memory_bytes() - 1024 * MIB, "weights")
     platform.close()
 
 
@@ -181,8 +223,24 @@ class TestCuda:
             "since GPU 0 has no virtual memory that a program can manage",
             "as device_memory='plain' asks",
         ]
-        with pytest.raises(ConfigError, match="a CPU has no arenas"):
+        with pytest.raises(ConfigError, match="a CPU has no arenas without enable_sleep_mode"):
             choose_platform("cpu", device_memory="arena")
+
+    def test_sleep_mode_needs_arenas(self) -> None:
+        device = FakeVirtualMemory()
+        without = FakeCudaDriver(device, supported=0)
+        assert CudaPlatform(0, FakeCuda(), "auto", without).arenas == {}
+        with pytest.raises(ConfigError, match=r"GPU 0 has no virtual memory .*pip install") as error:
+            CudaPlatform(0, FakeCuda(), "auto", without, enable_sleep_mode=True)
+        assert error.value.details == {"option": "enable_sleep_mode", "value": True}
+        with pytest.raises(ConfigError, match="device_memory=plain has none"):
+            CudaPlatform(0, FakeCuda(), "plain", FakeCudaDriver(device), enable_sleep_mode=True)
+
+    def test_what_torch_has_cached_goes_back(self) -> None:
+        cuda = FakeCuda()
+        cuda.empty_cache = lambda: setattr(cuda, "reserved", 20)  # type: ignore[method-assign]
+        platform = CudaPlatform(0, cuda, "plain")
+        assert [platform.release_cached(), platform.release_cached()] == [10, 0]
 
     @pytest.mark.parametrize(
         ("asked", "checkpoint", "capability", "expected"),

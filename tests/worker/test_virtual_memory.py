@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from fake_drivers import FakeAscendLibrary, FakeCudaDriver, FakeTorchCuda
+from fake_ascendcl import INDEX, FakeAscend
+from fake_drivers import FakeCudaDriver, FakeTorchCuda
 from fake_virtual_memory import FakeVirtualMemory, Misuse, view
 
 from ringcore.errors import CapacityError
@@ -112,15 +113,49 @@ class TestCuda:
 
 class TestAscend:
     def test_codes(self) -> None:
-        device = FakeVirtualMemory(3 * PAGE)
-        memory = AscendVirtualMemory(3, FakeAscendLibrary(device))
+        device = FakeAscend(3 * PAGE)
+        memory = device.memory
         assert memory.granularity == PAGE
-        with pytest.raises(CapacityError, match="aclrtMallocPhysical on Ascend device 3: no memory left") as error:
+        with pytest.raises(CapacityError, match=r"aclrtMallocPhysical on Ascend device 3: .* asked, .* free") as error:
             memory.create(4 * PAGE)
-        assert error.value.details == {"needed_bytes": 4 * PAGE}
+        assert error.value.details == {"needed_bytes": 4 * PAGE, "available_bytes": 3 * PAGE}
         device.fail_after("reserve", 0)
-        with pytest.raises(RuntimeError, match="aclrtReserveMemAddress on Ascend device 3: error 107000"):
+        with pytest.raises(RuntimeError, match="aclrtReserveMemAddress on Ascend device 3: error 507899"):
             memory.reserve(PAGE)
+
+    def test_the_library_refuses_what_the_documentation_does(self) -> None:
+        device = FakeAscend(8 * PAGE)
+        memory = device.memory
+        with pytest.raises(RuntimeError, match=r"aclrtMemGetAllocationGranularity .* error 107000"):
+            AscendVirtualMemory(INDEX + 1, device.library)
+        address, handle = memory.reserve(4 * PAGE), memory.create(PAGE)
+        for call in (
+            lambda: memory.create(PAGE + 1),
+            lambda: memory.map(address + 4 * PAGE, PAGE, handle),
+            lambda: memory.map(address, 2 * PAGE, handle),
+            lambda: memory.unmap(address, PAGE),
+            lambda: memory.free(address + PAGE, PAGE),
+        ):
+            with pytest.raises(RuntimeError, match="error 107000"):
+                call()
+        memory.map(address, PAGE, handle)
+        tensor = view(address, PAGE, None)
+        assert int(tensor[-1]) == 0xA5
+        device.launch(tensor)
+        for call in (
+            lambda: memory.unmap(address, PAGE),  # the device was not waited for
+            lambda: memory.release(handle),
+            lambda: memory.free(address, 4 * PAGE),
+            lambda: memory.map(address + PAGE, PAGE, handle),
+        ):
+            with pytest.raises(RuntimeError, match="error 107000"):
+                call()
+        memory.synchronize()
+        memory.unmap(address, PAGE)
+        memory.release(handle)
+        memory.free(address, 4 * PAGE)
+        device.check_nothing_left()
+        assert device.free_bytes == 8 * PAGE
 
     def test_without_the_library(self) -> None:
         with pytest.raises(OSError, match="libascendcl"):

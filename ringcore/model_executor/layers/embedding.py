@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from ringcore.model_executor.packing import pack_logits
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.product import Product
-from ringcore.model_executor.weight import Tensors, Weight, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
@@ -27,7 +27,7 @@ def _vocab_weight(
     return Weight(f"{name}.weight", (num_rows, hidden_size), dtype, (part,), "matrix")
 
 
-class VocabParallelEmbedding:
+class VocabParallelEmbedding(WeightedLayer):
     def __init__(
         self,
         name: str,
@@ -45,8 +45,7 @@ class VocabParallelEmbedding:
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: Tensors) -> None:
-        """Takes its tensor out of the dict."""
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
         self.table = tensors.pop(self._weight.name)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -60,7 +59,7 @@ class VocabParallelEmbedding:
         return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelLMHead:
+class ParallelLMHead(WeightedLayer):
     """Logits from the embedding's own table where `tied` is given, else from a matrix of its own."""
 
     def __init__(
@@ -83,10 +82,10 @@ class ParallelLMHead:
     def weights(self) -> list[Weight]:
         return [self._weight] if self._tied is None else []
 
-    def bind(self, tensors: Tensors) -> None:
-        """Takes its tensor out of the dict, or the table of the embedding, which is bound before and stays."""
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+        """Takes its tensor, or the table of the embedding, which is bound before."""
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
-        self._product = pack_logits(table)
+        self._product = pack_logits(table, stay)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank."""

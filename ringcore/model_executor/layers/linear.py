@@ -14,19 +14,23 @@ import torch
 from ringcore.model_executor.packing import pack_linear
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.product import Gate, Norm, Product
-from ringcore.model_executor.weight import Tensors, Weight, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """The outputs that one rank computes of one checkpoint matrix: rows `start` to `start + length` of its weight."""
+    """The outputs that one rank computes of one checkpoint matrix: rows `start` to `start + length` of its weight.
+
+    order: see `WeightPart`.
+    """
 
     checkpoint_name: str  # without ".weight" or ".bias"
     num_outputs: int  # of the whole matrix
     start: int
     length: int
+    order: tuple[int, ...] | None = None
 
 
 def merged_outputs(checkpoint_names: Sequence[str], num_outputs: int, tp: TensorParallel) -> list[OutputSlice]:
@@ -37,27 +41,33 @@ def merged_outputs(checkpoint_names: Sequence[str], num_outputs: int, tp: Tensor
 
 
 def qkv_outputs(
-    checkpoint_names: tuple[str, str, str], num_heads: int, num_kv_heads: int, head_dim: int, tp: TensorParallel
+    checkpoint_names: tuple[str, str, str],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tp: TensorParallel,
+    order: tuple[int, ...] | None = None,
 ) -> list[OutputSlice]:
-    """This rank's heads of q, k and v. Where there are more ranks than KV heads, several ranks hold the same head."""
+    """This rank's heads of q, k and v. Where there are more ranks than KV heads, several ranks hold the same head.
+
+    order: [head_dim], of the entries of each head of q and k, as in `WeightPart`.
+    """
     heads = num_heads // tp.size
     kv_heads = max(1, num_kv_heads // tp.size)
     first_kv_head = tp.rank * num_kv_heads // tp.size
     assert heads * tp.size == num_heads, (num_heads, tp.size)
     assert num_kv_heads % tp.size == 0 or tp.size % num_kv_heads == 0, (num_kv_heads, tp.size)
     q, k, v = checkpoint_names
+    of_kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
     return [
-        OutputSlice(q, num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim),
-        *(OutputSlice(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim) for name in (k, v)),
+        OutputSlice(q, num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim, order),
+        OutputSlice(k, *of_kv, order),
+        OutputSlice(v, *of_kv),
     ]
 
 
-class ColumnParallelLinear:
-    """One product for several matrices of the same input, each split by its outputs.
-
-    `output_order`, if given, is a permutation of this rank's outputs: output i is what the checkpoint has at
-    output_order[i].
-    """
+class ColumnParallelLinear(WeightedLayer):
+    """One product for several matrices of the same input, each split by its outputs."""
 
     def __init__(
         self,
@@ -67,26 +77,19 @@ class ColumnParallelLinear:
         *,
         bias: bool,
         dtype: torch.dtype,
-        output_order: torch.Tensor | None = None,
     ) -> None:
         self._weight = _stacked(f"{name}.weight", ".weight", outputs, (num_inputs,), dtype)
         self._bias = _stacked(f"{name}.bias", ".bias", outputs, (), dtype) if bias else None
-        self._output_order = output_order
         self._product: Product
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors) -> None:
-        """Takes its tensors out of the dict; they are freed where they were packed."""
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+        """Takes its tensors; they are freed where they were packed."""
         weight = tensors.pop(self._weight.name)
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        if self._output_order is not None:
-            order = self._output_order.to(weight.device)
-            for tensor in (weight, bias):  # in place: the memory of weights is planned
-                if tensor is not None:
-                    tensor.copy_(tensor[order])
-        self._product = pack_linear(weight, bias)
+        self._product = pack_linear(weight, bias, stay)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
@@ -109,12 +112,12 @@ def _stacked(
     offset = 0
     for part in outputs:
         shape = (part.num_outputs, *row_shape)
-        parts.append(WeightPart(part.checkpoint_name + suffix, shape, 0, part.start, part.length, offset))
+        parts.append(WeightPart(part.checkpoint_name + suffix, shape, 0, part.start, part.length, offset, part.order))
         offset += part.length
     return Weight(name, (offset, *row_shape), dtype, tuple(parts), "matrix" if row_shape else "bias")
 
 
-class RowParallelLinear:
+class RowParallelLinear(WeightedLayer):
     """A product split by its inputs; the sum over the ranks is the whole output on each of them."""
 
     def __init__(
@@ -143,11 +146,11 @@ class RowParallelLinear:
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors) -> None:
-        """Takes its tensors out of the dict; they are freed where they were packed."""
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+        """Takes its tensors; they are freed where they were packed."""
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
         # Added once: by the first rank's share of the sum.
-        self._product = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None)
+        self._product = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, stay)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""

@@ -1,8 +1,8 @@
 """Rotary position embedding: the angles of every kind, and the layout in which they are cheap to apply.
 
 A checkpoint pairs entry i of a head with entry i + head_dim / 2. Here q and k come out of their product with the
-pairs side by side, 2i and 2i + 1: the rows of the weight are put in that order once (`interleaved`), and turning a
-pair is then one product of complex numbers. Scores do not change, since q and k change alike.
+pairs side by side, 2i and 2i + 1: the rows of the weight are loaded in that order (`interleaved`), and turning a pair
+is then one product of complex numbers. Scores do not change, since q and k change alike.
 """
 
 from __future__ import annotations

@@ -30,8 +30,15 @@ class CausalLM(ABC):
         """Every tensor of this rank: its final (fused, sliced) shape and the checkpoint slices that fill it."""
 
     @abstractmethod
-    def bind(self, tensors: Tensors) -> None:
-        """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say)."""
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+        """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say).
+
+        stay: they have a place for good, and may get other contents there; then `refresh` is called.
+        """
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """The tensors have new contents: what was derived from them is made anew, at the addresses it has."""
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -23,17 +22,9 @@ from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding, Rotation, interleaved
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.model_executor.weight import Tensors, Weight
+from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
-__all__ = ["Bindable", "DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
-
-
-class Bindable(Protocol):
-    """A layer with weights: says which, and takes them."""
-
-    def weights(self) -> Sequence[Weight]: ...
-
-    def bind(self, tensors: Tensors) -> None: ...
+__all__ = ["DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +49,13 @@ class SelfAttention:
         window = spec.sliding_windows.get(index)
         self.attention = Attention(index, self.num_heads, self.num_kv_heads, head_dim, scale, window)
         names = (f"{checkpoint_name}.q_proj", f"{checkpoint_name}.k_proj", f"{checkpoint_name}.v_proj")
+        order = tuple(interleaved(head_dim).tolist())
         self.qkv_proj = ColumnParallelLinear(
             f"{name}.qkv_proj",
-            qkv_outputs(names, spec.num_heads, spec.num_kv_heads, head_dim, tp),
+            qkv_outputs(names, spec.num_heads, spec.num_kv_heads, head_dim, tp, order),
             spec.hidden_size,
             bias=spec.attention_bias,
             dtype=dtype,
-            output_order=self._qkv_order(),
         )
         self.head_norm: HeadNorm | None = None
         if family.head_norm:
@@ -75,7 +66,7 @@ class SelfAttention:
                 head_dim,
                 spec.rms_norm_eps,
                 dtype,
-                interleaved(head_dim),
+                order,
                 plus_one=family.norm_plus_one,
             )
         self.o_proj = RowParallelLinear(
@@ -88,15 +79,7 @@ class SelfAttention:
             tp=tp,
         )
 
-    def _qkv_order(self) -> torch.Tensor:
-        """Heads of q and k with their pairs side by side, heads of v as they are."""
-        num_turned, head_dim = self.num_heads + self.num_kv_heads, self.head_dim
-        order = torch.arange((num_turned + self.num_kv_heads) * head_dim)
-        turned = order[: num_turned * head_dim].view(num_turned, head_dim)
-        turned.copy_(turned[:, interleaved(head_dim)])
-        return order
-
-    def layers(self) -> list[Bindable]:
+    def layers(self) -> list[WeightedLayer]:
         return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
 
     def __call__(self, norm: RMSNorm, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
@@ -131,7 +114,7 @@ class MLP:
             tp=tp,
         )
 
-    def layers(self) -> list[Bindable]:
+    def layers(self) -> list[WeightedLayer]:
         return [self.gate_up_proj, self.down_proj]
 
     def bind_activation(self, device: torch.device) -> None:
@@ -152,7 +135,7 @@ class DecoderLayer:
         self.mlp_norm = layer_norm(index, "mlp_norm", self.mlp_norm_name, spec, dtype, family)
         self.mlp = MLP(index, spec, tp, dtype, family)
 
-    def layers(self) -> list[Bindable]:
+    def layers(self) -> list[WeightedLayer]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
     def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
@@ -201,24 +184,28 @@ class DenseDecoder(CausalLM):
         self.lm_head = ParallelLMHead("lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied)
         self.attention_layers = [layer.self_attention.attention for layer in self.layers]
 
-    def _bindable(self) -> list[Bindable]:
+    def _weighted(self) -> list[WeightedLayer]:
         """Every layer with weights, the embedding before the head that may share its table."""
-        inner = [bindable for layer in self.layers for bindable in layer.layers()]
+        inner = [weighted for layer in self.layers for weighted in layer.layers()]
         return [self.embed_tokens, *inner, self.norm, self.lm_head]
 
     def weights(self) -> list[Weight]:
-        return [weight for layer in self._bindable() for weight in layer.weights()]
+        return [weight for layer in self._weighted() for weight in layer.weights()]
 
-    def bind(self, tensors: Tensors) -> None:
+    def bind(self, tensors: Tensors, stay: bool = False) -> None:
         """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
-        for layer in self._bindable():
-            layer.bind(tensors)
+        for layer in self._weighted():
+            layer.bind(tensors, stay)
         device = self.embed_tokens.table.device
         for rotary in self.rotaries:
             rotary.bind(device)
         for decoder_layer in self.layers:
             decoder_layer.mlp.bind_activation(device)
         assert not len(tensors), "a weight was declared and not taken"
+
+    def refresh(self) -> None:
+        for layer in self._weighted():
+            layer.refresh()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64 -> a new tensor [n, hidden_size], what the first layer takes."""

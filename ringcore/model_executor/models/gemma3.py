@@ -7,8 +7,9 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.checkpoint import ModelSpec
 from ringcore.model_executor.layers.rotary import Rotation
-from ringcore.model_executor.models.decoder import Bindable, DecoderLayer, DenseDecoder, Family, layer_norm
+from ringcore.model_executor.models.decoder import DecoderLayer, DenseDecoder, Family, layer_norm
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["Gemma3ForCausalLM"]
 
@@ -25,7 +26,7 @@ class Gemma3Layer(DecoderLayer):
         )
         self.mlp_out_norm = layer_norm(index, "mlp_out_norm", "post_feedforward_layernorm", spec, dtype, family)
 
-    def layers(self) -> list[Bindable]:
+    def layers(self) -> list[WeightedLayer]:
         return [*super().layers(), self.attention_out_norm, self.mlp_out_norm]
 
     def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:

@@ -12,10 +12,12 @@ __all__ = ["PLATFORMS", "choose_platform"]
 PLATFORMS: dict[str, type[CpuPlatform] | type[CudaPlatform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
 
 
-def choose_platform(device: str, rank: int = 0, device_memory: str = "auto") -> Platform:
+def choose_platform(
+    device: str, rank: int = 0, device_memory: str = "auto", enable_sleep_mode: bool = False
+) -> Platform:
     """The platform named by the engine option `device`, or for "auto" the first that is present. Raises `ConfigError`.
 
-    rank: of this worker among those of the host. device_memory: the engine option of that name.
+    rank: of this worker among those of the host. device_memory, enable_sleep_mode: the engine options.
     """
     name = next(name for name, kind in PLATFORMS.items() if kind.is_present()) if device == "auto" else device
     if name not in PLATFORMS:
@@ -25,9 +27,11 @@ def choose_platform(device: str, rank: int = 0, device_memory: str = "auto") -> 
             value=device,
         )
     if name == "cuda":
-        return CudaPlatform(rank, device_memory=device_memory)
-    if device_memory == "arena":
+        return CudaPlatform(rank, device_memory=device_memory, enable_sleep_mode=enable_sleep_mode)
+    if device_memory == "arena" and not enable_sleep_mode:
         raise ConfigError(
-            "device_memory='arena': a CPU has no arenas; give 'auto' or 'plain'", option="device_memory", value="arena"
+            "device_memory='arena': a CPU has no arenas without enable_sleep_mode=True; give 'auto' or 'plain'",
+            option="device_memory",
+            value="arena",
         )
-    return CpuPlatform()
+    return CpuPlatform(enable_sleep_mode=enable_sleep_mode)

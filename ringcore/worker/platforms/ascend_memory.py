@@ -18,6 +18,7 @@ __all__ = ["AscendVirtualMemory"]
 _HANDLE_TYPE_NONE = 0  # ACL_MEM_HANDLE_TYPE_NONE
 _ALLOCATION_PINNED = 0  # ACL_MEM_ALLOCATION_TYPE_PINNED
 _LOCATION_DEVICE = 1  # ACL_MEM_LOCATION_TYPE_DEVICE
+_HBM = 1  # ACL_HBM_MEM: pages of all sizes
 _HBM_HUGE_PAGES = 4  # ACL_HBM_MEM_HUGE: pages of 2 MiB
 _GRANULARITY_RECOMMENDED = 1  # ACL_RT_MEM_ALLOC_GRANULARITY_RECOMMENDED
 _OUT_OF_MEMORY = 207001  # ACL_ERROR_RT_MEMORY_ALLOCATION
@@ -48,6 +49,7 @@ _ARGUMENTS = {
     "aclrtFreePhysical": (c_void_p,),
     "aclrtReleaseMemAddress": (c_void_p,),
     "aclrtSynchronizeDevice": (),
+    "aclrtGetMemInfo": (c_int, POINTER(c_size_t), POINTER(c_size_t)),
 }
 
 
@@ -101,10 +103,17 @@ class AscendVirtualMemory(VirtualMemory):
     def _call(self, name: str, *args: Any, num_bytes: int = 0) -> None:
         error = getattr(self._library, name)(*args)
         if error == _OUT_OF_MEMORY:
+            free = self._free_bytes()
             raise CapacityError(
-                f"{name} on Ascend device {self._index}: no memory left for {num_bytes / 2**30:.2f} GiB; lower "
-                "gpu_memory_utilization or kv_cache_bytes, or end what else uses this device",
+                f"{name} on Ascend device {self._index}: {num_bytes / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB "
+                "free; lower gpu_memory_utilization or kv_cache_bytes, or end what else uses this device",
                 needed_bytes=num_bytes,
+                available_bytes=free,
             )
         if error:
             raise RuntimeError(f"{name} on Ascend device {self._index}: error {error}")
+
+    def _free_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self._call("aclrtGetMemInfo", _HBM, byref(free), byref(total))
+        return free.value

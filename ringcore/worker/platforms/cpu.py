@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,9 +11,11 @@ import psutil
 import torch
 
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.worker.arena import Arena
 from ringcore.worker.communicator import GlooCommunicator
-from ringcore.worker.device_memory import MemoryTag, PlainMemory
+from ringcore.worker.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
 from ringcore.worker.platform import Platform
+from ringcore.worker.platforms.host_memory import HostVirtualMemory, host_view
 
 __all__ = ["CpuPlatform"]
 
@@ -22,7 +24,8 @@ _BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
 
 
 class CpuPlatform(Platform):
-    """All ranks share one host; `proc` and `cgroups` are where the kernel tells about it."""
+    """All ranks share one host; `proc` and `cgroups` are where the kernel tells about it. With enable_sleep_mode, the
+    engine option, its memory comes from arenas."""
 
     device = torch.device("cpu")
     attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa",)
@@ -30,10 +33,15 @@ class CpuPlatform(Platform):
     default_memory_share: ClassVar[float] = 0.4
     attention_gathers: ClassVar[bool] = True
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(
+        self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), enable_sleep_mode: bool = False
+    ) -> None:
         self._proc = proc
         self._cgroups = cgroups
-        self._memory = PlainMemory(self.device)
+        self._memory: DeviceMemory = PlainMemory(self.device)
+        if enable_sleep_mode:
+            addresses = HostVirtualMemory(self.free_memory_bytes)
+            self._memory = ArenaMemory(self.total_memory_bytes(), addresses, host_view)
 
     @classmethod
     def is_present(cls) -> bool:
@@ -107,10 +115,20 @@ class CpuPlatform(Platform):
         torch's zeros touch everything at once. numpy's do not, but ask for huge pages, and then each block, which lies
         in as many places as a layer has heads, has 2 MiB cleared at every one of them; and they are not aligned.
         """
-        if tag != "kv_cache":
+        if tag != "kv_cache" or isinstance(self._memory, ArenaMemory):
             return self._memory.allocate(num_bytes, tag)
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with the tensor
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
+    @property
+    def arenas(self) -> Mapping[str, Arena]:
+        return self._memory.arenas
+
+    def clear_new(self, memory: torch.Tensor) -> None:
+        """New pages are zeros; to write them would take them."""
+
     def synchronize(self) -> None:
         """Every operation here has ended when it returns."""
+
+    def close(self) -> None:
+        self._memory.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,10 +13,11 @@ import torch
 
 from ringcore.errors import ConfigError
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.worker.arena import Arena
 from ringcore.worker.communicator import NcclCommunicator
 from ringcore.worker.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
 from ringcore.worker.platform import Platform, ProcessMemory
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory, tensor_at
+from ringcore.worker.platforms.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
 from ringcore.worker.platforms.nvml import process_bytes
 
 __all__ = ["CudaPlatform"]
@@ -34,9 +35,17 @@ class CudaPlatform(Platform):
     attention_gathers: ClassVar[bool] = False
     measures_steps: ClassVar[bool] = True
 
-    def __init__(self, rank: int = 0, cuda: Any = torch.cuda, device_memory: str = "auto", driver: Any = None) -> None:
-        """device_memory: the engine option. Raises `ConfigError` where there is no GPU for the rank, or no arena on it
-        though one was asked for. driver: the module cuda.bindings.driver, imported where it is not given."""
+    def __init__(
+        self,
+        rank: int = 0,
+        cuda: Any = torch.cuda,
+        device_memory: str = "auto",
+        driver: Any = None,
+        enable_sleep_mode: bool = False,
+    ) -> None:
+        """device_memory, enable_sleep_mode: the engine options; the latter needs arenas. Raises `ConfigError` where
+        there is no GPU for the rank, or no arena on it though one was asked for. driver: the module
+        cuda.bindings.driver, imported where it is not given."""
         count = cuda.device_count() if cuda.is_available() else 0
         if rank >= count:
             raise ConfigError(
@@ -45,13 +54,21 @@ class CudaPlatform(Platform):
                 option="device",
                 value="cuda",
             )
-        self._cuda = cuda
+        self._cuda, self._driver = cuda, driver
         self.device = torch.device("cuda", rank)
         cuda.set_device(self.device)
-        self._memory = self._choose_memory(device_memory, driver)
+        self._memory = self._choose_memory(device_memory, driver, enable_sleep_mode)
 
-    def _choose_memory(self, asked: str, driver: Any) -> DeviceMemory:
+    def _choose_memory(self, asked: str, driver: Any, enable_sleep_mode: bool) -> DeviceMemory:
         refusal = CudaVirtualMemory.refusal(self.device.index, driver)
+        if enable_sleep_mode and (asked == "plain" or refusal is not None):
+            raise ConfigError(
+                "enable_sleep_mode=True: weights and KV cache have to be in arenas, and "
+                f"{refusal or 'device_memory=plain has none'}; leave enable_sleep_mode out, or make arenas possible "
+                "(pip install ringcore[cuda])",
+                option="enable_sleep_mode",
+                value=True,
+            )
         if asked == "arena" and refusal is not None:
             raise ConfigError(
                 f"device_memory='arena': {refusal}; give 'auto' or 'plain'", option="device_memory", value=asked
@@ -118,6 +135,18 @@ class CudaPlatform(Platform):
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
         memory = self._memory.allocate(num_bytes, tag)
         return memory.zero_() if tag == "kv_cache" else memory
+
+    @property
+    def arenas(self) -> Mapping[str, Arena]:
+        return self._memory.arenas
+
+    def release_cached(self) -> int:
+        before = self._cuda.memory_reserved(self.device)
+        self._cuda.empty_cache()
+        return int(before - self._cuda.memory_reserved(self.device))
+
+    def host_link(self) -> CudaLink:
+        return CudaLink(self.device, self._cuda, self._driver)
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.device)

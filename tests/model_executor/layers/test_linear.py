@@ -78,8 +78,18 @@ def test_row_parallel_takes_columns_and_one_bias():
     torch.testing.assert_close(total, inputs @ weights.T + bias)
 
 
-def test_outputs_come_in_the_order_asked_for():
-    outputs = merged_outputs(("a",), 3, SingleRank())
-    layer = ColumnParallelLinear("x", outputs, 2, bias=True, dtype=torch.float32, output_order=torch.tensor([2, 0, 1]))
-    layer.bind({"x.weight": torch.tensor([[1.0, 0], [2, 0], [3, 0]]), "x.bias": torch.tensor([10.0, 20, 30])})
-    assert layer(torch.tensor([[1.0, 5.0]])).tolist() == [[33, 11, 22]]
+def test_entries_of_heads_are_declared_in_their_order():
+    """Those of q and k are turned; v is as it is. A weight and its bias go alike."""
+    order = (0, 2, 1, 3)
+    outputs = qkv_outputs(("q", "k", "v"), 4, 2, 4, Rank(1, 2), order)
+    for weight in ColumnParallelLinear("x", outputs, 2, bias=True, dtype=torch.float32).weights():
+        q, k, v = weight.parts
+        assert (q.order, k.order, v.order) == (order, order, None)
+        assert [part.run for part in weight.parts] == [4, 4, 1]
+        rows = torch.arange(8)
+        assert q.ordered(rows).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+        assert v.ordered(rows) is rows
+        assert [(piece.start, out.tolist()) for piece, out in q.pieces(rows, 10)] == [
+            (8, [0, 1, 2, 3]),
+            (12, [4, 5, 6, 7]),
+        ]

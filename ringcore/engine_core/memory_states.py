@@ -1,0 +1,149 @@
+"""What weights and KV cache are, as all ranks have confirmed it. No device and no worker is touched here.
+
+    weights     resident ──sleep 1──▶ offloaded ──wake_up──▶ resident
+                resident ──sleep 2──▶ discarded ──wake_up──▶ stale ──update of all weights──▶ resident
+                resident ──start of an update──▶ stale ──its end──▶ resident
+    kv_cache    resident ──sleep 1 or 2──▶ discarded ──wake_up──▶ resident
+
+`is_held` is the sleep of level 0: everything is resident, and no step is begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ringcore.errors import InvalidRequestError, SleepingError
+from ringcore.protocol import MemoryState
+
+__all__ = ["KV_CACHE", "WEIGHTS", "MemoryStates", "check_level", "check_tags"]
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+_TAGS = (WEIGHTS, KV_CACHE)
+_AWAY = ("offloaded", "discarded")
+
+
+def check_level(level: object) -> int:
+    """Raises `InvalidRequestError` for what is no level of sleep."""
+    if type(level) is not int or not 0 <= level <= 2:
+        raise InvalidRequestError(
+            f"level={level!r}: give 0 (no steps), 1 (weights to host memory, KV cache discarded) or 2 (both discarded)",
+            field="level",
+            value=repr(level),
+        )
+    return level
+
+
+def check_tags(tags: object) -> Sequence[str]:
+    """The tags to wake: all for None. Raises `InvalidRequestError` for one that is none, and for an empty list."""
+    if tags is None:
+        return _TAGS
+    if not isinstance(tags, list | tuple) or not tags or not all(tag in _TAGS for tag in tags):
+        raise InvalidRequestError(
+            f"tags={tags!r}: give a list with one or both of {', '.join(map(repr, _TAGS))}, or None for both",
+            field="tags",
+            value=repr(tags),
+        )
+    return tags
+
+
+class MemoryStates:
+    """The state of each tag. `sleep_target` and `wake_target` say what all ranks shall have, `confirm` that they do."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, MemoryState] = dict.fromkeys(_TAGS, "resident")
+        self.is_held = False
+        self.is_updating = False  # an update of the weights was started, and has not ended
+
+    def __getitem__(self, tag: str) -> MemoryState:
+        return self._states[tag]
+
+    def as_dict(self) -> dict[str, MemoryState]:
+        return dict(self._states)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Until everything is in the device's memory again, and no sleep of level 0 holds."""
+        return self.is_held or any(state in _AWAY for state in self._states.values())
+
+    @property
+    def serves(self) -> bool:
+        """Whether steps may be computed."""
+        return not self.is_held and all(state == "resident" for state in self._states.values())
+
+    def away(self) -> dict[str, MemoryState]:
+        """What is not in the device's memory."""
+        return {tag: state for tag, state in self._states.items() if state in _AWAY}
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Changes.
+
+    def sleep_target(self, level: int) -> dict[str, MemoryState]:
+        """What changes for a sleep of this level; nothing comes back by it. Stale weights are not worth keeping."""
+        target: dict[str, MemoryState] = {}
+        if level >= 1 and self._states[KV_CACHE] == "resident":
+            target[KV_CACHE] = "discarded"
+        match level, self._states[WEIGHTS]:
+            case 1, "resident":
+                target[WEIGHTS] = "offloaded"
+            case (1, "stale") | (2, "resident" | "stale" | "offloaded"):
+                target[WEIGHTS] = "discarded"
+        return target
+
+    def wake_target(self, tags: Sequence[str]) -> dict[str, MemoryState]:
+        """What changes for a wake-up; weights first."""
+        return {tag: "resident" for tag in _TAGS if tag in tags and self._states[tag] in _AWAY}
+
+    def confirm(self, target: Mapping[str, MemoryState]) -> None:
+        """Every rank has done what `target` says."""
+        for tag, state in target.items():
+            is_lost = tag == WEIGHTS and state == "resident" and self._states[tag] == "discarded"
+            self._states[tag] = "stale" if is_lost else state
+        if target.get(WEIGHTS) in _AWAY:
+            self.is_updating = False
+
+    def begin_update(self) -> None:
+        self._states[WEIGHTS], self.is_updating = "stale", True
+
+    def fail_update(self) -> None:
+        """The weights stay stale: some may be new."""
+        self.is_updating = False
+
+    def end_update(self) -> None:
+        self._states[WEIGHTS], self.is_updating = "resident", False
+
+    def reset(self, weights: MemoryState) -> None:
+        """New workers: all is in the device's memory, and the weights are the right ones or not."""
+        self._states.update({WEIGHTS: weights, KV_CACHE: "resident"})
+        self.is_updating = False
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What is refused meanwhile.
+
+    def check_takes_requests(self) -> None:
+        """Raises `SleepingError` unless a request would be computed, now or after a sleep of level 0."""
+        if away := self.away():
+            raise SleepingError(
+                f"the engine sleeps: {_described(away)}; call wake_up() first", tags=sorted(away), remedy="wake_up"
+            )
+        if self._states[WEIGHTS] == "stale":
+            state = "an update of the weights is under way" if self.is_updating else "the weights are stale"
+            remedy = "finish_weight_update" if self.is_updating else "reload_weights"
+            raise SleepingError(
+                f"{state}: call {remedy}{'()' if self.is_updating else '(path), or update_weights with all of them,'} "
+                "first",
+                tags=[WEIGHTS],
+                remedy=remedy,
+            )
+
+    def check_takes_weights(self) -> None:
+        """Raises `SleepingError` while there is no memory for weights."""
+        if self._states[WEIGHTS] in _AWAY:
+            raise SleepingError(
+                f"the engine sleeps: {_described({WEIGHTS: self._states[WEIGHTS]})}; call wake_up(['weights']) first",
+                tags=[WEIGHTS],
+                remedy="wake_up",
+            )
+
+
+def _described(states: Mapping[str, str]) -> str:
+    return ", ".join(f"{tag} {state}" for tag, state in states.items())

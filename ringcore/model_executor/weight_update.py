@@ -1,0 +1,165 @@
+"""New contents for the tensors of a model, where they lie: by a checkpoint's names, fused and sliced for one rank.
+
+Nothing moves: tensors, and the graphs that hold their addresses, stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ringcore.errors import InvalidRequestError
+from ringcore.model_executor.loader import Readers, and_more, is_dispensable
+from ringcore.model_executor.tensor_source import SafetensorsSource, TensorSource
+from ringcore.model_executor.weight import Init, Weight, WeightPart
+
+__all__ = ["FLOAT_DTYPES", "WeightUpdate", "row_pieces"]
+
+# What a checkpoint may be in, by its name in torch.
+FLOAT_DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in SafetensorsSource.DTYPES.values()
+}
+_PIECE_BYTES = 64 << 20  # of a tensor at hand that are sliced, converted and put in order at a time
+
+
+def row_pieces(shape: Sequence[int], itemsize: int, max_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, int]]:
+    """(first row, the one behind the last) of pieces of a tensor of at most `max_bytes`, or of one row."""
+    num_rows = max(1, max_bytes // max(1, math.prod(shape[1:]) * itemsize))
+    for first in range(0, shape[0], num_rows):
+        yield first, min(first + num_rows, shape[0])
+
+
+@dataclass(slots=True)
+class _Target:
+    """What one checkpoint tensor fills on this rank."""
+
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    places: list[tuple[WeightPart, torch.Tensor, Init]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(out.nbytes for _, out, _ in self.places)
+
+
+class WeightUpdate:
+    """One update of one rank's weights: any number of tensors, in any order, by their names in a checkpoint.
+
+    Of the tensors that come only this rank's slices are looked at. Where one does not fit the model nothing of it is
+    written; what came before it stays written.
+    """
+
+    def __init__(self, weights: Sequence[Weight], tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: the model's own, by `Weight.name`. What no checkpoint tensor fills is made zero."""
+        self._device = next(iter(tensors.values())).device
+        self._targets: dict[str, _Target] = {}
+        for weight in weights:
+            padding = slice(weight.num_filled, None)
+            tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # memory that was away forgot it
+            for part in weight.parts:
+                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape))
+            for part, out in weight.places(tensors[weight.name]):
+                self._targets[part.checkpoint_name].places.append((part, out, weight.init))
+        self._taken: set[str] = set()
+
+    @property
+    def num_taken(self) -> int:
+        """Tensors of the checkpoint that have come."""
+        return len(self._taken)
+
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
+        """Whether the model takes this tensor; False for one that no model needs. dtype: None where it is not known.
+
+        Raises `InvalidRequestError` for a name, a shape or a dtype that does not fit the model.
+        """
+        target = self._targets.get(name)
+        if target is None:
+            if is_dispensable(name):
+                return False
+            raise _refused(name, "has no place in the model; give the tensors of a checkpoint of this very model")
+        if tuple(shape) != target.shape:
+            raise _refused(
+                name,
+                f"has the shape {list(shape)}, the model's is {list(target.shape)}; give it whole, as in a checkpoint",
+            )
+        if dtype is not None and dtype not in FLOAT_DTYPES.values():
+            raise _refused(name, f"is {dtype}; give it in {', '.join(FLOAT_DTYPES)}")
+        return True
+
+    def take(self, name: str, tensor: torch.Tensor) -> int:
+        """Copies this rank's slices out of a whole tensor, on any device; -> the bytes that were written.
+
+        On a GPU, on the current stream. Raises as `check`.
+        """
+        if not self.check(name, tensor.shape, tensor.dtype):
+            return 0
+        pieces = row_pieces(tensor.shape, tensor.itemsize)
+        return self.take_rows(name, ((first, tensor[first:end]) for first, end in pieces))
+
+    def take_rows(self, name: str, pieces: Iterator[tuple[int, torch.Tensor]]) -> int:
+        """As `take`, of a tensor that passed `check` and comes in pieces: (the first row's number, rows), all of them.
+
+        What a piece holds is copied, on the current stream, before the next is asked for.
+        """
+        target = self._targets[name]
+        for first, rows in pieces:
+            for part, out, _ in target.places:
+                _write(part, out, first, rows)
+        self._taken.add(name)
+        return target.nbytes
+
+    def read(self, source: TensorSource) -> tuple[int, int]:
+        """Reads this rank's slices of all tensors of a source, in several threads; -> (tensors, bytes written).
+
+        On a GPU they are there for what is launched on the current stream from now on. Raises as `check`, then before
+        anything is read, and `ModelLoadError` where a file does not hold what it says.
+        """
+        assert source.shapes is not None, "a source of any tensor has no end"
+        names = [name for name, shape in source.shapes.items() if self.check(name, shape)]
+        readers = Readers(source, self._device)
+        try:
+            targets = [self._targets[name] for name in names]
+            reads = [
+                read
+                for target in targets
+                for part, out, init in target.places
+                for read in readers.read([(part, out)], init)
+            ]
+            for read in reads:
+                read.result().wait()
+        finally:
+            readers.close()
+        self._taken.update(names)
+        return len(names), sum(target.nbytes for target in targets)
+
+    def check_complete(self) -> None:
+        """Raises `InvalidRequestError` that names what has not come."""
+        missing = [name for name in self._targets if name not in self._taken]
+        if missing:
+            raise _refused(missing[0], f"has not come{and_more(missing)}; every tensor of the model is needed")
+
+
+def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    """Copies what a part has of rows `first`, `first` + 1, ... of the checkpoint tensor into the part's place."""
+    if part.dim != 0:
+        out[first : first + len(rows)].copy_(rows.narrow(part.dim, part.start, part.length))
+        return
+    begin, end = max(first, part.start), min(first + len(rows), part.start + part.length)
+    if begin >= end:
+        return
+    rows = rows[begin - first : end - first]
+    at = begin - part.start
+    if part.order is None:
+        out[at : at + len(rows)].copy_(rows)
+        return
+    # Pieces may end within a run, so each row is told its place: that of its number in the run, in the order.
+    place_in_run = torch.tensor(part.order).argsort()
+    numbers = torch.arange(at, at + len(rows))
+    places = numbers - numbers % part.run + place_in_run[numbers % part.run]
+    out.index_copy_(0, places.to(out.device), rows.to(out.device, out.dtype))
+
+
+def _refused(name: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"tensor {name!r} {reason}", field="tensor", value=name)

@@ -1,0 +1,188 @@
+"""Takes the memory of a rank's weights and KV cache away and puts it back: a transaction, under fixed addresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Self
+
+from ringcore.errors import CapacityError, InvalidRequestError
+from ringcore.worker.arena import Arena
+from ringcore.worker.file_store import FileStore
+from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
+from ringcore.worker.platform import Platform
+from ringcore.worker.platforms.cpu import CpuPlatform
+
+__all__ = ["RESIDENT", "RankMemory"]
+
+RESIDENT, OFFLOADED, DISCARDED = "resident", "offloaded", "discarded"
+
+# In the order in which memory is mapped: what has to be copied comes first, and is on its way while the rest is mapped.
+_STATES: Mapping[str, tuple[str, ...]] = {
+    "weights": (RESIDENT, OFFLOADED, DISCARDED),
+    "kv_cache": (RESIDENT, DISCARDED),
+}
+
+
+class RankMemory:
+    """The arenas of a rank, by tag, and where the contents are of those that have no memory.
+
+    state      | its arena | the host store
+    resident   | mapped    | empty
+    offloaded  | unmapped  | the contents; weights only
+    discarded  | unmapped  | empty
+
+    A change has two phases. `prepare` does all that can fail for want of memory, and loses nothing: meanwhile an arena
+    that is to go is still mapped, and a copy that is not needed any more is still there. Then `commit` lets go, or
+    `roll_back` gives back what `prepare` took.
+    """
+
+    def __init__(self, platform: Platform, store: HostStore) -> None:
+        """store: of the bytes that the weights use."""
+        self._platform, self._store = platform, store
+        self._arenas: Mapping[str, Arena] = platform.arenas
+        assert self._arenas.keys() >= _STATES.keys(), sorted(self._arenas)
+        # Replaced as a whole: other threads read it.
+        self._states: Mapping[str, str] = dict.fromkeys(_STATES, RESIDENT)
+        self._changes: dict[str, str] | None = None  # by tag, what is prepared; None: nothing
+
+    @classmethod
+    def start(cls, platform: Platform, directory: str | None, num_ranks: int) -> Self:
+        """When weights and pages are allocated; room for the weights is made in the background. directory: where it is
+        to be a file; None: in host memory. num_ranks: of this host."""
+        num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
+        store: HostStore
+        if directory is None:
+            store = MemoryStore(num_bytes, link, HostBudget(CpuPlatform().free_memory_bytes, num_ranks))
+        else:
+            store = FileStore(num_bytes, directory, link)
+        memory = cls(platform, store)
+        store.make_ahead()
+        return memory
+
+    @property
+    def states(self) -> dict[str, str]:
+        """By tag, as they were before a change that is only prepared."""
+        return dict(self._states)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything has its memory, and nothing is about to change."""
+        return self._changes is None and all(state == RESIDENT for state in self._states.values())
+
+    def prepare(self, target: Mapping[str, str]) -> dict[str, float]:
+        """Takes what it needs to bring the tags of `target` into these states; -> "copied_bytes", "copy_s",
+        "mapped_bytes", "map_s" and "host_store_s" (waited for room), those that there are.
+
+        What is mapped again holds its contents, zeros where it is the KV cache, and anything where weights were
+        discarded. Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
+        """
+        assert self._changes is None, "a change is prepared already"
+        changes = self._check(target)
+        self._changes = changes
+        report: dict[str, float] = {}
+        try:
+            self._platform.synchronize()  # steps may still write
+            if changes.get("weights") == OFFLOADED:
+                self._save(report)
+            self._map([tag for tag in _STATES if changes.get(tag) == RESIDENT], report)
+        except BaseException:
+            self.roll_back()
+            raise
+        return report
+
+    def _check(self, target: Mapping[str, str]) -> dict[str, str]:
+        """-> those that change anything."""
+        for tag, state in target.items():
+            if tag not in _STATES or state not in _STATES[tag]:
+                known = ", ".join(f"{tag}: {' or '.join(states)}" for tag, states in _STATES.items())
+                raise InvalidRequestError(
+                    f"target: {tag!r} cannot be {state!r}; give {known}", field="target", value=f"{tag}: {state}"
+                )
+            if state == OFFLOADED and self._states[tag] == DISCARDED:
+                raise InvalidRequestError(
+                    f"target: {tag!r} are discarded, there is nothing to offload; wake up first, and load them",
+                    field="target",
+                    value=f"{tag}: {state}",
+                )
+        return {tag: state for tag, state in target.items() if state != self._states[tag]}
+
+    def _save(self, report: dict[str, float]) -> None:
+        started = time.monotonic()
+        self._store.ready()
+        ready = time.monotonic()
+        contents = self._arenas["weights"].contents()
+        self._store.save(contents)
+        self._store.finish()
+        report["host_store_s"] = ready - started
+        _add(report, "copied_bytes", len(contents))
+        _add(report, "copy_s", time.monotonic() - ready)
+
+    def _map(self, tags: list[str], report: dict[str, float]) -> None:
+        copying_since: float | None = None
+        for tag in tags:
+            started = time.monotonic()
+            self._map_arena(tag, int(report.get("mapped_bytes", 0)))
+            mapped = time.monotonic()
+            contents = self._arenas[tag].contents()
+            _add(report, "mapped_bytes", self._arenas[tag].mapped_bytes)
+            _add(report, "map_s", mapped - started)
+            if self._states[tag] == OFFLOADED:
+                copying_since = mapped
+                self._store.restore(contents)
+                _add(report, "copied_bytes", len(contents))
+            elif tag == "kv_cache":
+                self._platform.clear_new(contents)
+        if copying_since is not None:
+            self._store.finish()
+            _add(report, "copy_s", time.monotonic() - copying_since)
+        if tags:
+            self._platform.synchronize()
+
+    def _map_arena(self, tag: str, taken: int) -> None:
+        """taken: bytes that this change has mapped before."""
+        try:
+            self._arenas[tag].map()
+        except CapacityError as error:
+            if not taken:
+                raise
+            details = {name: error.details[name] + taken for name in ("needed_bytes", "available_bytes")}
+            raise CapacityError(f"{error.message}; the other tags took {taken / 2**30:.2f} GiB", **details) from error
+
+    def commit(self) -> dict[str, float]:
+        """Goes through with what is prepared; -> by tag what was unmapped, "weights_freed_bytes" and
+        "kv_cache_freed_bytes"; if anything was, "cached_freed_bytes" of the allocators, and "residue_bytes", what this
+        process still has of the device, where that is known."""
+        assert self._changes is not None, "no change is prepared"
+        report: dict[str, float] = {}
+        for tag in self._changes:
+            if self._states[tag] == RESIDENT:
+                before = self._arenas[tag].mapped_bytes
+                self._arenas[tag].unmap()
+                report[f"{tag}_freed_bytes"] = before - self._arenas[tag].mapped_bytes
+            elif self._states[tag] == OFFLOADED:
+                self._store.drop()
+        if report:
+            report["cached_freed_bytes"] = self._platform.release_cached()
+            residue = self._platform.process_memory()
+            if residue is not None:
+                report["residue_bytes"] = residue.own_bytes
+        self._states, self._changes = {**self._states, **self._changes}, None
+        return report
+
+    def roll_back(self) -> None:
+        """Everything is as it was before `prepare`. Where nothing is prepared, nothing happens."""
+        changes, self._changes = self._changes, None
+        for tag, state in (changes or {}).items():
+            if state == RESIDENT:
+                self._arenas[tag].unmap()  # waits for copies first
+            elif state == OFFLOADED:
+                self._store.drop()
+
+    def close(self) -> None:
+        """Gives the store back; the arenas are the platform's. Idempotent."""
+        self._store.close()
+
+
+def _add(report: dict[str, float], name: str, value: float) -> None:
+    report[name] = report.get(name, 0) + value
