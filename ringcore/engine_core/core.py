@@ -311,8 +311,8 @@ class EngineCore(MemoryMethods):
     def submit_operation(
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> Operation:
-        """Asks for one of `OPERATIONS`, done while the engine is driven (`advance`, or by asking the operation); its
-        result is a `MemoryReport`. Raises `InvalidRequestError` for what is wrong with the arguments.
+        """Asks for one of `OPERATIONS`, done while the engine is driven, by `step`, `advance` or the operation's own
+        `result`, which is a `MemoryReport`. Raises `InvalidRequestError` for what is wrong with the arguments.
         """
         self._supervisor.check_alive()
         return self._operations.submit(name, steps_of(self._memory, name, args, kwargs or {}), timeout)

@@ -47,7 +47,8 @@ class MemoryMethods(ABC):
         mode: of requests that are not finished: "abort" ends them with finish reason "abort"; "wait" finishes them
             first; "keep" lets them go on after the wake-up, computed again from the tokens they have.
 
-        1 and 2 need the option enable_sleep_mode. Meanwhile new requests raise `SleepingError`; with 0 they queue.
+        1 and 2 need the option enable_sleep_mode. What is given back must not be touched: see to it that no worker
+        method of your own (`worker_extension`) does. Meanwhile new requests raise `SleepingError`; with 0 they queue.
         Sleeping deeper than before is fine, sleeping again changes nothing. A failure on any rank, for want of host
         memory say, undoes all: `CapacityError`.
         """

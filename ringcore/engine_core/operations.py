@@ -45,13 +45,16 @@ class Operations:
         first: bool = False,
         is_by_rank: bool = False,
     ) -> Operation:
-        """timeout: seconds that its caller waits; the operation itself is always brought to its end. first: before
+        """Begins it, if it is the only one.
+
+        timeout: seconds that its caller waits; the operation itself is always brought to its end. first: before
         those that wait. is_by_rank: its value is a list, each entry a value of its own where they are encoded."""
         operation = Operation(self, name, steps, timeout, is_by_rank)
         if first:
             self._queue.appendleft(operation)
         else:
             self._queue.append(operation)
+            self.drive()
         return operation
 
     def drive(self) -> None:
@@ -64,8 +67,11 @@ class Operations:
                 self._queue.remove(operation)
 
     def wait(self, operation: Operation, deadline: float | None) -> None:
-        """Until it is over or the deadline has passed."""
-        while not operation.done() and (deadline is None or time.monotonic() < deadline):
+        """Drives until it is over or the deadline has passed."""
+        while deadline is None or time.monotonic() < deadline:
+            self.drive()
+            if operation.done():
+                return
             future = self._queue[0].future
             if future is None:
                 self._turn()
@@ -127,7 +133,7 @@ class Operation:
     # As a future.
 
     def done(self) -> bool:
-        self._queue.drive()
+        """Whoever asks has the engine driven."""
         return self._is_over or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def result(self, timeout: float | None = None) -> Any:

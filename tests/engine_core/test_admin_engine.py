@@ -45,7 +45,7 @@ def start(folder, keys, **options) -> EngineCoreClient:
 
 @pytest.fixture(scope="module")
 def engine(folder, keys):
-    with start(folder, keys, tensor_parallel_size=2, allow_callables=True) as client:
+    with start(folder, keys, tensor_parallel_size=2, allow_callables=True, enable_sleep_mode=True) as client:
         client.wait_ready()
         yield client
 
@@ -96,6 +96,18 @@ def test_health_and_stats(admin):
     assert admin.health().state == "ready"
     assert [rank.rank for rank in admin.health().ranks] == [0, 1]
     assert admin.stats().num_running == 0
+
+
+def test_sleep_and_wake_up(admin, engine):
+    assert [rank["copied_bytes"] for rank in admin.collective_rpc("sleep", kwargs={"level": 1})] == [10.0, 11.0]
+    assert admin.health().state == "sleeping"
+    assert admin.health().memory == {"weights": "offloaded", "kv_cache": "discarded"}
+    assert engine.is_sleeping()
+    assert admin.stats().is_sleeping
+    with pytest.raises(InvalidRequestError, match="the engine calls it"):
+        admin.collective_rpc("commit_memory")
+    assert admin.collective_rpc("wake_up", unique_reply_rank=1)["residue_bytes"] == 5.0
+    assert admin.health().state == "ready"
 
 
 def test_the_engine_serves_its_client_meanwhile(admin, engine):
