@@ -146,6 +146,12 @@ class ArenaWorker(FakeWorker):
             raise InvalidRequestError("a tensor is missing", field="tensors", value="x")
         return {}
 
+    @rpc
+    def shutdown(self) -> None:
+        self.rank_memory.close()
+        self.platform.close()
+        self.device.check_nothing_left()
+
     def check(self) -> None:
         """No address changes, and what is mapped is what is accounted."""
         assert (self.parameters.data_ptr(), self.slots.data_ptr()) == self.addresses
