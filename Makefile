@@ -22,8 +22,12 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
+# Tests that neither count processes nor take time go two at a time; the others have the machine to themselves.
+PARALLEL := $(addprefix tests/,attention checkpoint e2e kernels kv_cache model_executor scheduler testing worker)
+
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL))
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/scheduler/test_scheduler_properties.py --chaos-long --timeout 3600 -s

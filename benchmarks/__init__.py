@@ -16,4 +16,5 @@ BENCHMARKS = {
     "gpu_startup": "benchmarks.gpu_startup:GpuStartup",
     "gpu_attention": "benchmarks.gpu_attention:GpuAttention",
     "gpu_profile": "benchmarks.gpu_profile:GpuProfile",
+    "gpu_sleep": "benchmarks.gpu_sleep:GpuSleep",
 }

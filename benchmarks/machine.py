@@ -12,7 +12,7 @@ import psutil
 from benchmarks.driver import ROOT
 from benchmarks.peers.protocol import package_versions
 
-__all__ = ["git_commit", "machine_facts", "shown_path"]
+__all__ = ["ask_nvidia_smi", "git_commit", "machine_facts", "shown_path"]
 
 _PACKAGES = ("ringcore", "torch", "triton", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq")
 
@@ -33,8 +33,12 @@ def machine_facts() -> dict[str, str | int | float | dict[str, str] | list[str]]
 
 def _gpus() -> list[str]:
     """Name, memory, driver and highest clocks of each NVIDIA GPU, as its tool tells them."""
-    query = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return ask_nvidia_smi("--query-gpu=name,memory.total,driver_version,clocks.max.sm,clocks.max.mem", "csv,noheader")
+
+
+def ask_nvidia_smi(query: str, form: str) -> list[str]:
+    """The lines that NVIDIA's tool answers; none where it is not there, or fails."""
+    command = ["nvidia-smi", query, f"--format={form}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
     except (OSError, subprocess.TimeoutExpired):

@@ -83,6 +83,12 @@ class PublishedModel:
         return self.layer_weights + int(self.config["hidden_size"] * self.config["vocab_size"])
 
     @property
+    def num_weights(self) -> int:
+        """All that is kept: the layers, the embedding, and the output matrix where it is not the same."""
+        matrices = 1 if self.config["tie_word_embeddings"] else 2
+        return self.layer_weights + matrices * int(self.config["hidden_size"] * self.config["vocab_size"])
+
+    @property
     def kv_numbers_a_token(self) -> int:
         c = self.config
         return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])

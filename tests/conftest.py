@@ -18,6 +18,12 @@ def pytest_configure(config):
     """RINGCORE_CHAOS_LONG=1 where pytest is started from another folder, and knows no option of ours."""
     is_long = getattr(config.option, "chaos_long", False) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
     config.option.chaos_long = is_long
+    # The same examples every time; what nobody has found is looked for in the long form.
+    if not is_long and config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("short", derandomize=True)
+        settings.load_profile("short")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ class EngineChild(ABC):
     def construct(self, model: str, settings: Mapping[str, Any]) -> None:
         """Builds the engine on a folder with a config.json, with random weights, ready for a first request.
 
-        settings: device, dtype, max_model_len, memory_share (of the device's memory), tensor_parallel_size.
+        settings: device, dtype, max_model_len, memory_share (of the device's memory), tensor_parallel_size; and
+        enable_sleep_mode, where it shall sleep.
         """
 
     @abstractmethod
@@ -46,6 +47,18 @@ class EngineChild(ABC):
     @abstractmethod
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Gives the memory of weights and KV cache back. level: 1 keeps the weights on the host, 2 keeps nothing."""
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Takes all of it again."""
+
+    @abstractmethod
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache has memory for."""
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of start-up, where the engine tells."""
@@ -59,7 +72,9 @@ class EngineChild(ABC):
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = {"load": self.load, "first_token": self.first_token, "phases": self.phases}
-        return {**own, "decode": self.decode, "offline": self.offline, "prefill": self.prefill}
+        asleep = {"sleep": self.timed_sleep, "wake_up": self.timed_wake_up, "num_kv_tokens": self.num_kv_tokens}
+        loads = {"greedy": self.greedy, "decode": self.decode, "offline": self.offline, "prefill": self.prefill}
+        return {**own, **asleep, **loads}
 
     def load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         began_s = time.perf_counter()
@@ -97,6 +112,23 @@ class EngineChild(ABC):
         self.forget_prefixes()
         seconds = self._timed(prompts, [1] * num_prompts)
         return [("prompts", "tokens/s", num_prompts * prompt_tokens / seconds)]
+
+    def greedy(self, batch: int, prompt_tokens: int, new_tokens: int) -> list[list[int]]:
+        """The same requests whenever it is called; their tokens."""
+        return self.generate(self._prompts(batch, prompt_tokens, seed=batch), [new_tokens] * batch, 0.0)
+
+    def timed_sleep(self, level: int) -> float:
+        """Seconds."""
+        began_s = time.perf_counter()
+        self.sleep(level)
+        return time.perf_counter() - began_s
+
+    def timed_wake_up(self, then_ask: bool) -> list[float]:
+        """Seconds, and those of a request of one token right behind it where it `then_ask`s."""
+        began_s = time.perf_counter()
+        self.wake_up()
+        seconds = time.perf_counter() - began_s
+        return [seconds, self.first_token()] if then_ask else [seconds]
 
     def _timed(self, prompts: list[list[int]], max_tokens: list[int], temperature: float = 0.0) -> float:
         began_s = time.perf_counter()

@@ -57,6 +57,15 @@ class RingcoreChild(EngineChild):
         if not self._client.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not emptied: a request still runs")
 
+    def sleep(self, level: int) -> None:
+        self._client.sleep(level)
+
+    def wake_up(self) -> None:
+        self._client.wake_up()
+
+    def num_kv_tokens(self) -> int:
+        return int(self._client.ready.num_blocks * self._client.ready.block_size)
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
@@ -66,6 +75,7 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` as `EngineChild.construct` takes them; all else is ringcore's default."""
     same = ("device", "dtype", "max_model_len", "tensor_parallel_size")
     options = {name: settings[name] for name in same}
+    options["enable_sleep_mode"] = settings.get("enable_sleep_mode", False)
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 
 

@@ -25,6 +25,7 @@ class VllmChild(EngineChild):
             max_model_len=settings["max_model_len"],
             gpu_memory_utilization=settings["memory_share"],
             tensor_parallel_size=settings["tensor_parallel_size"],
+            enable_sleep_mode=settings.get("enable_sleep_mode", False),
         )
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
@@ -39,6 +40,16 @@ class VllmChild(EngineChild):
     def forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not emptied: a request still runs")
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        self._llm.wake_up()
+
+    def num_kv_tokens(self) -> int:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
 
 
 if __name__ == "__main__":  # its engine process imports this module again

@@ -258,7 +258,7 @@ class MemoryControl:
         self._path = path
         self.states.end_update()
         self._thaw_if_serving()
-        return self._report(started, [before | after for before, after in zip(took, finished, strict=True)])
+        return self._report(started, [_sums(*of_rank) for of_rank in zip(took, finished, strict=True)])
 
     # -----------------------------------------------------------------------------------------------------------
     # New workers.
@@ -288,6 +288,11 @@ class MemoryControl:
         if WEIGHTS in away and self.states[WEIGHTS] == "stale":
             away[WEIGHTS] = "discarded"
         yield from self._change(away)
+
+
+def _sums(took: dict[str, float], finished: dict[str, float]) -> dict[str, float]:
+    """Of one rank's update: the seconds of both calls, and what the last one counted."""
+    return took | finished | {"seconds": took.get("seconds", 0.0) + finished.get("seconds", 0.0)}
 
 
 def _with_remedy(error: RingcoreError) -> RingcoreError:

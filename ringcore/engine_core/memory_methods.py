@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ringcore.protocol import MemoryReport, SleepMode
+from ringcore.weights import weight_source
 
 __all__ = ["OPERATIONS", "MemoryMethods"]
 
@@ -107,6 +107,4 @@ class MemoryMethods(ABC):
 def _as_source(weights: Any) -> AbstractContextManager[dict[str, Any]]:
     if isinstance(weights, Mapping) and isinstance(weights.get("kind"), str):
         return nullcontext(dict(weights))
-    source: AbstractContextManager[dict[str, Any]]
-    source = importlib.import_module("ringcore.weights").weight_source(weights)  # with torch, which stays out of here
-    return source
+    return weight_source(weights)

@@ -36,3 +36,16 @@ def make_plan(tmp_path: Path) -> Callable[..., Plan]:
         return Plan(specs, tmp_path, rounds, argparse.Namespace(**options))
 
     return make
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> str:
+    """An interpreter that runs the fake engine for whatever module, and everything else as it is."""
+    file = tmp_path / "python"
+    child = Path(__file__).with_name("fake_gpu_child.py")
+    file.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH={ROOT}\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
+        f"exec {sys.executable} {child}\n"
+    )
+    file.chmod(0o755)
+    return str(file)

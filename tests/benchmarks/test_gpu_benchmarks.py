@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from gpu_runs import CPU, TINY, run, samples_of, specs_of
 
 from benchmarks import gpu, gpu_attention, gpu_profile, models
-from benchmarks.driver import ROOT, BenchmarkError, Driver
+from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu import Gpu, chosen_parts
 from benchmarks.gpu_attention import GpuAttention
 from benchmarks.gpu_ceilings import Ceilings
@@ -22,15 +22,11 @@ from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
 from benchmarks.gpu_options import Deadline
 from benchmarks.gpu_profile import GpuProfile, grouped, rows_of, short_name
 from benchmarks.gpu_startup import GpuStartup
-from benchmarks.harness import Benchmark, EngineSpec, Plan, engine_specs
-from benchmarks.models import MODELS, PublishedModel, find_published
+from benchmarks.harness import engine_specs
+from benchmarks.models import MODELS, find_published
 from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload
 from benchmarks.peers.profile_ringcore import spans
-from benchmarks.result import Findings
-from ringcore.testing.models import tiny_model_config
 
-CPU = ("--device", "cpu", "--dtype", "float32", "--models", "tiny", "--memory-share", "0.02")
-TINY = PublishedModel("tiny", tiny_model_config(head_dim=16, max_position_embeddings=4096))
 MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
 
 
@@ -45,39 +41,6 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PREFILL_TOKENS", 31)
     monkeypatch.setattr(gpu, "measure_ceilings", lambda device, dtype: MACHINE)
     monkeypatch.setattr(gpu_attention, "measure_ceilings", lambda device, dtype: MACHINE)
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> str:
-    """An interpreter that runs the fake engine for whatever module, and everything else as it is."""
-    file = tmp_path / "python"
-    child = Path(__file__).with_name("fake_gpu_child.py")
-    file.write_text(
-        f'#!/bin/sh\nexport PYTHONPATH={ROOT}\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
-        f"exec {sys.executable} {child}\n"
-    )
-    file.chmod(0o755)
-    return str(file)
-
-
-def specs_of(fake: str, *faults: str) -> list[EngineSpec]:
-    """ringcore, and vllm where a fault is given for it too."""
-    specs = engine_specs([f"vllm={fake}"] if len(faults) > 1 else [], "eager")
-    names = zip(specs, faults, strict=True)
-    return [
-        EngineSpec(spec.name, (fake, *spec.command[1:]), spec.import_statement, env={"FAKE_FAULT": fault})
-        for spec, fault in names
-    ]
-
-
-def run(benchmark: type[Benchmark], specs: list[EngineSpec], *arguments: str, rounds: int = 1) -> Findings:
-    parser = ArgumentParser()
-    benchmark.add_arguments(parser)
-    return benchmark().run(Plan(specs, Path(), rounds, parser.parse_args(arguments)))
-
-
-def samples_of(findings: Findings) -> dict[str, dict[str, list[float]]]:
-    return {f"{one.name}, {one.unit}": one.samples for one in findings.measurements}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -152,6 +115,15 @@ class CountingEngine(EngineChild):
     def forget_prefixes(self) -> None:
         self.calls.append("forget")
 
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake up")
+
+    def num_kv_tokens(self) -> int:
+        return 0
+
 
 def test_a_step_is_measured_with_cached_prompts() -> None:
     child = CountingEngine()
@@ -210,8 +182,8 @@ def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str]) -> 
     assert chosen_parts("decode,offline", None) == ["decode 1", "decode 3", "offline"]
     assert chosen_parts("decode", "3") == ["decode 3"]
     assert chosen_parts("prefill", None) == ["prefill"]
-    with pytest.raises(BenchmarkError, match="no 'sleep'; there are: decode, prefill, offline"):
-        chosen_parts("sleep", None)
+    with pytest.raises(BenchmarkError, match="no 'speed'; there are: decode, prefill, offline"):
+        chosen_parts("speed", None)
     with pytest.raises(BenchmarkError, match="--batches 2: no '2'; there are: 1, 3"):
         chosen_parts("decode", "2")
     assert Deadline(None).allows("all")

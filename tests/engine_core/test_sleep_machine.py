@@ -342,7 +342,6 @@ def test_random_sleeps_failures_requests_and_updates(tmp_path, is_long):
         deadline=None,
         phases=list(Phase) if is_long else [Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes
         suppress_health_check=list(HealthCheck),
-        derandomize=not is_long,
     )
     case.runTest()
 
