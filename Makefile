@@ -22,11 +22,12 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
-# Tests that neither count processes nor take time go two at a time; the others have the machine to themselves.
-PARALLEL := $(addprefix tests/,attention checkpoint e2e kernels kv_cache model_executor scheduler testing worker)
+# These tests go two at a time, a thread each; those that count processes or look at the clock have the machine alone.
+PARALLEL := $(addprefix tests/,attention chat checkpoint e2e kernels kv_cache model_executor scheduler testing worker \
+	chaos/test_ring_model.py chaos/test_fuzz_messages.py chaos/test_fuzz_shared_memory.py)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL))
 
 chaos: setup

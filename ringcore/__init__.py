@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringcore import errors
     from ringcore.admin import AdminClient
+    from ringcore.async_engine import AsyncEngine
     from ringcore.config import EngineConfig
     from ringcore.engine_core.core import EngineCore
     from ringcore.host_tensor import HostTensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AdminClient",
+    "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
     "EngineCore",
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "ringcore.llm",
     "AdminClient": "ringcore.admin",
+    "AsyncEngine": "ringcore.async_engine",
     "CompletionOutput": "ringcore.outputs",
     "EngineConfig": "ringcore.config",
     "EngineCore": "ringcore.engine_core.core",

@@ -7,25 +7,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.client import EngineCoreClient
-from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt, as_prompt_list
+from ringcore.engine_core.front_end import FrontEnd
+from ringcore.engine_core.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.engine_core.memory_methods import MemoryMethods
-from ringcore.engine_core.output_processor import OutputProcessor
-from ringcore.errors import InvalidRequestError, RingcoreError
+from ringcore.engine_core.prompt_lists import (
+    OnError,
+    Prepare,
+    as_conversations,
+    check_choice,
+    prepare_all,
+    with_index,
+)
+from ringcore.errors import InvalidRequestError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol import EngineHealth, EngineReady, MemoryReport
-from ringcore.sampling_params import SamplingParams
-from ringcore.tokenizer import Tokenizer, load_tokenizer
+from ringcore.sampling_params import OutputKind, SamplingParams
+from ringcore.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
 
 Message = Mapping[str, Any]
-OnError = Literal["raise", "return"]
-Prepare = Callable[[Any, SamplingParams], PreparedRequest]
 
 _REFRESH_S = 0.5
 
@@ -41,22 +48,14 @@ class LLM(MemoryMethods):
     for what can be known then; and whatever stopped the engine's start-up: `ModelLoadError`, `CapacityError`,
     `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
 
-    Thread-safe: `generate` and `chat` take turns, the other calls do not wait for them.
+    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them.
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._generating = threading.Lock()
+        self._turn = _Turn()
         self._client = EngineCoreClient(self.config)
-        try:
-            # While the engine process starts and loads the weights.
-            self._tokenizer = load_tokenizer(self.config.model.tokenizer or self.config.model.files)
-            self._outputs = OutputProcessor(self._tokenizer)
-            ready = self._client.wait_ready()
-            self._inputs = InputProcessor(self.config, self._tokenizer, ready.max_model_len)
-        except BaseException:
-            self._client.close()
-            raise
+        self._front_end = FrontEnd(self.config, self._client)
 
     # -----------------------------------------------------------------------------------------------------------
     # Generating.
@@ -80,7 +79,8 @@ class LLM(MemoryMethods):
         Raises `InvalidRequestError` (or `UnknownOptionError`) whose details name the prompt's `index`, and
         `EngineDeadError`.
         """
-        return self._generate(as_prompt_list(prompts), self._inputs.process, sampling_params, use_tqdm, on_error)
+        prepare = self._front_end.inputs.process
+        return self._generate(as_prompt_list(prompts), prepare, sampling_params, use_tqdm, on_error)
 
     def chat(
         self,
@@ -89,18 +89,25 @@ class LLM(MemoryMethods):
         use_tqdm: bool = True,
         on_error: OnError = "raise",
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, written out by the model's own chat template.
 
         messages: one conversation (a list of dicts with "role" and "content"), or a list of conversations.
+        tools: descriptions of functions, as the template takes them. The answers are the model's text as it wrote it;
+            `ringcore.chat` takes calls of tools and reasoning out of it.
+        chat_template_kwargs: further names for the template.
         Everything else is as for `generate`.
         """
 
-        def prepare(conversation: Any, params: SamplingParams) -> PreparedRequest:
-            token_ids = self._tokenizer.apply_chat_template(conversation, add_generation_prompt)
-            return self._inputs.process(token_ids, params)
-
-        return self._generate(_as_conversations(messages), prepare, sampling_params, use_tqdm, on_error)
+        prepare = partial(
+            self._front_end.inputs.process_chat,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._generate(as_conversations(messages), prepare, sampling_params, use_tqdm, on_error)
 
     def _generate(
         self,
@@ -110,46 +117,71 @@ class LLM(MemoryMethods):
         use_tqdm: bool,
         on_error: OnError,
     ) -> list[RequestOutput]:
-        if on_error not in ("raise", "return"):
-            raise InvalidRequestError(
-                f"on_error={on_error!r}: give 'raise' or 'return'", field="on_error", value=on_error
-            )
-        prepared = _prepare_all(items, _params_of_each(sampling_params, len(items)), prepare, on_error)
-        with self._generating:
-            outputs = self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm)
-        results = [p if isinstance(p, RequestOutput) else outputs[p.request.request_id] for p in prepared]
+        prepared = prepare_all(items, sampling_params, prepare, on_error)
+        with self._turn:
+            outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
+        results = [p if isinstance(p, RequestOutput) else next(outputs) for p in prepared]
         if on_error == "raise":
             for index, result in enumerate(results):
                 if result.error is not None:
-                    raise _with_index(result.error, index)
+                    raise with_index(result.error, index)
         return results
 
-    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Generates until every request is finished; outputs by the engine's request ids."""
-        results: dict[str, RequestOutput] = {}
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Generates until every request is finished; whole outputs, in the order of the requests."""
+        front_end = self._front_end
         try:
-            for one in prepared:
-                self._outputs.add_request(one.request, request_id=one.request_id, prompt=one.prompt)
-            self._client.add_requests([one.request for one in prepared])
+            states = front_end.add(prepared, "final")
             with _progress(len(prepared), use_tqdm) as progress:
-                while self._outputs.has_unfinished:
-                    processed = self._outputs.process(self._client.get_outputs().outputs)
-                    if processed.abort_ids:
-                        self._client.abort(processed.abort_ids)
-                    results |= processed.finished
-                    progress(len(processed.finished), processed.num_new_tokens)
+                while front_end.outputs.has_unfinished:
+                    processed = front_end.receive_and_abort()
+                    progress(len(processed.changed), processed.num_new_tokens)
         except BaseException:  # Ctrl-C too: the engine stays usable
-            self._drop_unfinished()
+            front_end.drop_unfinished()
             raise
-        return results
+        return [state.take_last() for state in states]
 
-    def _drop_unfinished(self) -> None:
-        unfinished = self._outputs.unfinished_ids
-        self._outputs.forget(unfinished)
-        try:
-            self._client.abort(unfinished)
-        except RingcoreError:
-            return  # the engine is dead, and its requests with it
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        by: Literal["request", "token"] = "request",
+        on_error: OnError = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Completes prompts, and gives what there is as it comes.
+
+        by: "request" gives each prompt's whole output when it is finished; "token" gives every output of every prompt,
+            of the kind that its `SamplingParams.output_kind` says. `request_id` and `prompt` tell whose it is.
+        prompts, sampling_params, on_error: as for `generate`; an error that "raise" raises comes after all outputs.
+
+        Leaving the iteration ends what is unfinished. `generate`, `chat` and other streams wait until then; in the
+        same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
+        """
+        check_choice("by", by, ("request", "token"))
+        prepared = prepare_all(as_prompt_list(prompts), sampling_params, self._front_end.inputs.process, on_error)
+        return self._stream(prepared, "final" if by == "request" else None, on_error)
+
+    def _stream(
+        self, prepared: list[PreparedRequest | RequestOutput], kind: OutputKind | None, on_error: OnError
+    ) -> Iterator[RequestOutput]:
+        front_end, failed = self._front_end, None
+        yield from (one for one in prepared if isinstance(one, RequestOutput))
+        with self._turn:
+            try:
+                states = front_end.add([one for one in prepared if isinstance(one, PreparedRequest)], kind)
+                while front_end.outputs.has_unfinished:
+                    for state in front_end.receive_and_abort().changed:
+                        output = state.take()
+                        if output is None:
+                            continue
+                        if output.error is not None and on_error == "raise":
+                            failed = failed or with_index(output.error, states.index(state))
+                        else:
+                            yield output
+            finally:
+                front_end.drop_unfinished()
+        if failed is not None:
+            raise failed
 
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
@@ -160,7 +192,7 @@ class LLM(MemoryMethods):
         return self._client.ready
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+        return self._front_end.tokenizer
 
     def collective_rpc(
         self,
@@ -207,74 +239,26 @@ class LLM(MemoryMethods):
         self.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Before anything is sent.
+class _Turn:
+    """One caller at a time. A thread that would wait for itself is refused."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
 
-def _prepare_all(
-    items: list[Any], params: list[SamplingParams], prepare: Prepare, on_error: OnError
-) -> list[PreparedRequest | RequestOutput]:
-    """Each item as a request, or (with `on_error="return"`) as the output that says what is wrong with it."""
-    prepared: list[PreparedRequest | RequestOutput] = []
-    taken: set[str] = set()
-    for index, (item, one) in enumerate(zip(items, params, strict=True)):
-        try:
-            request = prepare(item, one)
-            if request.request_id in taken:
-                raise InvalidRequestError(
-                    f"request_id={request.request_id!r} is there twice; give each prompt its own, or none",
-                    field="request_id",
-                    value=request.request_id,
-                )
-        except RingcoreError as error:
-            if on_error == "raise":
-                raise _with_index(error, index) from None
-            prepared.append(_failed(item, index, _with_index(error, index)))
-        else:
-            taken.add(request.request_id)
-            prepared.append(request)
-    return prepared
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            raise InvalidRequestError(
+                "a stream that this thread began is not at its end; read it to its end or close() it first",
+                field="prompts",
+                value=None,
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
 
-
-def _failed(item: Any, index: int, error: RingcoreError) -> RequestOutput:
-    fields = item if isinstance(item, Mapping) else {"prompt": item}
-    request_id, prompt = fields.get("request_id"), fields.get("prompt")
-    return RequestOutput(
-        request_id=request_id if isinstance(request_id, str) else f"prompt-{index}",
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=[],
-        error=error,
-    )
-
-
-def _with_index(error: RingcoreError, index: int) -> RingcoreError:
-    return type(error)(f"prompt {index}: {error.message}", **(error.details | {"index": index}))
-
-
-def _params_of_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
-    if not isinstance(sampling_params, list | tuple):
-        return [sampling_params] * num_prompts  # type: ignore[list-item]  # one of a wrong type is refused by each prompt
-    if len(sampling_params) != num_prompts:
-        raise InvalidRequestError(
-            f"sampling_params: {len(sampling_params)} for {num_prompts} prompts; give one for all or one for each",
-            field="sampling_params",
-            value=len(sampling_params),
-        )
-    return list(sampling_params)
-
-
-def _as_conversations(messages: Any) -> list[Any]:
-    if not isinstance(messages, list | tuple):
-        raise InvalidRequestError(
-            f"messages: a {type(messages).__name__}; give a list of messages, or a list of such lists",
-            field="messages",
-            value=type(messages).__name__,
-        )
-    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    def __exit__(self, *exc: object) -> None:
+        self._holder = None
+        self._lock.release()
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class CompletionOutput:
 
     `logprobs` has one dict a generated token, from token id to `Logprob`: the sampled token and the most
     likely ones. `stop_reason` is the stop string or stop token id that ended it, None for end of text.
+    In a stream of deltas `text`, `token_ids` and `logprobs` are of this output alone (`cumulative_logprob` is of all so
+    far), and a completion that ended before the others stays there, empty, with its `finish_reason`.
     """
 
     index: int

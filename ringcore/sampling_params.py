@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ringcore.errors import InvalidRequestError, unknown_option
 
-__all__ = ["SamplingParams"]
+__all__ = ["OutputKind", "SamplingParams"]
+
+OutputKind = Literal["cumulative", "delta", "final"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_N = 64
 MIN_TEMPERATURE = 1e-5
 MAX_NUMBER = 1e9
 MAX_COUNT = 2**31 - 1  # what the workers' columns hold
+MAX_SEED = 2**63 - 1
 
 
 def _bad(field: str, value: object, remedy: str) -> InvalidRequestError:
@@ -45,6 +49,8 @@ class SamplingParams:
     ignore_eos: go on past the model's end-of-text token.
     logprobs: None for none, else the number of most likely tokens to report beside the sampled one.
     skip_special_tokens: leave special tokens out of the text.
+    n: completions of each prompt; with a seed, completion i has seed + i. Front ends make them, `EngineCore` makes one.
+    output_kind: what a stream gives: "cumulative" all so far, "delta" what is new, "final" one output at the end.
 
     Raises `InvalidRequestError` naming field, value and remedy; an unknown keyword is `UnknownOptionError`.
     """
@@ -62,11 +68,14 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
+    output_kind: OutputKind = "cumulative"
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
+        self._check_outputs()
 
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
@@ -81,7 +90,7 @@ class SamplingParams:
             raise _bad("min_p", self.min_p, "give a number from 0 to 1 (0 keeps every token)")
         _check_int("top_k", self.top_k, 0, MAX_COUNT, "0 keeps every token")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1, "None draws one")
+            _check_int("seed", self.seed, 0, MAX_SEED, "None draws one")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
@@ -105,6 +114,13 @@ class SamplingParams:
             raise _bad("stop_token_ids", len(ids), f"give at most {MAX_STOP_TOKEN_IDS} stop token ids")
         for token_id in ids:
             _check_int("stop_token_ids", token_id, 0, MAX_COUNT, "a token id of the model's vocabulary")
+
+    def _check_outputs(self) -> None:
+        _check_int("n", self.n, 1, MAX_N, "each is a completion of its own")
+        if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
+            raise _bad("seed", self.seed, f"give at most {MAX_SEED - self.n + 1}; completion i of n has seed + i")
+        if self.output_kind not in get_args(OutputKind):
+            raise _bad("output_kind", self.output_kind, f"give one of {', '.join(get_args(OutputKind))}")
 
     @property
     def stop_strings(self) -> list[str]:

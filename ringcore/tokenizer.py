@@ -29,6 +29,7 @@ _CONTEXT_TOKENS = 8
 # Tokens in a row that may stay without text. A character has at most 4 bytes, so a run of this length is of special
 # tokens that are skipped, or of bytes that are no text: it is given out as it is, and the work per token is bounded.
 _MAX_HELD_TOKENS = 64
+_LONG_TEXT = 1 << 12  # characters: some milliseconds
 
 
 def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
@@ -68,10 +69,20 @@ class Tokenizer:
         token = self._files.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the tokens that decoding with `skip_special_tokens` leaves out."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the model's files say to add (often a BOS, or none)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int]
+            if len(text) <= _LONG_TEXT:
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:  # the one call of tokenizers that lets other threads run meanwhile
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # what tokenizers says of a text that has no UTF-8 form
             at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if at is None:
@@ -102,17 +113,39 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._files.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source. It tells in which form the model was trained to call tools."""
+        return self._files.chat_template
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids of a conversation, in the form the model was trained on.
 
-        `messages` are dicts with "role" and "content"; `add_generation_prompt` adds the beginning of the
-        assistant's answer. Raises `InvalidRequestError` where the model has no template or it refuses the messages.
-        """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        messages: dicts with "role" and "content", or "tool_calls" whose arguments are dicts.
+        add_generation_prompt: adds the beginning of the assistant's answer.
+        tools: what the model may call, as OpenAI describes it: `{"type": "function", "function": {"name", ...}}`.
+        chat_template_kwargs: the template's own variables, as `{"enable_thinking": False}`; one that it does not
+            know changes nothing.
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        Raises `InvalidRequestError` where one of them has a wrong shape, and where the model has no template or it
+        refuses the messages.
+        """
+        text = self.render_chat(messages, add_generation_prompt, tools, chat_template_kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation, its special tokens written out; see `apply_chat_template`."""
         if self._chat_template is None:
             if self._files.chat_template is None:
@@ -123,7 +156,7 @@ class Tokenizer:
                     value=repr(messages)[:200],
                 )
             self._chat_template = ChatTemplate(self._files.chat_template, self._files.special_tokens, self._files.path)
-        return self._chat_template.render(messages, add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt, tools, chat_template_kwargs)
 
 
 class IncrementalDecoder:

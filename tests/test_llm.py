@@ -80,6 +80,72 @@ def test_stop_strings_end_requests_in_the_engine_too(llm):
     assert llm._client.call_engine("stats")["num_running"] == 0
 
 
+def test_several_completions_of_a_prompt(llm):
+    params = [SamplingParams(n=3, max_tokens=5, seed=1), SamplingParams(max_tokens=7, output_kind="delta")]
+    three, one = generate(llm, ["hello", "x"], params)
+    assert [c.index for c in three.outputs] == [0, 1, 2]
+    assert [c.text for c in three.outputs] == [text_of("hello", 5)] * 3
+    assert [c.text for c in one.outputs] == [text_of("x", 7)]  # whole, whatever a stream would give
+    with pytest.raises(WorkerError, match=r"^prompt 0: "):
+        generate(llm, [[ROW_FAILS]], SamplingParams(n=2))
+    assert llm._client.call_engine("stats")["num_running"] == 0
+
+
+def test_a_stream_by_request(llm):
+    prompts = ["one", "two", "three"]
+    outputs = list(llm.stream(prompts, [SamplingParams(max_tokens=n) for n in (30, 20, 3)]))
+    assert [o.prompt for o in outputs] == ["three", "two", "one"]  # as they finish
+    assert [o.outputs[0].text for o in outputs] == [text_of("three", 3), text_of("two", 20), text_of("one", 30)]
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
+def test_a_stream_by_token(llm, kind):
+    params = SamplingParams(max_tokens=12, output_kind=kind)
+    texts: dict[str, list[str]] = {"one": [], "two": []}
+    for output in llm.stream(list(texts), params, by="token"):
+        texts[output.prompt].append(output.outputs[0].text)
+    for prompt, pieces in texts.items():
+        assert ("".join(pieces) if kind == "delta" else pieces[-1]) == text_of(prompt, 12)
+        assert (len(pieces) == 1) == (kind == "final")
+
+
+def test_leaving_a_stream_ends_its_requests(llm):
+    for _ in llm.stream([[SLOW, 1], [SLOW, 2]], SamplingParams(max_tokens=100), by="token"):
+        with pytest.raises(InvalidRequestError, match="a stream that this thread began"):
+            generate(llm, "inside")
+        break
+    assert generate(llm, "after")[0].outputs[0].text == text_of("after", 16)
+    assert llm._client.call_engine("stats")["num_running"] == 0
+
+
+def test_a_stream_takes_turns(llm):
+    stream = llm.stream(["one"], SamplingParams(max_tokens=20), by="token")
+    next(stream)
+    others: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: others.extend(generate(llm, "other")))
+    thread.start()
+    time.sleep(0.05)
+    assert others == []
+    *_, last = stream
+    thread.join(20)
+    assert (last.outputs[0].text, others[0].outputs[0].text) == (text_of("one", 20), text_of("other", 16))
+
+
+def test_errors_in_a_stream(llm):
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: "):
+        llm.stream(["good", ""])  # before it is begun
+    with pytest.raises(InvalidRequestError, match="by='word': give 'request' or 'token'"):
+        llm.stream(["good"], by="word")
+    prompts = ["good", [ROW_FAILS], "fine"]
+    stream = llm.stream(prompts)
+    assert sorted(next(stream).prompt for _ in range(2)) == ["fine", "good"]
+    with pytest.raises(WorkerError, match=r"^prompt 1: .*not finite"):
+        next(stream)
+    outputs = list(llm.stream([*prompts, ""], on_error="return"))
+    assert len(outputs) == 4
+    assert [type(o.error) for o in outputs if o.error] == [InvalidRequestError, WorkerError]
+
+
 def test_the_same_request_id_again(llm):
     for _ in range(2):  # the second must not get what is late of the first
         (output,) = generate(
@@ -115,6 +181,16 @@ def test_chat(llm):
     two = llm.chat([conversation, [*conversation, {"role": "assistant", "content": "yes"}]], use_tqdm=False)
     assert bytes(two[1].prompt_token_ids) == b"user:hi;assistant:yes;A:"
     assert two[0].outputs[0].text == one.outputs[0].text == text_of("user:hi;A:", 16)
+
+
+def test_chat_with_tools_and_variables_of_the_template(llm):
+    conversation, tool = [{"role": "user", "content": "hi"}], {"type": "function", "function": {"name": "f"}}
+    (one,) = llm.chat(conversation, use_tqdm=False, tools=[tool], chat_template_kwargs={"thinking": True})
+    assert bytes(one.prompt_token_ids) == b"user:hi;A:"  # a template that knows neither
+    with pytest.raises(InvalidRequestError, match="tool 0 has no 'name'"):
+        llm.chat(conversation, use_tqdm=False, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs"):
+        llm.chat(conversation, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
 def test_wrong_conversations(llm):

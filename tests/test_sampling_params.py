@@ -21,6 +21,8 @@ GOOD = [
     {"stop_token_ids": list(range(64))},
     {"logprobs": 20},
     {"logprobs": 0},
+    {"n": 1, "output_kind": "final"},
+    {"n": 64, "seed": 2**63 - 64, "output_kind": "delta"},
 ]
 
 BAD = [
@@ -52,6 +54,12 @@ BAD = [
     ("stop_token_ids", {"stop_token_ids": [-1]}),
     ("logprobs", {"logprobs": -1}),
     ("logprobs", {"logprobs": 21}),
+    ("n", {"n": 0}),
+    ("n", {"n": 65}),
+    ("n", {"n": True}),
+    ("seed", {"n": 2, "seed": 2**63 - 1}),
+    ("output_kind", {"output_kind": "all"}),
+    ("output_kind", {"output_kind": None}),
 ]
 
 

@@ -74,6 +74,15 @@ def test_a_text_comes_back(text):
     assert BYTES.decode(BYTES.encode(text), skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_long_text_is_encoded_as_a_short_one(name, adds):
+    text = "the quick fox, é東🙂 <s> " * 400
+    assert MADE[name].encode(text, adds) == MADE[name]._backend.encode(text, add_special_tokens=adds).ids
+    with pytest.raises(InvalidRequestError, match=f"character {len(text)} is half"):
+        MADE[name].encode(text + "\ud800")
+
+
 def test_half_a_surrogate_pair_is_a_typed_error():
     with pytest.raises(InvalidRequestError, match="prompt: character 2 is half of a surrogate pair"):
         BYTES.encode("ab\ud83d")
@@ -84,6 +93,8 @@ def test_special_tokens_are_single_ids_and_can_be_skipped():
     assert BYTES.eos_token_id in ids
     assert BYTES.decode(ids) == "hi<tool>"
     assert BYTES.decode(ids, skip_special_tokens=False) == "hi<|end|><tool>"
+    assert "<|end|>" in BYTES.special_tokens
+    assert "<tool>" not in BYTES.special_tokens
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -188,8 +199,25 @@ def test_a_conversation_becomes_ids(tmp_path):
     assert ours.has_chat_template
 
 
+def test_tools_and_variables_of_the_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    template = TEMPLATE + "{{ tools | tojson }}{% if enable_thinking is false %}<|end|>{% endif %}"
+    folder = tokenizer_folder(tmp_path / "t", template=template)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    assert ours.chat_template == template
+    messages, tools = [{"role": "user", "content": "the fox"}], [{"type": "function", "function": {"name": "dog"}}]
+    ids = ours.apply_chat_template(messages, True, tools=tools, chat_template_kwargs={"enable_thinking": False})
+    expected = theirs.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    assert ids == expected
+    assert ids != ours.apply_chat_template(messages, True, tools=tools)
+
+
 def test_no_chat_template_is_the_requests_error():
     assert not BYTES.has_chat_template
+    assert BYTES.chat_template is None
     with pytest.raises(InvalidRequestError, match="messages: the model in here has no chat template") as caught:
         BYTES.apply_chat_template([{"role": "user", "content": "x"}])
     assert caught.value.details["field"] == "messages"

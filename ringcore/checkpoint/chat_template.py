@@ -1,7 +1,8 @@
 """Renders a chat template. A template comes with a model, so it is code of a stranger: it runs in jinja2's sandbox.
 
 The environment gives what transformers gives a template: blocks are trimmed, `break` and `continue` work, and
-`tojson`, `raise_exception` and `strftime_now` are there. Rendering takes no template from a request.
+`tojson`, `raise_exception` and `strftime_now` are there. Rendering takes no template from a request, and all that a
+request gives it is builtin values.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ringcore.errors import InvalidRequestError, ModelLoadError
 __all__ = ["ChatTemplate"]
 
 MAX_RENDERED_CHARS = 16 << 20
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -53,6 +55,28 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Dict:
+    """`dict` without its attributes, for a template that makes one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja2's own, which takes any name for an attribute; here none of Python's internals."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        super().__init__()
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}; rename it")
+        super().__setitem__(name, value)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -60,6 +84,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
@@ -74,19 +100,29 @@ class ChatTemplate:
             raise ModelLoadError(f"{path}: the chat template is not valid: {error}", path=path) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The conversation as one text. Raises `InvalidRequestError` where the template refuses the messages."""
-        plain = _plain_messages(messages)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one text; `chat_template_kwargs` are further variables of the template.
+
+        No tools and an empty list are the same. Raises `InvalidRequestError` for values of a wrong shape, and where
+        the template refuses them.
+        """
+        variables: dict[str, Any] = self._special_tokens | {"documents": None}
+        variables |= _plain_kwargs(chat_template_kwargs)
+        variables |= {
+            "messages": _plain_messages(messages),
+            "tools": _plain_tools(tools),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            ):
+            for piece in self._template.generate(variables):
                 num_chars += len(piece)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise _bad(f"the chat template renders more than {MAX_RENDERED_CHARS} characters", messages)
@@ -98,13 +134,19 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _bad(what: str, messages: object) -> InvalidRequestError:
-    value = repr(messages)
-    return InvalidRequestError(f"messages: {what}", field="messages", value=value[:200])
+def _bad(what: str, value: object, field: str = "messages") -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {what}", field=field, value=repr(value)[:200])
+
+
+def _plain(value: Any, field: str) -> Any:
+    """`value` as builtin values: the sandbox knows what those can do."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad(f"only strings, numbers, lists and dicts can be rendered: {error}", value, field) from error
 
 
 def _plain_messages(messages: object) -> list[dict[str, Any]]:
-    """The messages as builtin values: the sandbox knows what those can do. Checks their shape."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _bad(f"a list of dicts is needed, got {type(messages).__name__}", messages)
     if not messages:
@@ -113,11 +155,40 @@ def _plain_messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise _bad(f"message {position} is {message!r}, a dict with 'role' and 'content' is needed", messages)
         if not isinstance(message.get("role"), str):
-            raise _bad(f"message {position} has no 'role' (system, user, assistant)", messages)
+            raise _bad(f"message {position} has no 'role' (system, user, assistant, tool)", messages)
         if not ("content" in message or "tool_calls" in message):
             raise _bad(f"message {position} has no 'content'", messages)
-    try:
-        plain: list[dict[str, Any]] = json.loads(json.dumps(list(map(dict, messages))))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _bad(f"only strings, numbers, lists and dicts can be rendered: {error}", messages) from error
+    plain: list[dict[str, Any]] = _plain(list(map(dict, messages)), "messages")
+    return plain
+
+
+def _plain_tools(tools: object) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise _bad(f"a list of dicts is needed, got {type(tools).__name__}", tools, "tools")
+    for position, tool in enumerate(tools):
+        form = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': JSON schema}}"
+        if not isinstance(tool, Mapping):
+            raise _bad(f"tool {position} is {tool!r}; give {form}", tools, "tools")
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise _bad(f"tool {position} has no 'name'; give {form}", tools, "tools")
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            raise _bad(f"the 'parameters' of tool {position} are no JSON schema, which is a dict", tools, "tools")
+    return _plain(list(map(dict, tools)), "tools") or None
+
+
+def _plain_kwargs(kwargs: object) -> dict[str, Any]:
+    field = "chat_template_kwargs"
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise _bad(f"a dict of the template's variables is needed, got {type(kwargs).__name__}", kwargs, field)
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise _bad(f"{name!r} is no variable's name, a string is needed", kwargs, field)
+        if name in _OWN_VARIABLES:
+            raise _bad(f"{name!r} has a parameter of its own; give it there", kwargs, field)
+    plain: dict[str, Any] = _plain(dict(kwargs), field)
     return plain

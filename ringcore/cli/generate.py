@@ -88,8 +88,8 @@ def _conversation(index: int, prompt: Any) -> list[dict[str, str]]:
 
 
 def _text(output: RequestOutput) -> str:
-    completion = output.outputs[0].text
-    return f"--- {output.request_id}\n{completion}" if output.prompt is None else f"--- {output.prompt}\n{completion}"
+    title = f"--- {output.request_id if output.prompt is None else output.prompt}"
+    return "\n".join(f"{title}\n{completion.text}" for completion in output.outputs)
 
 
 def _json_line(output: RequestOutput) -> str:

@@ -13,11 +13,13 @@ import typer
 
 from ringcore.config import EngineConfig
 from ringcore.sampling_params import SamplingParams
+from ringcore.serve.options import ServiceOptions
 
-__all__ = ["engine_options", "given", "sampling_options", "with_options"]
+__all__ = ["engine_options", "given", "sampling_options", "service_options", "with_options"]
 
 # The engine's `seed` has the plain name; a request's own seed is the one option that goes by another.
 _SAMPLING_NAMES = {"seed": "request_seed"}
+_NO_FLAGS = ("output_kind",)  # for streams alone
 
 
 def engine_options() -> list[inspect.Parameter]:
@@ -31,12 +33,19 @@ def engine_options() -> list[inspect.Parameter]:
     ]
 
 
+def service_options() -> list[inspect.Parameter]:
+    """One parameter for each bound of `ServiceOptions`."""
+    types = typing.get_type_hints(ServiceOptions)
+    return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in ServiceOptions.bounds()]
+
+
 def sampling_options() -> list[inspect.Parameter]:
     """One parameter for each field of `SamplingParams`, described by the lines of its docstring."""
     types, docs = typing.get_type_hints(SamplingParams), _field_docs(SamplingParams.__doc__ or "")
     return [
         _parameter(_SAMPLING_NAMES.get(f.name, f.name), types[f.name], f, docs.get(f.name, ""))
         for f in fields(SamplingParams)
+        if f.name not in _NO_FLAGS
     ]
 
 

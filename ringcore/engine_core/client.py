@@ -17,8 +17,8 @@ from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.mailbox import Mailbox
 from ringcore.engine_core.memory_methods import MemoryMethods
-from ringcore.engine_core.output_processor import error_of
 from ringcore.engine_core.refusals import callables_refused
+from ringcore.engine_core.request_state import error_of
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
@@ -32,6 +32,7 @@ from ringcore.protocol import (
     EngineCoreRequest,
     EngineHealth,
     EngineReady,
+    EngineStats,
     HealthState,
     MemoryReport,
     PauseMode,
@@ -101,6 +102,11 @@ class EngineCoreClient(MemoryMethods):
         """The engine's next outputs, in order. Without any, and with the last known stats, after `timeout` seconds."""
         outputs = self._mailbox.take_outputs(_deadline(timeout))
         return outputs if outputs is not None else EngineCoreOutputs([], self._mailbox.stats)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As the engine told them last."""
+        return self._mailbox.stats
 
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
@@ -241,9 +247,10 @@ class EngineCoreClient(MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # The end.
 
-    def close(self) -> None:
-        """Ends the engine and its workers. Idempotent and bounded; pending and later calls raise `EngineDeadError`."""
-        self._mailbox.die(EngineDeadError("the engine was closed", process="engine"))
+    def close(self, cause: RingcoreError | None = None) -> None:
+        """Ends the engine and its workers. Idempotent and bounded; pending and later calls raise the cause, or
+        `EngineDeadError`."""
+        self._mailbox.die(cause or EngineDeadError("the engine was closed", process="engine"))
         self._connection.wake()
         self._mailbox.wait_until_left(_RECEIVER_LEAVES_S)
         self._finalizer()

@@ -90,7 +90,14 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """What can be shown: neither half a character nor what may turn out to be a stop string."""
-        return "".join(self._pieces)
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def take(self) -> str:
+        """The text that came since the last time; from now on `text` begins behind it."""
+        text, self._pieces = self.text, []
+        return text
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Takes in one token; returns the stop string that it completed, which ends the text."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
+
+import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, unknown_option
@@ -28,13 +30,21 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A checked request: what the engine gets, and what the caller knows of it."""
 
-    request: EngineCoreRequest
-    request_id: str  # the caller's name for it; the engine's own is unique for as long as the engine lives
+    requests: list[EngineCoreRequest]  # one a completion, by its index
+    request_id: str  # the caller's name for it; the engine's own are unique for as long as the engine lives
     prompt: str | None
 
 
@@ -51,8 +61,18 @@ class InputProcessor:
         self._max_model_len = max_model_len or config.model.context_len
         self._numbers = count()
 
-    def process(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
-        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> PreparedRequest:
+        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". What is given as
+        an argument goes before what the dict has.
+        """
         if not isinstance(params, SamplingParams):
             raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
@@ -63,16 +83,30 @@ class InputProcessor:
         if params.stop_token_ids:
             self._check_ids("stop_token_ids", params.stop_token_ids)
         number = next(self._numbers)
-        request_id = _checked_string("request_id", fields.get("request_id")) or f"request-{number}"
-        request = EngineCoreRequest(
+        request_id = _checked_string("request_id", _first(request_id, fields.get("request_id"))) or f"request-{number}"
+        first = EngineCoreRequest(
             request_id=f"{request_id}#{number}",
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_s=time.monotonic(),
-            priority=_priority(fields.get("priority")),
-            cache_salt=_checked_string("cache_salt", fields.get("cache_salt")),
+            priority=_priority(_first(priority, fields.get("priority"))),
+            cache_salt=_checked_string("cache_salt", _first(cache_salt, fields.get("cache_salt"))),
         )
-        return PreparedRequest(request, request_id, text)
+        return PreparedRequest([first] if params.n == 1 else _one_a_completion(first), request_id, text)
+
+    def process_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> PreparedRequest:
+        """A request of one conversation, written out by the model's own template; options as of `process`."""
+        token_ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt, tools, chat_template_kwargs)
+        return self.process(token_ids, params, **options)
 
     def _text_and_ids(self, fields: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
@@ -122,6 +156,22 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     if prompts and all(_is_integer(item) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def _one_a_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    params = request.sampling_params
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}.{index}",
+            sampling_params=replace(params, n=1, seed=None if params.seed is None else params.seed + index),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given
 
 
 def _fields_of(prompt: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TypeVar, assert_never
 
 from ringcore.engine_core.channel import Received
 from ringcore.engine_core.connection import EngineConnection
-from ringcore.engine_core.output_processor import error_of
 from ringcore.engine_core.output_reader import OutputReader
+from ringcore.engine_core.request_state import error_of
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.protocol import (
     EngineCoreOutputs,

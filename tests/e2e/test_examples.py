@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,18 @@ def test_a_training_loop_around_an_engine(smollm2: str) -> None:
     assert "is a tide clock" not in before
     assert "Tollen ...' is a tide clock: it turns once with every wave" in after
     assert after.rstrip().endswith("the text was learned, word for word")
+
+
+def test_two_models_that_stream_at_once(smollm2: str) -> None:
+    done = run("two_models.py", "--left", smollm2, "--right", smollm2, "--device", "cpu", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    said = [line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("left: ", "right: "))]
+    names = [name for name, _ in said]
+    assert names.count("left") > 1
+    assert names.count("right") > 1
+    assert sum(a != b for a, b in pairwise(names)) > 1  # by turns
+    whole = dict(re.findall(r"^(left|right) in whole: (.*)$", done.stdout, re.MULTILINE))
+    for name in ("left", "right"):
+        text = "".join(ast.literal_eval(piece) for one, piece in said if one == name)
+        assert whole[name] == f"The tide comes in and{text}".split("\n")[0]
+    assert whole["left"] == whole["right"]  # the same model

@@ -31,40 +31,70 @@ PARAMS = SamplingParams()
 def test_text_is_encoded(inputs):
     prepared = inputs.process("Hi", PARAMS)
     assert prepared.prompt == "Hi"
-    assert prepared.request.prompt_token_ids == [72, 105]
-    assert prepared.request.sampling_params is PARAMS
+    assert prepared.requests[0].prompt_token_ids == [72, 105]
+    assert prepared.requests[0].sampling_params is PARAMS
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], (1, 2), {"prompt_token_ids": [1, 2]}, [np.int64(1), np.int32(2)]])
 def test_token_ids_are_taken_as_they_are(inputs, prompt):
     prepared = inputs.process(prompt, PARAMS)
     assert prepared.prompt is None
-    assert prepared.request.prompt_token_ids == [1, 2]
-    assert all(type(t) is int for t in prepared.request.prompt_token_ids)
+    assert prepared.requests[0].prompt_token_ids == [1, 2]
+    assert all(type(t) is int for t in prepared.requests[0].prompt_token_ids)
 
 
 def test_names_and_salts(inputs):
     prepared = inputs.process({"prompt": "a", "request_id": "mine", "cache_salt": "s"}, PARAMS)
     assert prepared.request_id == "mine"
-    assert prepared.request.cache_salt == "s"
+    assert prepared.requests[0].cache_salt == "s"
 
 
 @pytest.mark.parametrize(("given", "priority"), [({}, 0), ({"priority": None}, 0), ({"priority": np.int32(-3)}, -3)])
 def test_priorities(inputs, given, priority):
-    request = inputs.process({"prompt": "a"} | given, PARAMS).request
+    request = inputs.process({"prompt": "a"} | given, PARAMS).requests[0]
     assert (type(request.priority), request.priority) == (int, priority)
 
 
 def test_the_engines_ids_are_unique_though_the_callers_are_not(inputs):
     prepared = [inputs.process({"prompt": "a", "request_id": name}, PARAMS) for name in ("x", "x", "x#1")]
     prepared += [inputs.process("a", PARAMS), inputs.process("a", PARAMS)]
-    assert len({p.request.request_id for p in prepared}) == 5
+    assert len({p.requests[0].request_id for p in prepared}) == 5
     assert len({p.request_id for p in prepared}) == 4
+
+
+def test_arguments_go_before_what_the_dict_has(inputs):
+    prompt = {"prompt": "a", "request_id": "dict", "cache_salt": "s", "priority": 3}
+    same = inputs.process(prompt, PARAMS, request_id=None, priority=None, cache_salt=None)
+    assert (same.request_id, same.requests[0].cache_salt, same.requests[0].priority) == ("dict", "s", 3)
+    other = inputs.process(prompt, PARAMS, request_id="mine", priority=0, cache_salt="t")
+    assert (other.request_id, other.requests[0].cache_salt, other.requests[0].priority) == ("mine", "t", 0)
+    with pytest.raises(InvalidRequestError, match="priority"):
+        inputs.process(prompt, PARAMS, priority="high")
+
+
+@pytest.mark.parametrize(("seed", "seeds"), [(7, [7, 8, 9]), (None, [None] * 3)])
+def test_a_request_of_each_completion(inputs, seed, seeds):
+    prepared = inputs.process(
+        {"prompt": "Hi", "request_id": "x", "priority": 2}, SamplingParams(n=3, seed=seed, top_k=4)
+    )
+    assert [one.sampling_params for one in prepared.requests] == [SamplingParams(seed=s, top_k=4) for s in seeds]
+    assert len({one.request_id for one in prepared.requests}) == 3
+    assert {(tuple(one.prompt_token_ids), one.priority, one.arrival_s) for one in prepared.requests} == {
+        ((72, 105), 2, prepared.requests[0].arrival_s)
+    }
+
+
+def test_conversations(inputs):
+    messages = [{"role": "user", "content": "hi"}]
+    prepared = inputs.process_chat(messages, PARAMS, request_id="talk")
+    assert (bytes(prepared.requests[0].prompt_token_ids), prepared.request_id) == (b"user:hi;A:", "talk")
+    bare = inputs.process_chat(messages, PARAMS, add_generation_prompt=False)
+    assert bytes(bare.requests[0].prompt_token_ids) == b"user:hi;"
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_MODEL_LEN - 1])
 def test_lengths_that_fit(inputs, num_tokens):
-    assert len(inputs.process([5] * num_tokens, PARAMS).request.prompt_token_ids) == num_tokens
+    assert len(inputs.process([5] * num_tokens, PARAMS).requests[0].prompt_token_ids) == num_tokens
 
 
 def test_a_context_length_that_the_engine_fitted(folder):

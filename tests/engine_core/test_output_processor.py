@@ -6,6 +6,7 @@ import pytest
 from fake_engine import EOS, make_model_folder
 
 from ringcore import SamplingParams
+from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor
 from ringcore.errors import InvalidRequestError, error_to_wire
 from ringcore.outputs import Logprob
@@ -23,9 +24,17 @@ def processor(tokenizer):
     return OutputProcessor(tokenizer)
 
 
-def add(processor, request_id="a#0", prompt="Hi", **params):
-    request = EngineCoreRequest(request_id, list(prompt.encode()), SamplingParams(**params), arrival_s=1.0)
-    processor.add_request(request, request_id=request_id.split("#")[0], prompt=prompt)
+def add(processor, request_id="a#0", prompt="Hi", kind="final", num_completions=1, **params):
+    names = [request_id] if num_completions == 1 else [f"{request_id}.{i}" for i in range(num_completions)]
+    requests = [
+        EngineCoreRequest(name, list(prompt.encode()), SamplingParams(**params), arrival_s=1.0) for name in names
+    ]
+    return processor.add(PreparedRequest(requests, request_id.split("#")[0], prompt), kind)
+
+
+def finished(processed):
+    """What ended, by the caller's request id."""
+    return {state.request_id: state.take_last() for state in processed.changed if state.is_over}
 
 
 def chunk(text, request_id="a#0", **fields):
@@ -35,11 +44,11 @@ def chunk(text, request_id="a#0", **fields):
 
 def test_a_completion_by_length(processor):
     add(processor)
-    assert processor.process([chunk("a")]).finished == {}
+    assert finished(processor.process([chunk("a")])) == {}
     processed = processor.process(
         [chunk("b", finish_reason="length", num_cached_tokens=16, first_scheduled_s=1.5, num_preemptions=2)]
     )
-    output = processed.finished["a#0"]
+    output = finished(processed)["a"]
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("a", "Hi", [72, 105])
     completion = output.outputs[0]
     assert (completion.text, completion.token_ids) == ("ab", [97, 98])
@@ -60,7 +69,7 @@ def test_requests_do_not_mix(processor):
     add(processor, "b#1")
     processor.process([chunk("x", "a#0"), chunk("y", "b#1")])
     processed = processor.process([chunk("z", "b#1", finish_reason="length")])
-    assert processed.finished["b#1"].outputs[0].text == "yz"
+    assert finished(processed)["b"].outputs[0].text == "yz"
     assert processor.unfinished_ids == ["a#0"]
 
 
@@ -68,7 +77,7 @@ def test_a_stop_string_ends_it_and_the_engine_is_to_be_told(processor):
     add(processor, stop=["END"])
     assert processor.process([chunk("x E")]).abort_ids == []
     processed = processor.process([chunk("NDxyz")])
-    completion = processed.finished["a#0"].outputs[0]
+    completion = finished(processed)["a"].outputs[0]
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("x ", "stop", "END")
     assert bytes(completion.token_ids) == b"x END"  # up to the token that completed it
     assert processed.abort_ids == ["a#0"]
@@ -79,7 +88,7 @@ def test_late_outputs_are_dropped(processor):
     add(processor, stop=["."])
     processor.process([chunk(".")])
     late = processor.process([chunk("late"), chunk("", finish_reason="abort"), chunk("x", "stranger#9")])
-    assert late.finished == {}
+    assert late.changed == []
     assert late.abort_ids == []
     assert late.num_new_tokens == 0
 
@@ -87,33 +96,33 @@ def test_late_outputs_are_dropped(processor):
 def test_a_stop_string_in_the_engines_last_output_needs_no_abort(processor):
     add(processor, stop=["."])
     processed = processor.process([chunk("ab.", finish_reason="length")])
-    completion = processed.finished["a#0"].outputs[0]
+    completion = finished(processed)["a"].outputs[0]
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("ab", "stop", ".")
     assert processed.abort_ids == []
 
 
 def test_the_stop_string_may_be_kept(processor):
     add(processor, stop=["."], include_stop_str_in_output=True)
-    assert processor.process([chunk("ab.c")]).finished["a#0"].outputs[0].text == "ab."
+    assert finished(processor.process([chunk("ab.c")]))["a"].outputs[0].text == "ab."
 
 
 def test_text_held_back_for_a_stop_string_comes_out_at_the_end(processor):
     add(processor, stop=["END"])
-    output = processor.process([chunk("xEN", finish_reason="length")]).finished["a#0"]
+    output = finished(processor.process([chunk("xEN", finish_reason="length")]))["a"]
     assert output.outputs[0].text == "xEN"
     assert output.outputs[0].finish_reason == "length"
 
 
 def test_end_of_text_is_a_token_without_text(processor):
     add(processor, skip_special_tokens=False)
-    completion = processor.process([chunk([97, EOS], finish_reason="stop")]).finished["a#0"].outputs[0]
+    completion = finished(processor.process([chunk([97, EOS], finish_reason="stop")]))["a"].outputs[0]
     assert (completion.text, completion.token_ids) == ("a", [97, EOS])
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
 
 
 def test_a_stop_token_of_the_user(processor):
     add(processor, stop_token_ids=[98])
-    completion = processor.process([chunk("ab", finish_reason="stop", stop_reason=98)]).finished["a#0"].outputs[0]
+    completion = finished(processor.process([chunk("ab", finish_reason="stop", stop_reason=98)]))["a"].outputs[0]
     assert (completion.text, completion.token_ids, completion.stop_reason) == ("a", [97, 98], 98)
 
 
@@ -125,7 +134,7 @@ def test_log_probabilities(processor):
         TokenLogprobs([99], [-1.0], [1]),
         TokenLogprobs([100], [-1.0], [1]),
     ]
-    completion = processor.process([chunk("abcd", logprobs=rows)]).finished["a#0"].outputs[0]
+    completion = finished(processor.process([chunk("abcd", logprobs=rows)]))["a"].outputs[0]
     assert completion.logprobs == [
         {97: Logprob(-0.5, 1, "a"), 98: Logprob(-2.0, 2, "b")},
         {98: Logprob(-3.0, 7, "b"), 99: Logprob(-0.25, 1, "c"), 0xE2: Logprob(-1.0, 2, "\ufffd")},
@@ -141,7 +150,7 @@ def refusal():
 
 def test_a_refused_request_has_an_error_and_no_completion(processor):
     add(processor)
-    output = processor.process([chunk("", finish_reason="error", error=refusal())]).finished["a#0"]
+    output = finished(processor.process([chunk("", finish_reason="error", error=refusal())]))["a"]
     assert isinstance(output.error, InvalidRequestError)
     assert output.error.details == {"field": "prompt", "value": 9}
     assert output.outputs == []
@@ -151,7 +160,7 @@ def test_a_refused_request_has_an_error_and_no_completion(processor):
 def test_a_request_that_fails_half_way_keeps_what_it_has(processor):
     add(processor, stop=["b"])
     processor.process([chunk("a")])
-    output = processor.process([chunk("", finish_reason="error", error=refusal())]).finished["a#0"]
+    output = finished(processor.process([chunk("", finish_reason="error", error=refusal())]))["a"]
     assert output.outputs[0].text == "a"
     assert output.outputs[0].finish_reason == "error"
     assert isinstance(output.error, InvalidRequestError)
@@ -160,11 +169,106 @@ def test_a_request_that_fails_half_way_keeps_what_it_has(processor):
 def test_an_aborted_request(processor):
     add(processor)
     processor.process([chunk("a")])
-    completion = processor.process([chunk("", finish_reason="abort")]).finished["a#0"].outputs[0]
+    completion = finished(processor.process([chunk("", finish_reason="abort")]))["a"].outputs[0]
     assert (completion.text, completion.finish_reason) == ("a", "abort")
 
 
 def test_forgotten_requests_put_nothing_out(processor):
     add(processor)
     processor.forget(["a#0", "unknown"])
-    assert processor.process([chunk("x", finish_reason="length")]).finished == {}
+    assert finished(processor.process([chunk("x", finish_reason="length")])) == {}
+
+
+def texts(output):
+    return [one.text for one in output.outputs]
+
+
+def test_nothing_new_nothing_to_take(processor):
+    state = add(processor, kind="cumulative")
+    assert state.take() is None
+    assert processor.process([chunk("a")]).changed == [state]
+    assert texts(state.take()) == ["a"]
+    assert state.take() is None
+
+
+def test_cumulative_outputs_are_the_readers_own(processor):
+    state = add(processor, kind="cumulative", logprobs=0)
+    outputs = []
+    for letter in "abc":
+        row = TokenLogprobs([ord(letter)], [-1.0], [1])
+        processor.process([chunk(letter, logprobs=[row], finish_reason="length" if letter == "c" else None)])
+        outputs.append(state.take())
+        outputs[-1].outputs[0].token_ids.append(0)
+        outputs[-1].outputs[0].logprobs.clear()
+    assert [texts(output) for output in outputs] == [["a"], ["ab"], ["abc"]]
+    assert [output.outputs[0].token_ids for output in outputs] == [[97, 0], [97, 98, 0], [97, 98, 99, 0]]
+    assert [output.outputs[0].cumulative_logprob for output in outputs] == [-1.0, -2.0, -3.0]
+    assert [output.finished for output in outputs] == [False, False, True]
+
+
+def test_deltas_that_nobody_took_are_merged(processor):
+    state = add(processor, kind="delta", stop=["END"])
+    processor.process([chunk("ab")])
+    processor.process([chunk("c E")])
+    first = state.take().outputs[0]
+    assert (first.text, bytes(first.token_ids)) == ("abc ", b"abc E")
+    processor.process([chunk("N")])
+    processor.process([chunk("x", finish_reason="length")])
+    second = state.take().outputs[0]
+    assert (second.text, bytes(second.token_ids), second.finish_reason) == ("ENx", b"Nx", "length")
+    assert state.take() is None
+
+
+def test_a_final_output_alone(processor):
+    state = add(processor, kind="final")
+    assert processor.process([chunk("a")]).changed == []
+    assert state.take() is None
+    assert processor.process([chunk("b", finish_reason="length")]).changed == [state]
+    assert texts(state.take()) == ["ab"]
+
+
+def test_several_completions_are_one_request(processor):
+    state = add(processor, kind="delta", num_completions=2, stop=["."])
+    both = [chunk("a", "a#0.0", num_cached_tokens=8, first_scheduled_s=3.0), chunk("b", "a#0.1", first_scheduled_s=2.0)]
+    assert processor.process(both).changed == [state]
+    output = state.take()
+    assert (texts(output), output.num_cached_tokens, output.metrics.first_scheduled_s) == (["a", "b"], 8, 2.0)
+    processed = processor.process([chunk("x", "a#0.0", num_preemptions=1), chunk("y.", "a#0.1", num_preemptions=2)])
+    assert processed.abort_ids == ["a#0.1"]
+    output = state.take()
+    assert [one.finish_reason for one in output.outputs] == [None, "stop"]
+    assert not output.finished
+    assert output.metrics.finished_s is None
+    processor.process([chunk("late", "a#0.1"), chunk("z", "a#0.0", finish_reason="length", num_preemptions=1)])
+    output = state.take()
+    assert texts(output) == ["z", ""]
+    assert [one.finish_reason for one in output.outputs] == ["length", "stop"]
+    assert output.finished
+    assert output.metrics.num_preemptions == 3
+    assert not processor.has_unfinished
+
+
+def test_an_error_of_one_completion_ends_the_others(processor):
+    state = add(processor, kind="cumulative", num_completions=3)
+    processor.process([chunk("a", "a#0.0"), chunk("b", "a#0.2", finish_reason="length")])
+    processed = processor.process([chunk("", "a#0.1", finish_reason="error", error=refusal()), chunk("c", "a#0.0")])
+    assert processed.abort_ids == ["a#0.0"]
+    output = state.take()
+    assert isinstance(output.error, InvalidRequestError)
+    assert [one.finish_reason for one in output.outputs] == ["abort", "error", "length"]
+    assert texts(output) == ["a", "", "b"]
+    assert not processor.has_unfinished
+
+
+def test_a_request_that_is_ended_here(processor):
+    state = add(processor, kind="cumulative", num_completions=2)
+    processor.process([chunk("a", "a#0.0", finish_reason="length")])
+    state.take()
+    assert state.unfinished_ids == ["a#0.1"]
+    state.end(9.0)
+    output = state.take()
+    assert [one.finish_reason for one in output.outputs] == ["length", "abort"]
+    assert output.metrics.finished_s == 9.0
+    assert processor.process([chunk("late", "a#0.1")]).changed == []
+    state.end(10.0)
+    assert state.take() is None

@@ -1,0 +1,302 @@
+"""AsyncEngine: an engine for asyncio. The same front end as `LLM`, with its outputs as asynchronous iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ringcore.config import EngineConfig
+from ringcore.engine_core.daemon_threads import DaemonThreads
+from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt
+from ringcore.engine_core.request_streams import RequestStream, RequestStreams
+from ringcore.errors import RingcoreError
+from ringcore.outputs import RequestOutput
+from ringcore.protocol import EngineHealth, EngineReady, EngineStats, MemoryReport, PauseMode, SleepMode
+from ringcore.sampling_params import SamplingParams
+from ringcore.tokenizer import Tokenizer
+
+__all__ = ["AsyncEngine", "OutputStream"]
+
+T = TypeVar("T")
+
+_SHORT_PROMPT = 1024  # characters or tokens: about a millisecond of an event loop's time
+_INPUT_THREADS = 2
+
+
+class AsyncEngine:
+    """A model ready to generate, for any number of tasks at once. Keywords are the engine options.
+
+        async with AsyncEngine("path/to/model") as engine:
+            async for output in engine.generate("Water boils at", SamplingParams(output_kind="delta")):
+                print(output.outputs[0].text, end="")
+
+    Construction starts the engine process and returns; it raises `UnknownOptionError`, `ConfigError` and
+    `ModelLoadError` for what can be known then. `start` waits until it is ready, and so does the first request.
+
+    Nothing of it holds up the event loop, which any thread may run: texts are made in a thread of the engine's own,
+    calls wait in theirs. Cancelling a call gives up the wait and not the call. Several engines in one loop, and one
+    engine in the loops of several threads, do not disturb each other.
+
+    Once the engine has died, every stream, call and later request raises `EngineDeadError`, or what stopped the start.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
+        self.config = EngineConfig.from_options(model=model, **engine_options)
+        self._streams = RequestStreams(self.config)
+        self._client = self._streams.client
+        self._finalizer = weakref.finalize(self, self._streams.close_in_finalizer)  # also when dropped, and at exit
+        self._calls = DaemonThreads("ringcore-call")
+        self._input_threads = DaemonThreads("ringcore-input", _INPUT_THREADS)
+
+    async def start(self) -> EngineReady:
+        """Waits until the engine is ready; raises what stopped it. Idempotent."""
+        if not self._streams.opened.done():
+            with suppress(Exception):  # `_check_opened` raises it, afresh for each who waits
+                await asyncio.wrap_future(self._streams.opened)
+        return self.ready
+
+    def _check_opened(self) -> None:
+        opened = self._streams.opened
+        if not opened.done():
+            raise RingcoreError("the engine is not ready yet; await start() first")
+        error = opened.exception()
+        if error is not None:
+            raise copy.copy(error)  # a traceback belongs to one raise
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
+        self._check_opened()
+        return self._client.ready
+
+    def get_tokenizer(self) -> Tokenizer:
+        self._check_opened()
+        return self._streams.opened.result().tokenizer
+
+    @property
+    def _inputs(self) -> InputProcessor:
+        return self._streams.opened.result().inputs
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Requests.
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> OutputStream:
+        """Completes one prompt. The request begins with the first step of the iteration, which raises
+        `InvalidRequestError` (or `UnknownOptionError`) for what is wrong with it.
+
+        prompt: a str, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "request_id",
+            "cache_salt" and "priority"; arguments of these names go before it. No two requests that are under way have
+            the same `request_id`.
+
+        Gives outputs by `sampling_params.output_kind`; a reader that is slow gets what came meanwhile as one. Leaving
+        the loop, `aclose()` and the end of the reading task abort the request. Raises `SleepingError`, `WorkerError`
+        and `EngineDeadError` as they come.
+        """
+        options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+
+        def prepare() -> PreparedRequest:
+            return self._inputs.process(prompt, _params(sampling_params), **options)
+
+        return OutputStream(self, prepare, is_short=_is_short(prompt))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> OutputStream:
+        """Answers one conversation, written out by the model's own chat template. Everything else is as for
+        `generate`.
+
+        messages: dicts with "role" and "content". tools: descriptions of functions, as the template takes them.
+        chat_template_kwargs: further names for the template.
+        """
+        options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+
+        def prepare() -> PreparedRequest:
+            return self._inputs.process_chat(
+                messages,
+                _params(sampling_params),
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                **options,
+            )
+
+        return OutputStream(self, prepare, is_short=False)
+
+    async def _begin(self, prepare: Callable[[], PreparedRequest], is_short: bool) -> RequestStream:
+        self._streams.check_open()
+        await self.start()
+        prepared = prepare() if is_short else await asyncio.wrap_future(self._input_threads.submit(prepare))
+        return self._streams.add(prepared)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its reader gets a last output, with finish reason "abort". An unknown one is no error."""
+        self._streams.abort(request_id)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are under way: sent, or about to be, and not at their end."""
+        return self._streams.num_unfinished
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Administration. What each does is said at the method of `LLM` (or `EngineCore`) of the same name.
+
+    async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        return await asyncio.wrap_future(self._calls.submit(partial(method, *args)))
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone."""
+        return await self._call(self._client.collective_rpc, method, args, kwargs, timeout, unique_reply_rank)
+
+    async def health(self, timeout: float = 1.0) -> EngineHealth:
+        """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""
+        return await self._call(self._client.health, timeout)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's state after its last step, as far as it is known here."""
+        return self._client.stats
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return await self._call(self._client.reset_prefix_cache, preempt_running)
+
+    async def pause(self, mode: PauseMode = "new") -> None:
+        await self._call(self._client.pause, mode)
+
+    async def resume(self) -> None:
+        await self._call(self._client.resume)
+
+    async def is_sleeping(self) -> bool:
+        return await self._call(self._client.is_sleeping)
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort", timeout: float | None = None) -> MemoryReport:
+        return await self._call(self._client.sleep, level, mode, timeout)
+
+    async def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> MemoryReport:
+        return await self._call(self._client.wake_up, tags, timeout)
+
+    async def start_weight_update(self, mode: SleepMode = "keep", timeout: float | None = None) -> MemoryReport:
+        return await self._call(self._client.start_weight_update, mode, timeout)
+
+    async def update_weights(
+        self, weights: str | os.PathLike[str] | Mapping[str, Any], timeout: float | None = None
+    ) -> MemoryReport:
+        return await self._call(self._client.update_weights, weights, timeout)
+
+    async def finish_weight_update(self, timeout: float | None = None) -> MemoryReport:
+        return await self._call(self._client.finish_weight_update, timeout)
+
+    async def reload_weights(
+        self, path: str | os.PathLike[str], mode: SleepMode = "keep", timeout: float | None = None
+    ) -> MemoryReport:
+        return await self._call(self._client.reload_weights, path, mode, timeout)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The end.
+
+    async def close(self, timeout: float | None = 0.0) -> None:
+        """Takes no new requests, waits up to `timeout` seconds (None: without a limit) for those that run, then aborts
+        the rest, whose readers get a last output, and ends the engine. Idempotent; later calls raise
+        `EngineDeadError`.
+        """
+        await self._call(self._streams.close, timeout)
+
+    async def __aenter__(self) -> AsyncEngine:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class OutputStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one reader. It ends after the output that is `finished`."""
+
+    def __init__(self, engine: AsyncEngine, prepare: Callable[[], PreparedRequest], *, is_short: bool) -> None:
+        self._engine = engine  # as long as somebody reads, it lives
+        self._prepare, self._is_short = prepare, is_short
+        self._stream: RequestStream | None = None
+        self._is_over = self._is_reading = False
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_reading:
+            raise RuntimeError("another task is reading this stream")
+        if self._is_over:
+            raise StopAsyncIteration
+        self._is_reading = True
+        try:
+            if self._stream is None:
+                self._stream = await self._engine._begin(self._prepare, self._is_short)
+                if self._is_over:  # closed meanwhile
+                    self._end()
+            output = await self._stream.next()
+            if output.error is not None:
+                raise output.error
+        except BaseException:  # a cancellation too
+            self._end()
+            raise
+        finally:
+            self._is_reading = False
+        self._is_over = self._is_over or output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request, unless it has ended. The iteration ends, also where another task waits in it."""
+        self._end()
+        if self._stream is not None:
+            self._stream.wake()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._stream is not None:
+            self._engine._streams.drop(self._stream)
+
+    def __del__(self) -> None:
+        if self._stream is not None and not self._is_over:
+            self._end()
+
+
+def _params(sampling_params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams() if sampling_params is None else sampling_params
+
+
+def _is_short(prompt: Any) -> bool:
+    """Whether checking and encoding it takes an event loop no noticeable time."""
+    parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
+    return all(len(part) <= _SHORT_PROMPT for part in parts if isinstance(part, str | list | tuple))

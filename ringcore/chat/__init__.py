@@ -1,0 +1,43 @@
+"""What a chat model wrote, taken apart: content, reasoning, and calls of tools. Text only, of any model's tokenizer.
+
+chat_format = choose_format(tokenizer.chat_template)
+parser = ChatParser(chat_format, tools=request_tools, prompt_end=prompt_text[-32:])
+for delta in deltas:
+    events = parser.feed(delta)
+events = parser.finish()
+"""
+
+from ringcore.chat.events import (
+    ChatEvent,
+    ChatMessage,
+    ContentDelta,
+    MessageBuilder,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat, choose_format
+from ringcore.chat.messages import to_template_messages
+from ringcore.chat.parser import ChatParser, parse_message, random_call_id
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_CALL_FORMATS",
+    "ChatEvent",
+    "ChatFormat",
+    "ChatMessage",
+    "ChatParser",
+    "ContentDelta",
+    "MessageBuilder",
+    "ReasoningDelta",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "choose_format",
+    "parse_message",
+    "random_call_id",
+    "to_template_messages",
+]

@@ -1,0 +1,93 @@
+"""The formats by name, and which of them a model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringcore.chat.json_call import JsonCall
+from ringcore.chat.reasoning import CLOSE, OPEN, ReasoningSyntax
+from ringcore.chat.tool_parser import CallSyntax
+from ringcore.chat.xml_call import FUNCTION, XmlCall
+from ringcore.errors import ConfigError
+
+__all__ = ["REASONING_FORMATS", "TOOL_CALL_FORMATS", "ChatFormat", "choose_format"]
+
+TOOL_CALL_FORMATS: dict[str, CallSyntax] = {
+    # Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    "hermes": CallSyntax(JsonCall, openings=("<tool_call>",), closing="</tool_call>"),
+    # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}} as all of the output, or behind <|python_tag|>
+    "llama3_json": CallSyntax(JsonCall, openings=("<|python_tag|>",), bare="{", separator=";"),
+    # Qwen3-Coder: <tool_call><function=...><parameter=...>...</parameter></function></tool_call>, which at times
+    # forgets its opening tag
+    "qwen3_coder": CallSyntax(XmlCall, openings=("<tool_call>",), unopened=(FUNCTION,), closing="</tool_call>"),
+}
+
+REASONING_FORMATS: dict[str, ReasoningSyntax] = {
+    # Qwen3: the model opens <think> itself, or the template does
+    "qwen3": ReasoningSyntax(thinks_first=False),
+    # DeepSeek-R1 and its distillations: reasoning from the first token, with or without the tag
+    "deepseek_r1": ReasoningSyntax(thinks_first=True),
+}
+
+# What a template of each format says, in this order: the first that fits is it. All its marks have to be there.
+_TOOL_CALL_MARKS: dict[str, tuple[str, ...]] = {
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+    "hermes": ("<tool_call>", '"arguments"'),
+    "llama3_json": ("<|start_header_id|>", '"parameters"', "tool_calls"),
+}
+_REASONING_MARKS: dict[str, tuple[str, ...]] = {
+    "deepseek_r1": ("<｜Assistant｜>", "</think>"),  # noqa: RUF001 (the bars are DeepSeek's)
+    "qwen3": ("</think>",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """What is looked for in a model's text, by name; None for nothing."""
+
+    tool_calls: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts that a parser of this format has to see, even where they are special tokens of the model's."""
+        calls = None if self.tool_calls is None else TOOL_CALL_FORMATS[self.tool_calls]
+        of_calls = () if calls is None else (*calls.openings, *calls.unopened, calls.closing)
+        of_reasoning = () if self.reasoning is None else (OPEN, CLOSE)
+        return frozenset((*of_calls, *of_reasoning)) - {""}
+
+
+def choose_format(
+    chat_template: str | None, tool_call_parser: str | None = "auto", reasoning_parser: str | None = "auto"
+) -> ChatFormat:
+    """The format of a model with this template.
+
+    "auto" goes by the template, which shows a model the form of its calls; the architecture does not tell, since
+    models of one architecture are trained for different forms. None switches parsing off.
+
+    Raises `ConfigError` for a name that is no format's.
+    """
+    return ChatFormat(
+        _choose("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS, _TOOL_CALL_MARKS, chat_template),
+        _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, _REASONING_MARKS, chat_template),
+    )
+
+
+def _choose(
+    option: str,
+    name: str | None,
+    formats: Mapping[str, Any],
+    marks: Mapping[str, tuple[str, ...]],
+    chat_template: str | None,
+) -> str | None:
+    if name is None or name in formats:
+        return name
+    if name != "auto":
+        valid = ", ".join(map(repr, formats))
+        raise ConfigError(
+            f"{option}={name!r}: no such format; give 'auto', None or one of {valid}", option=option, value=name
+        )
+    template = (chat_template or "").replace('\\"', '"')  # within a string of the template's own
+    return next((one for one, words in marks.items() if all(word in template for word in words)), None)

@@ -1,0 +1,209 @@
+"""Finds the calls of tools in a model's text as it arrives.
+
+    text ──marker──▶ call ──complete──▶ closing ──▶ text      formats whose calls stand in tags
+    bare ──{ or marker──▶ call ──complete──▶ bare             formats whose calls may stand alone: at the beginning
+    bare ──anything else──▶ text                              of the output, and after another call
+    call ──broken──▶ text
+
+A call is held until it is certain (see the bodies), then it is given out as it comes. What breaks before that is
+text, from its marker on. Nothing is looked at twice, so work is linear in the text however it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ringcore.chat.call_body import CallBody
+from ringcore.chat.events import ChatEvent, ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from ringcore.chat.markers import TextRun, find_first, held_length
+from ringcore.chat.tools import ToolSchemas
+
+__all__ = ["CallSyntax", "ToolCallParser"]
+
+_BLANKS = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a family of models marks its calls.
+
+    openings: markers before a call, anywhere in a text. unopened: the same, but part of the call itself.
+    closing: the marker behind a call; a model that leaves it out is understood.
+    bare: what a call without any marker begins with, where calls may stand alone. separator: may stand between those.
+    """
+
+    body: Callable[[ToolSchemas], CallBody]
+    openings: tuple[str, ...]
+    unopened: tuple[str, ...] = ()
+    closing: str = ""
+    bare: str = ""
+    separator: str = ""
+
+
+class ToolCallParser:
+    """Splits the text of one output into content and calls. With no syntax, or no tools, all of it is content."""
+
+    def __init__(self, syntax: CallSyntax | None, tools: ToolSchemas, new_id: Callable[[], str]) -> None:
+        self._syntax = None if tools.is_empty else syntax
+        self._tools = tools
+        self._new_id = new_id
+        self._markers = (*self._syntax.openings, *self._syntax.unopened) if self._syntax else ()
+        is_bare = self._syntax is not None and bool(self._syntax.bare)
+        self._state: Literal["text", "bare", "call", "closing"] = "bare" if is_bare else "text"
+        self._pending = ""  # what no state has taken in: the beginning of a marker at most
+        self._run = TextRun()
+        self._gap: list[str] = []  # blanks, and a separator, before what may be a call or a closing marker
+        self._may_separate = False
+        self._body: CallBody | None = None
+        self._raw: list[str] = []  # what the model wrote for the call, its marker included
+        self._index = -1  # of the call that began last
+        self._is_started = False  # whether the call under way was given out
+
+    def begin_behind_marker(self) -> None:
+        """What is fed from now on stands behind a marker of another kind."""
+        self._run.begin_behind_marker()
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """The events that `text` releases."""
+        events: list[ChatEvent] = []
+        self._pending += text
+        advances = {"text": self._in_text, "bare": self._in_bare, "call": self._in_call, "closing": self._in_closing}
+        while self._pending and advances[self._state](events):
+            pass
+        return events
+
+    def finish(self) -> list[ChatEvent]:
+        """The events of what was held back, once nothing more comes."""
+        events: list[ChatEvent] = []
+        pending, self._pending = self._pending, ""
+        match self._state:
+            case "call":
+                self._raw.append(pending)
+                self._break_off(events)
+            case "bare" if pending or self._index < 0:
+                self._add_content("".join([*self._gap, pending]), events)
+            case "text":
+                self._add_content(pending, events)
+            case "bare" | "closing":
+                pass  # blanks, or the beginning of the closing marker, behind a complete call
+        if rest := self._run.release():
+            events.append(ContentDelta(rest))
+        return events
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The states. Each takes in what it can of the pending text, and returns whether another one is to go on.
+
+    def _in_text(self, events: list[ChatEvent]) -> bool:
+        found = find_first(self._pending, self._markers)
+        if found is None:
+            cut = len(self._pending) - held_length(self._pending, self._markers)
+            text, self._pending = self._pending[:cut], self._pending[cut:]
+            self._add_content(text, events)
+            return False
+        position, marker = found
+        self._add_content(self._pending[:position], events)
+        assert self._syntax is not None
+        opening = "" if marker in self._syntax.unopened else marker
+        self._pending = self._pending[position + len(opening) :]
+        self._begin_call([opening])
+        return True
+
+    def _in_bare(self, events: list[ChatEvent]) -> bool:
+        assert self._syntax is not None
+        if not self._skip_blanks():
+            return False
+        pending = self._pending
+        if self._may_separate and pending.startswith(self._syntax.separator):
+            self._may_separate = False
+            self._gap.append(self._syntax.separator)
+            self._pending = pending[len(self._syntax.separator) :]
+            return True
+        for opening in (*self._syntax.openings, ""):
+            if pending.startswith(opening or self._syntax.bare):
+                self._pending = pending[len(opening) :]
+                self._begin_call([*self._gap, opening])
+                return True
+        if any(opening.startswith(pending) for opening in self._syntax.openings):
+            return False
+        self._leave_gap(events)
+        return True
+
+    def _in_call(self, events: list[ChatEvent]) -> bool:
+        body = self._body
+        assert body is not None
+        position = body.scan(self._pending)
+        self._raw.append(self._pending[:position])
+        self._pending = self._pending[position:]
+        if body.name is not None:
+            self._give_out(body, body.name, events)
+        if body.is_complete:
+            self._end_call(events)
+            return True
+        if body.is_broken:
+            self._break_off(events)
+            self._state = "text"
+            return True
+        return False
+
+    def _in_closing(self, events: list[ChatEvent]) -> bool:
+        assert self._syntax is not None
+        if not self._skip_blanks():
+            return False
+        closing = self._syntax.closing
+        if self._pending.startswith(closing):
+            self._pending = self._pending[len(closing) :]
+            self._state = "text"
+            return True
+        if closing.startswith(self._pending):
+            return False
+        self._leave_gap(events)
+        return True
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _skip_blanks(self) -> bool:
+        """Moves blanks to the gap; whether anything else is pending."""
+        rest = self._pending.lstrip(_BLANKS)
+        self._gap.append(self._pending[: len(self._pending) - len(rest)])
+        self._pending = rest
+        return bool(rest)
+
+    def _leave_gap(self, events: list[ChatEvent]) -> None:
+        self._add_content("".join(self._gap), events)
+        self._state = "text"
+
+    def _begin_call(self, raw: list[str]) -> None:
+        assert self._syntax is not None
+        self._body, self._raw, self._is_started = self._syntax.body(self._tools), raw, False
+        self._state = "call"
+
+    def _give_out(self, body: CallBody, name: str, events: list[ChatEvent]) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._index += 1
+            self._raw.insert(0, self._run.release())
+            events.append(ToolCallStart(self._index, self._new_id(), name))
+        if arguments := body.take_arguments():
+            events.append(ToolCallArguments(self._index, arguments))
+
+    def _end_call(self, events: list[ChatEvent]) -> None:
+        assert self._syntax is not None
+        events.append(ToolCallEnd(self._index, is_complete=True))
+        self._raw, self._gap, self._may_separate = [], [], bool(self._syntax.separator)
+        self._run.begin_behind_marker()
+        self._state = "closing" if self._syntax.closing else "bare"
+
+    def _break_off(self, events: list[ChatEvent]) -> None:
+        """The call is none, or not whole: what was written is text."""
+        raw = "".join(self._raw)
+        if self._is_started:
+            events.append(ToolCallEnd(self._index, is_complete=False, text=raw))
+            self._run = TextRun()
+        else:
+            self._add_content(raw, events)
+
+    def _add_content(self, text: str, events: list[ChatEvent]) -> None:
+        if released := self._run.push(text):
+            events.append(ContentDelta(released))

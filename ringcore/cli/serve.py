@@ -1,0 +1,197 @@
+"""`ringcore serve`: a model over HTTP, by OpenAI's interface."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringcore.cli.options import engine_options, given, service_options, with_options
+from ringcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ringcore.serve import ServiceOptions
+
+__all__ = ["bind", "make_serve"]
+
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+_BACKLOG = 2048
+_END_S = 10.0  # beyond the drain: for the last answers to be sent
+
+
+def make_serve() -> Callable[..., None]:
+    """The command with every engine option, and every bound of the service, among its flags; the model is its
+    argument."""
+    return with_options(serve, [*service_options(), *_engine_flags()])
+
+
+def _engine_flags() -> list[Any]:
+    return [option for option in engine_options() if option.name != "model"]
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="a model folder, a .gguf file, or a hub id")],
+    host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 is every one of IPv4")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks one")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="what clients call the model, several times for several names")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="a key that clients have to bring; others on this machine can see it here")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one a line")] = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="the format of the model's calls: hermes, llama3_json, qwen3_coder, none, or auto")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="the format of the model's reasoning: qwen3, deepseek_r1, none, or auto")
+    ] = "auto",
+    drain_s: Annotated[
+        float, typer.Option(min=0, help="seconds that requests may go on when the service is asked to end")
+    ] = 30.0,
+    access_log: Annotated[bool, typer.Option(help="a line on stdout for each request")] = True,
+    **options: Any,
+) -> None:
+    """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
+
+    Ctrl-C or SIGTERM ends it: requests that run may finish for --drain-s seconds. A second Ctrl-C does not wait.
+
+    Examples:
+
+    \b
+      ringcore serve ./smollm2-135m
+      ringcore serve ./model --port 9000 --served-model-name my-model --max-model-len 8192
+      ringcore serve ./model --host 0.0.0.0 --api-key-file ./keys.txt --max-concurrent-requests 64
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'ringcore[serve]'", option="serve")
+    import asyncio
+
+    from ringcore.serve import ServiceOptions
+
+    service = ServiceOptions(
+        served_model_names=tuple(served_model_name or ()),
+        api_keys=(*(api_key or ()), *(_read_keys(api_key_file) if api_key_file else ())),
+        tool_call_parser=_or_none(tool_call_parser),
+        reasoning_parser=_or_none(reasoning_parser),
+        **given(options, service_options()),
+    )
+    listening = bind(host, port)  # now: a model is not loaded for a port that is taken
+    if not service.api_keys and not _is_loopback(host):
+        print(
+            f"ringcore: whoever reaches {host} may use the model; --api-key-file would ask for a key", file=sys.stderr
+        )
+    with listening, suppress(KeyboardInterrupt):  # Ctrl-C, once everything has ended
+        asyncio.run(_serve(model, given(options, _engine_flags()), service, listening, drain_s, access_log))
+
+
+async def _serve(
+    model: str,
+    engine_options: dict[str, Any],
+    options: ServiceOptions,
+    listening: socket.socket,
+    drain_s: float,
+    access_log: bool,
+) -> None:
+    import asyncio
+
+    import uvicorn
+
+    from ringcore.async_engine import AsyncEngine
+    from ringcore.serve import create_app
+
+    host, port = listening.getsockname()[:2]
+
+    class Server(uvicorn.Server):
+        """Ends its engine while it ends its connections: what runs is drained, then aborted, and both have an end."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            try:
+                await super().startup(sockets)
+            except OSError as error:  # another began to listen here meanwhile
+                raise _cannot_listen(host, port, error) from error
+            shown = f"[{host}]" if ":" in host else host
+            print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            draining = asyncio.create_task(engine.close(drain_s))
+            try:
+                await super().shutdown(sockets)
+            finally:
+                if self.force_exit:
+                    draining.cancel()
+                await asyncio.gather(draining, return_exceptions=True)
+
+    async with AsyncEngine(model, **engine_options) as engine:
+        config = uvicorn.Config(
+            create_app(engine, options),
+            lifespan="off",
+            backlog=_BACKLOG,
+            access_log=access_log,
+            server_header=False,
+            timeout_graceful_shutdown=round(drain_s + _END_S),
+        )
+        await Server(config).serve(sockets=[listening])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of this address, which listens once the server runs.
+
+    Its protocol is named, and not 0: asyncio sends small pieces at once (TCP_NODELAY) only where it is.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    return made
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"port={port}: cannot listen at {host}: {error.strerror}; give another --port or --host",
+        option="port",
+        value=port,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _or_none(name: str) -> str | None:
+    return None if name in ("none", "None") else name
+
+
+def _read_keys(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"api_key_file={str(file)!r}: cannot be read: {error}", option="api_key_file", value=str(file)
+        ) from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(
+            f"api_key_file={str(file)!r}: there is no key in it; write one a line",
+            option="api_key_file",
+            value=str(file),
+        )
+    return keys

@@ -1,0 +1,25 @@
+"""An OpenAI-compatible service around an `AsyncEngine`: an ASGI application. Needs `pip install ringcore[serve]`.
+
+    async with AsyncEngine("path/to/model") as engine:
+        server = uvicorn.Server(uvicorn.Config(create_app(engine), lifespan="off"))
+        await server.serve()
+
+Read `app.py` first: it names every endpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringcore.serve.options import ServiceOptions
+
+__all__ = ["ServiceOptions", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """`create_app` loads FastAPI; the options do not, and the command line needs only them to show its help."""
+    if name == "create_app":
+        from ringcore.serve.app import create_app
+
+        return create_app
+    raise AttributeError(f"module 'ringcore.serve' has no attribute {name!r}")

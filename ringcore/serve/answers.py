@@ -1,0 +1,214 @@
+"""What clients get, in the words of OpenAI's interface and of vLLM's additions to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NotRequired, assert_never
+
+from typing_extensions import TypedDict  # pydantic needs this one, before Python 3.12
+
+from ringcore import chat
+from ringcore.outputs import Logprob
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletionChunk",
+    "ChatCompletionResponse",
+    "ChatLogprobs",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionResponse",
+    "UsageInfo",
+    "chat_delta",
+    "chat_logprobs",
+    "chat_message",
+    "completion_logprobs",
+]
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class UsageInfo(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry a token; `text_offset` is where the token begins in the completion's text, in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class CompletionResponse(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int  # seconds since 1970
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageInfo | None]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]  # of the token's text in UTF-8
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class FunctionCall(TypedDict):
+    name: NotRequired[str]
+    arguments: str  # JSON text of an object, or the next piece of it
+
+
+class ToolCall(TypedDict):
+    """A call, or what is new of one: then with its index, and its id, type and name the first time alone."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+
+
+class ChatMessage(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    refusal: NotRequired[None]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+
+
+class ChatCompletionResponse(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+
+
+class ChatCompletionChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[UsageInfo | None]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Messages.
+
+
+def chat_message(parsed: chat.ChatMessage) -> ChatMessage:
+    """A whole message; one of calls alone has no content."""
+    content = None if parsed.tool_calls and not parsed.content else parsed.content
+    message = ChatMessage(role="assistant", content=content, refusal=None)
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in parsed.tool_calls
+        ]
+    return message
+
+
+def chat_delta(event: chat.ChatEvent) -> ChatMessage | None:
+    """What is new of a message; None where an event tells nothing. A call that broke off cannot be taken back: its
+    text is content too, as it is in a whole message."""
+    match event:
+        case chat.ContentDelta(text):
+            return ChatMessage(content=text)
+        case chat.ReasoningDelta(text):
+            return ChatMessage(reasoning_content=text)
+        case chat.ToolCallStart(index, call_id, name):
+            function = FunctionCall(name=name, arguments="")
+            return ChatMessage(tool_calls=[ToolCall(index=index, id=call_id, type="function", function=function)])
+        case chat.ToolCallArguments(index, text):
+            return ChatMessage(tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))])
+        case chat.ToolCallEnd():
+            return ChatMessage(content=event.text) if event.text else None
+        case _:
+            assert_never(event)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Log-probabilities. Of each position the sampled token comes first, then the most likely ones, best first.
+
+Position = dict[int, Logprob]
+
+
+def completion_logprobs(positions: Iterable[Position], text_offset: int) -> CompletionLogprobs:
+    """text_offset: of the first token. Of tokens whose texts are equal (parts of a character) the likelier one is told,
+    as the form has no place for both."""
+    answer = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for position in positions:
+        sampled = next(iter(position.values()))
+        answer["tokens"].append(sampled.decoded_token)
+        answer["token_logprobs"].append(_finite(sampled))
+        top: dict[str, float] = {}
+        for one in position.values():
+            top[one.decoded_token] = max(_finite(one), top.get(one.decoded_token, _LOWEST_LOGPROB))
+        answer["top_logprobs"].append(top)
+        answer["text_offset"].append(text_offset)
+        text_offset += len(sampled.decoded_token)
+    return answer
+
+
+def chat_logprobs(positions: Iterable[Position], num_top: int) -> ChatLogprobs:
+    """num_top: the number of the most likely tokens to tell beside the sampled one."""
+    content = []
+    for position in positions:
+        sampled = next(iter(position.values()))
+        likeliest = sorted(position.values(), key=lambda one: one.rank)[:num_top]
+        content.append(ChatLogprob(**_top_logprob(sampled), top_logprobs=[_top_logprob(one) for one in likeliest]))
+    return ChatLogprobs(content=content)
+
+
+def _top_logprob(one: Logprob) -> TopLogprob:
+    return TopLogprob(token=one.decoded_token, logprob=_finite(one), bytes=list(one.decoded_token.encode()))
+
+
+def _finite(one: Logprob) -> float:
+    return max(one.logprob, _LOWEST_LOGPROB)

@@ -1,0 +1,105 @@
+"""The endpoints of a service, each one call to what does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import ringcore
+from ringcore.async_engine import AsyncEngine
+from ringcore.serve.answers import ChatCompletionResponse, CompletionResponse
+from ringcore.serve.chat_completions import answer_chat
+from ringcore.serve.completions import complete
+from ringcore.serve.errors import add_error_handlers, json_response
+from ringcore.serve.limits import Gate
+from ringcore.serve.options import ServiceOptions
+from ringcore.serve.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ringcore.serve.service import Service
+from ringcore.serve.tokens import detokenize, tokenize
+
+__all__ = ["create_app"]
+
+_SERVING = ("ready", "sleeping")  # an engine sleeps because somebody told it to
+
+
+def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> FastAPI:
+    """An ASGI application that serves `engine`, which is started, and stays its owner's to close."""
+    options = options or ServiceOptions()
+    service = Service(engine, options)
+    # Pages for people, which load scripts from elsewhere, are left out.
+    app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.add_middleware(Gate, options=options)
+    add_error_handlers(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_models(app, service)
+    _add_watching(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=_described(CompletionResponse))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete(service, body, request.receive)
+
+    @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse))
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        return await answer_chat(service, body, request.receive)
+
+
+def _described(answer: Any) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document alone: answers are written as they are, and not checked again."""
+    return {200: {"model": answer, "content": {"text/event-stream": {}}}}
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    # Not async: a long text is worked on in a thread, and the streams go on.
+    @app.post("/tokenize")
+    def tokenize_(body: TokenizeRequest) -> Response:
+        return json_response(tokenize(service, body))
+
+    @app.post("/detokenize")
+    def detokenize_(body: DetokenizeRequest) -> Response:
+        return json_response(detokenize(service, body))
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "ringcore",
+            "root": service.engine.config.model.model,
+            "parent": None,
+            "max_model_len": service.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(card(service.model_name(name)))
+
+
+def _add_watching(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 for an engine that is ready, or sleeps; else 503. What it died of is in the answers to requests."""
+        health = await service.engine.health()
+        told = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
+        return json_response(told, 200 if health.state in _SERVING else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": ringcore.__version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,175 @@
+"""POST /v1/chat/completions: answers to conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi.responses import Response
+from starlette.types import Receive
+
+from ringcore.chat import MessageBuilder
+from ringcore.errors import InvalidRequestError
+from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.serve.answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ChatMessage,
+    UsageInfo,
+    chat_delta,
+    chat_logprobs,
+    chat_message,
+)
+from ringcore.serve.errors import json_response
+from ringcore.serve.parsing import ChoiceParser, RequestParsing
+from ringcore.serve.schema import ChatCompletionRequest
+from ringcore.serve.service import Answer, Service, news
+from ringcore.serve.streaming import Emit, EventStream, while_connected
+
+__all__ = ["answer_chat"]
+
+
+async def answer_chat(service: Service, body: ChatCompletionRequest, receive: Receive) -> Response:
+    """The answer to one request: whole, or as a stream of chunks."""
+    chat = _Chat(service, body)
+    if body.stream:
+        return EventStream(chat.stream)
+    return json_response(await while_connected(receive, chat.whole()))
+
+
+class _Chat:
+    """One request: a conversation with n choices for its next message."""
+
+    def __init__(self, service: Service, body: ChatCompletionRequest) -> None:
+        service.check_n(body.num_completions)
+        service.check_logprobs("top_logprobs", body.top_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
+        self._service, self._body = service, body
+        self._messages, self._tools = body.text_messages(), body.shown_tools()
+        self._parsing = RequestParsing(
+            service.engine.get_tokenizer(),
+            service.chat_format,
+            self._tools,
+            is_parallel=body.parallel_tool_calls is not False,
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+        self._num_top = body.top_logprobs or 0
+        # Not given, an answer may be as long as there is room for.
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self._params = body.sampling_params(
+            max_tokens=max_tokens,
+            logprobs=self._num_top if body.logprobs else None,
+            output_kind="delta" if body.stream else "final",
+            skip_special_tokens=self._parsing.skip_special_tokens,
+        )
+        self._answer = Answer.of("chatcmpl", service.model_name(body.model))
+
+    async def whole(self) -> ChatCompletionResponse:
+        last: RequestOutput | None = None
+
+        async def take(output: RequestOutput) -> None:
+            nonlocal last
+            last = output
+
+        await self._follow(take)
+        assert last is not None, "an iterator ended without an output"
+        answer = self._answer
+        answer.count_prompt(last)
+        answer.count_completions(last)
+        return ChatCompletionResponse(
+            id=answer.id,
+            object="chat.completion",
+            created=answer.created,
+            model=answer.model,
+            choices=[self._choice(one, parser) for one, parser in zip(last.outputs, self._begin(last), strict=True)],
+            usage=answer.usage(),
+        )
+
+    async def stream(self, emit: Emit) -> None:
+        begun, finished = set[int](), set[int]()
+        parsers: list[ChoiceParser] = []
+
+        async def take(output: RequestOutput) -> None:
+            if not parsers:
+                self._answer.count_prompt(output)
+                parsers.extend(self._begin(output))
+            self._answer.count_completions(output)
+            for completion in news(output, finished):
+                if completion.index not in begun:
+                    begun.add(completion.index)
+                    await emit(self._chunk(completion.index, ChatMessage(role="assistant", content="")))
+                await self._emit_news(completion, parsers[completion.index], emit)
+
+        await self._follow(take)
+        if self._body.wants_usage:
+            await emit(self._response([], self._answer.usage()))
+
+    def _begin(self, output: RequestOutput) -> list[ChoiceParser]:
+        return self._parsing.begin(output.prompt_token_ids, self._params.n)
+
+    async def _emit_news(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
+        """What is new of one choice, a chunk each, and then, in a chunk of its own, its end.
+
+        The first chunk has the log-probabilities of all tokens that came, also of those whose text is held back.
+        """
+        is_last = completion.finish_reason is not None
+        deltas = [delta for event in parser.take(completion.text, is_last=is_last) if (delta := chat_delta(event))]
+        logprobs = self._logprobs(completion.logprobs or None)
+        for delta in deltas or ([ChatMessage(content="")] if logprobs else []):
+            await emit(self._chunk(completion.index, delta, logprobs))
+            logprobs = None
+        if is_last:
+            chunk = self._chunk(completion.index, ChatMessage())
+            choice = chunk["choices"][0]
+            choice["finish_reason"] = parser.finish_reason(completion.finish_reason)
+            choice["stop_reason"] = completion.stop_reason
+            await emit(chunk)
+
+    async def _follow(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
+        body = self._body
+        with self._service.places.taken([body.messages], self._params.n):
+            outputs = self._service.engine.chat(
+                self._messages,
+                self._params,
+                request_id=self._answer.id,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                add_generation_prompt=body.add_generation_prompt,
+                tools=self._tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            await self._service.follow(outputs, self._params, take)
+
+    def _logprobs(self, logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
+        return None if logprobs is None else chat_logprobs(logprobs, self._num_top)
+
+    def _choice(self, completion: CompletionOutput, parser: ChoiceParser) -> ChatChoice:
+        builder = MessageBuilder()
+        builder.add(parser.take(completion.text, is_last=True))
+        return ChatChoice(
+            index=completion.index,
+            message=chat_message(builder.message),
+            logprobs=self._logprobs(completion.logprobs),
+            finish_reason=parser.finish_reason(completion.finish_reason),
+            stop_reason=completion.stop_reason,
+        )
+
+    def _chunk(self, index: int, delta: ChatMessage, logprobs: ChatLogprobs | None = None) -> ChatCompletionChunk:
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)
+        return self._response([choice], None)
+
+    def _response(self, choices: list[ChatChunkChoice], usage: UsageInfo | None) -> ChatCompletionChunk:
+        answer = self._answer
+        chunk = ChatCompletionChunk(
+            id=answer.id,
+            object="chat.completion.chunk",
+            created=answer.created,
+            model=answer.model,
+            choices=choices,
+        )
+        if self._body.wants_usage:
+            chunk["usage"] = usage
+        return chunk

@@ -1,0 +1,118 @@
+"""Messages and tools as clients send them: checked, and as chat templates take them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+from ringcore.chat import to_template_messages
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["Tool", "template_tools", "text_messages"]
+
+Message = dict[str, Any]
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None  # without effect: what a model writes is not forced into a form
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+def template_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The tools to show to the model: with the choice "none", none. Raises `InvalidRequestError`."""
+    tools = tools or []
+    for i, tool in enumerate(tools):
+        _check_parameters(f"tools[{i}].function.parameters", tool.function.parameters)
+    for name, times in Counter(tool.function.name for tool in tools).items():
+        if times > 1:
+            raise InvalidRequestError(f"tools: {times} have the name {name!r}; give each its own", field="tools")
+    if isinstance(tool_choice, dict) or tool_choice == "required":
+        raise InvalidRequestError(
+            "tool_choice: a call cannot be forced, which needs structured outputs; give 'auto' or 'none'",
+            field="tool_choice",
+        )
+    if tool_choice not in (None, "auto", "none"):
+        raise _bad("tool_choice", f"{tool_choice!r} is none; give 'auto' or 'none'")
+    if tool_choice == "none":
+        return []
+    return [_shown(tool.function) for tool in tools]
+
+
+def _shown(function: ToolFunction) -> dict[str, Any]:
+    told = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+
+
+def _check_parameters(where: str, schema: dict[str, Any] | None) -> None:
+    if schema is None:
+        return
+    if schema.get("type", "object") != "object":
+        raise _bad(f"{where}.type", "arguments are an object; give 'object'")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise _bad(f"{where}.properties", "give an object with a JSON schema for each argument")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _bad(f"{where}.required", "give a list of names of arguments")
+
+
+def text_messages(messages: list[Message]) -> list[Message]:
+    """The messages with their contents as one text each and their calls' arguments as objects, which is what templates
+    of chat models take. Raises `InvalidRequestError`."""
+    for i, message in enumerate(messages):
+        _check_message(f"messages[{i}]", message)
+    return to_template_messages([_without_nothing(message) for message in messages])
+
+
+def _check_message(where: str, message: Message) -> None:
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if not isinstance(role, str) or not role:
+        raise _bad(f"{where}.role", "it has no role; give 'user', say")
+    if not (content is None or isinstance(content, str) or (isinstance(content, list) and content)):
+        raise _bad(f"{where}.content", "give a string, or a list of parts of type 'text'")
+    for name in ("reasoning_content", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise _bad(f"{where}.{name}", "give a string")
+    if calls is None:
+        return
+    if role != "assistant":
+        raise _bad(f"{where}.tool_calls", f"only messages of the role 'assistant' have calls, and this is {role!r}'s")
+    if not isinstance(calls, list):
+        raise _bad(f"{where}.tool_calls", "give a list of calls")
+    for i, call in enumerate(calls):
+        _check_call(f"{where}.tool_calls[{i}]", call)
+
+
+def _check_call(where: str, call: Any) -> None:
+    match call:
+        case {"function": {"name": str(name), "arguments": str() | dict()}} if name:
+            if call.get("type", "function") != "function":
+                raise _bad(f"{where}.type", "give 'function'")
+            if not isinstance(call.get("id"), str | None):
+                raise _bad(f"{where}.id", "give a string")
+        case _:
+            raise _bad(where, "give {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': JSON text}}")
+
+
+def _without_nothing(message: Message) -> Message:
+    """Without fields that say nothing, as clients send an answer back: templates ask whether they are there."""
+    optional = ("tool_calls", "reasoning_content", "refusal", "function_call", "audio", "annotations")
+    said = {name: value for name, value in message.items() if value or name not in optional}
+    return said | {"content": message.get("content") or ""}
+
+
+def _bad(field: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {remedy}", field=field)

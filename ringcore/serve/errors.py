@@ -1,0 +1,140 @@
+"""Every error as a client of OpenAI's interface expects it: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from ringcore.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RingcoreError,
+    RpcTimeoutError,
+    SleepingError,
+    UnknownOptionError,
+    WorkerDiedError,
+)
+
+__all__ = ["ApiError", "add_error_handlers", "api_error_of", "json_response", "over_limit"]
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+_MAX_ALTERNATIVES = 4
+
+
+@dataclass(slots=True, eq=False)
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    status: int
+    message: str
+    type: str = _INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def over_limit(num_under_way: int, limit: int) -> ApiError:
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        f"{num_under_way} completions are under way and the service takes {limit} at once; try again in a second",
+        "rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
+
+
+def api_error_of(error: Exception) -> ApiError:
+    """Any error as a client may see it. Of what is no error of ours not even the text: it may hold anything."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("field"))
+        case UnknownOptionError():
+            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("option"))
+        case SleepingError():
+            return _unavailable(error, "engine_sleeping")
+        case WorkerDiedError():  # the engine starts new workers
+            return _unavailable(error, "engine_recovering", {"Retry-After": "1"})
+        case EngineDeadError():
+            return _unavailable(error, "engine_dead")
+        case RpcTimeoutError():
+            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, _first_line(error), _SERVER, code="timeout")
+        case RingcoreError():
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, _first_line(error), _SERVER, code="engine_error")
+        case _:
+            message = "the service failed at this request; its log says why"
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, _SERVER, code="internal_error")
+
+
+def _unavailable(error: RingcoreError, code: str, headers: dict[str, str] | None = None) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, _first_line(error), _SERVER, code=code, headers=headers or {})
+
+
+def _first_line(error: RingcoreError) -> str:
+    """Further lines are of the log of a process that died."""
+    return error.message.partition("\n")[0]
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _answer)
+    app.add_exception_handler(RingcoreError, _answer)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(Exception, _answer)  # after which Starlette raises it to the server, which logs it
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return api_error_of(error).response()
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    """What the router raises: no such path, no such method, a body that is no JSON."""
+    assert isinstance(error, HTTPException)
+    type_ = _INVALID if error.status_code < HTTPStatus.INTERNAL_SERVER_ERROR else _SERVER
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return ApiError(error.status_code, message, type_, headers=dict(error.headers or {})).response()
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """What pydantic found. Several findings on one field are the forms that it could have had."""
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    field_ = _field(found[0])
+    if field_ is None:
+        return ApiError(HTTPStatus.BAD_REQUEST, f"the body: {found[0]['msg']}; send a JSON object").response()
+    messages = [one["msg"] for one in found if _field(one) == field_]
+    texts = " or: ".join(list(dict.fromkeys(messages))[:_MAX_ALTERNATIVES])
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{field_}: {texts}", param=field_).response()
+
+
+def _field(finding: Mapping[str, Any]) -> str | None:
+    """The name of the body's field, with the path within it where it is a list; None for the body itself.
+
+    Of other fields the path has words of pydantic's own, for the forms that the field could have had.
+    """
+    where = finding["loc"][1:]
+    if finding["type"] == "json_invalid" or not where:
+        return None
+    if len(where) < 2 or not isinstance(where[1], int):
+        return str(where[0])
+    return str(where[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in where[1:])

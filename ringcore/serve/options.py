@@ -1,0 +1,73 @@
+"""What a service allows its clients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ringcore.chat import choose_format
+from ringcore.errors import ConfigError
+
+__all__ = ["ServiceOptions"]
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"option": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """The bounds of a service, and who may use it. Raises `ConfigError`.
+
+    served_model_names: what clients may call the model; the first one is what answers say. None given: the name by
+        which the engine was given its model.
+    api_keys: a client has to bring one of these as "Authorization: Bearer KEY", but for /health and /metrics. None
+        given: everybody may do everything.
+    tool_call_parser, reasoning_parser: the format of the model's calls of tools, and of its reasoning: a key of
+        `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`. "auto" goes by the chat template; with None
+        nothing is parsed, and requests with tools are refused.
+    """
+
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    tool_call_parser: str | None = "auto"
+    reasoning_parser: str | None = "auto"
+    max_body_bytes: int = _option(4 << 20, "the largest body of a request; a larger one is answered 413")
+    body_timeout_s: float = _option(60.0, "seconds that a client has to send a body, until it is answered 408")
+    max_n: int = _option(16, "the most completions of one prompt")
+    max_logprobs: int = _option(20, "the most log-probabilities of a token")
+    max_concurrent_requests: int = _option(
+        1024, "completions under way at once, n of each prompt; what goes beyond is answered 429"
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_body_bytes", 1), ("max_n", 1), ("max_logprobs", 0), ("max_concurrent_requests", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise _bad(name, value, f"give an integer of at least {low}")
+        seconds = self.body_timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise _bad("body_timeout_s", seconds, "give a positive number of seconds")
+        for name in self.served_model_names:
+            if not isinstance(name, str) or not name:
+                raise _bad("served_model_names", name, "give names that are not empty")
+        for key in self.api_keys:
+            if not isinstance(key, str) or not key or not key.isascii() or any(c.isspace() for c in key):
+                raise ConfigError(  # which does not show the key
+                    "api_keys: a key is made of ASCII characters without spaces; give another one", option="api_keys"
+                )
+
+        for option in ("tool_call_parser", "reasoning_parser"):
+            if not isinstance(getattr(self, option), str | None):
+                raise _bad(option, getattr(self, option), "give 'auto', None or the name of a format")
+        choose_format(None, self.tool_call_parser, self.reasoning_parser)
+
+    @classmethod
+    def bounds(cls) -> list[Any]:
+        """The fields that are numbers, each described by its metadata's "option"."""
+        return [f for f in fields(cls) if "option" in f.metadata]
+
+
+def _bad(option: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=value)

@@ -1,0 +1,145 @@
+"""The texts of chat answers, taken apart into content, reasoning and calls of tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ringcore.chat import (
+    ChatEvent,
+    ChatFormat,
+    ChatParser,
+    ContentDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    choose_format,
+)
+from ringcore.errors import InvalidRequestError
+from ringcore.serve.options import ServiceOptions
+from ringcore.tokenizer import Tokenizer
+
+__all__ = ["ChoiceParser", "RequestParsing", "choose_parsing"]
+
+_PROMPT_END_TOKENS = 32  # what the last characters of a prompt have at most that a parser looks at
+
+
+def choose_parsing(tokenizer: Tokenizer, options: ServiceOptions) -> ChatFormat:
+    return choose_format(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
+
+
+class RequestParsing:
+    """How one request's choices are parsed. Without tools nothing in them is a call.
+
+    Where a marker of the format is a special token of the model's, texts have to come with special tokens written out
+    (`skip_special_tokens` is false); the others are taken out here then, unless the client wants them.
+
+    Raises `InvalidRequestError` for tools where no format of calls is known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_format: ChatFormat,
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_parallel: bool,
+        skip_special_tokens: bool,
+    ) -> None:
+        if tools and chat_format.tool_calls is None:
+            raise InvalidRequestError(
+                "tools: not served with this model: the form of its calls is not known; leave them out, or start the "
+                "service with a tool_call_parser",
+                field="tools",
+            )
+        self._tokenizer = tokenizer
+        self._format = chat_format if tools else replace(chat_format, tool_calls=None)
+        self._tools, self._is_parallel = tools, is_parallel
+        special = tokenizer.special_tokens
+        is_marked = bool(self._format.markers & special)
+        self.skip_special_tokens = skip_special_tokens and not is_marked
+        self._left_out = special - self._format.markers if skip_special_tokens and is_marked else frozenset()
+
+    def begin(self, prompt_token_ids: Sequence[int], n: int) -> list[ChoiceParser]:
+        """Parsers of n choices behind this prompt."""
+        end = self._tokenizer.decode(prompt_token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        return [ChoiceParser(self._parser(end), self._left_out, is_parallel=self._is_parallel) for _ in range(n)]
+
+    def _parser(self, prompt_end: str) -> ChatParser | None:
+        """None where there is nothing to look for."""
+        return None if self._format == ChatFormat() else ChatParser(self._format, self._tools, prompt_end)
+
+
+class ChoiceParser:
+    """Parses the text of one choice as it comes.
+
+    A model cannot be kept from calling a second tool: where calls are not to be parallel, those behind the first
+    complete one are left out.
+    """
+
+    def __init__(self, parser: ChatParser | None, left_out: frozenset[str], *, is_parallel: bool) -> None:
+        self._parser = parser
+        self._left_out = _LeftOut(left_out) if left_out else None
+        self._is_parallel = is_parallel
+        self._is_too_many = False  # of the call at the position
+        self._num_complete = self._num_incomplete = 0
+
+    def take(self, text: str, *, is_last: bool) -> list[ChatEvent]:
+        """The events that more text releases. Nothing may be given after the last."""
+        if self._left_out is not None:
+            text = self._left_out.feed(text, is_last=is_last)
+        if self._parser is None:
+            return [ContentDelta(text)] if text else []
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        return [event for event in events if self._keeps(event)]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """ "tool_calls" for a choice that ended by itself and whose calls, at least one, can all be made."""
+        is_called = self._num_complete > 0 and self._num_incomplete == 0
+        return "tool_calls" if reason == "stop" and is_called else reason
+
+    def _keeps(self, event: ChatEvent) -> bool:
+        match event:
+            case ToolCallStart():
+                self._is_too_many = self._num_complete > 0 and not self._is_parallel
+                return not self._is_too_many
+            case ToolCallArguments():
+                return not self._is_too_many
+            case ToolCallEnd():
+                if not self._is_too_many:
+                    self._num_complete += event.is_complete
+                    self._num_incomplete += not event.is_complete
+                return not self._is_too_many
+            case _:
+                return True
+
+
+class _LeftOut:
+    """Takes special tokens out of a text that arrives in pieces; an ordinary text of the same letters goes too.
+
+    `_held` may be the beginning of one: a stop string can cut a token's text.
+    """
+
+    def __init__(self, tokens: frozenset[str]) -> None:
+        self._tokens = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)))
+        self._beginnings = {token[0] for token in tokens}
+        self._max_held = len(self._tokens[0]) - 1
+        self._held = ""
+
+    def feed(self, text: str, *, is_last: bool) -> str:
+        text = self._pattern.sub("", self._held + text)
+        cut = len(text) if is_last else self._held_from(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _held_from(self, text: str) -> int:
+        for i in range(max(0, len(text) - self._max_held), len(text)):
+            # Models have hundreds of these tokens, and nearly every text has none of their first letters.
+            if text[i] in self._beginnings and any(token.startswith(text[i:]) for token in self._tokens):
+                return i
+        return len(text)

@@ -1,0 +1,131 @@
+"""What all endpoints share: the engine, the bounds, the metrics, and how a prompt is followed to its end."""
+
+from __future__ import annotations
+
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from uuid import uuid4
+
+from ringcore.async_engine import AsyncEngine, OutputStream
+from ringcore.errors import InvalidRequestError, UnknownOptionError
+from ringcore.outputs import CompletionOutput, RequestOutput
+from ringcore.sampling_params import SamplingParams
+from ringcore.serve.answers import PromptTokensDetails, UsageInfo
+from ringcore.serve.errors import ApiError
+from ringcore.serve.limits import Places
+from ringcore.serve.metrics import RequestRecord, ServiceMetrics
+from ringcore.serve.options import ServiceOptions
+from ringcore.serve.parsing import choose_parsing
+
+__all__ = ["Answer", "Service", "news", "unix_seconds"]
+
+
+class Service:
+    """An engine with what its clients may do."""
+
+    def __init__(self, engine: AsyncEngine, options: ServiceOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.model_names = options.served_model_names or (engine.config.model.model,)
+        self.places = Places(options)
+        self.metrics = ServiceMetrics(engine, self.model_names[0])
+        self.max_model_len = engine.ready.max_model_len
+        self.chat_format = choose_parsing(engine.get_tokenizer(), options)
+        self.started_at = unix_seconds()
+
+    def model_name(self, asked: str | None) -> str:
+        """The name that an answer says. Raises 404 for a model that is not served."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            message = f"the model {asked!r} is not served; give one of: {', '.join(self.model_names)}"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        return asked
+
+    def check_n(self, n: int) -> None:
+        _check_bounds("n", n, 1, self.options.max_n, "max_n")
+
+    def check_logprobs(self, field: str, num_logprobs: int | None) -> None:
+        if num_logprobs is not None:
+            _check_bounds(field, num_logprobs, 0, self.options.max_logprobs, "max_logprobs")
+
+    async def follow(
+        self,
+        outputs: OutputStream,
+        params: SamplingParams,
+        take: Callable[[RequestOutput], Awaitable[None]],
+    ) -> None:
+        """Hands each output of one prompt to `take`; raises what the request failed of. Cancelled, it aborts the
+        request in the engine."""
+        record = RequestRecord(self.metrics, params.n, is_streamed=params.output_kind == "delta")
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    record.saw(output)
+                    await take(output)
+        except (InvalidRequestError, UnknownOptionError):
+            raise  # it never began
+        except BaseException as error:
+            record.ended_early("abort" if isinstance(error, CancelledError) else "error")
+            raise
+
+
+@dataclass(slots=True)
+class Answer:
+    """The head of one answer, and the tokens counted for it so far."""
+
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @classmethod
+    def of(cls, prefix: str, model: str) -> Answer:
+        return cls(f"{prefix}-{uuid4().hex}", unix_seconds(), model)
+
+    def count_prompt(self, output: RequestOutput) -> None:
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+
+    def count_completions(self, output: RequestOutput) -> None:
+        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def usage(self) -> UsageInfo:
+        return UsageInfo(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+        )
+
+
+def news(output: RequestOutput, finished: set[int]) -> Iterator[CompletionOutput]:
+    """The completions of a delta that have something to tell. `finished`: those that have told their end."""
+    for completion in output.outputs:
+        if completion.index in finished:
+            continue
+        if completion.finish_reason is not None:
+            finished.add(completion.index)
+        elif not completion.text and not completion.logprobs:
+            continue  # a token that is part of a character, say
+        yield completion
+
+
+def _check_bounds(field: str, value: int, low: int, high: int, option: str) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(
+            f"{field}={value}: give an integer from {low} to {high}, or raise {option} of the service",
+            field=field,
+            value=value,
+        )
+
+
+def unix_seconds() -> int:
+    """For people to read; nothing is measured with it."""
+    return int(datetime.now(UTC).timestamp())

@@ -1,0 +1,114 @@
+"""Answers that end when their client leaves, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ringcore.errors import RingcoreError
+from ringcore.serve.errors import ApiError, api_error_of
+
+__all__ = ["ClientLeftError", "Emit", "EventStream", "all_of", "while_connected"]
+
+T = TypeVar("T")
+Emit = Callable[[Any], Awaitable[None]]  # sends one event: a value that is encoded as JSON
+
+_CLIENT_CLOSED_REQUEST = 499
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientLeftError(ApiError):
+    """Answered to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(_CLIENT_CLOSED_REQUEST, "the client left")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. It is cancelled as soon as the client leaves: `ClientLeftError`."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_client_leaves(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs all; the first failure cancels the others and is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+class EventStream(Response):
+    """What `produce` emits, as server-sent events, to a client that stays.
+
+    An error before the first event is an answer with its own status; a later one is an event, and the last.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeftError):
+            await while_connected(receive, _Events(send).run(self._produce))
+
+
+class _Events:
+    """The events of one answer. Several tasks may emit: each event goes out whole, the head of the answer first."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._is_started = False
+
+    async def run(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await produce(self._emit)
+        except Exception as error:
+            if not self._is_started:
+                raise
+            await self._emit(api_error_of(error).body())
+            await self._end()
+            if not isinstance(error, RingcoreError | ApiError):
+                raise  # a bug of ours, which the server logs
+            return
+        await self._end()
+
+    async def _emit(self, value: Any) -> None:
+        event = b"data: " + msgspec.json.encode(value) + b"\n\n"
+        async with self._sending:  # waits where the client reads slowly: the engine merges what comes meanwhile
+            if not self._is_started:
+                self._is_started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _end(self) -> None:
+        await self._send({"type": "http.response.body", "body": _DONE, "more_body": False})

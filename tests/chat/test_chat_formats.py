@@ -1,0 +1,58 @@
+import pytest
+
+from ringcore.chat import ChatFormat, choose_format
+from ringcore.errors import ConfigError
+
+# The parts of the models' own templates that tell.
+QWEN25 = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{{- \"\\n</tools>\\n\\nFor each function call, return a json object "
+    "with function name and arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n"
+    '{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}{%- endif %}'
+)
+QWEN3 = QWEN25 + "{%- if '</think>' in content %}{%- endif %}{{- '<think>\\n\\n</think>\\n\\n' }}"
+CODER = "{{- '<tool_call>\\n<function=example>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>' }}"
+LLAMA = (
+    "{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{{- 'Respond in the format {\"name\": function name, "
+    "\"parameters\": dictionary of argument name and its value}.' }}{%- if 'tool_calls' in message %}{%- endif %}"
+)
+R1 = "{%- if '</think>' in content %}{%- endif %}{{'<｜Assistant｜><think>\\n'}}"  # noqa: RUF001 (DeepSeek's bars)
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_calls", "reasoning"),
+    [
+        (QWEN25, "hermes", None),
+        (QWEN3, "hermes", "qwen3"),
+        (CODER, "qwen3_coder", None),
+        (LLAMA, "llama3_json", None),
+        (R1, None, "deepseek_r1"),
+        (CHATML, None, None),
+        (None, None, None),
+    ],
+)
+def test_a_template_tells_its_models_format(template, tool_calls, reasoning):
+    assert choose_format(template) == ChatFormat(tool_calls, reasoning)
+    assert choose_format(template, None, None) == ChatFormat()
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "markers"),
+    [
+        (ChatFormat(), set()),
+        (ChatFormat("hermes"), {"<tool_call>", "</tool_call>"}),
+        (ChatFormat("llama3_json", "qwen3"), {"<|python_tag|>", "<think>", "</think>"}),
+        (ChatFormat("qwen3_coder"), {"<tool_call>", "<function=", "</tool_call>"}),
+    ],
+)
+def test_markers_are_what_a_parser_looks_for(chat_format, markers):
+    assert chat_format.markers == markers
+
+
+def test_a_format_by_name():
+    assert choose_format(QWEN3, "llama3_json", "deepseek_r1") == ChatFormat("llama3_json", "deepseek_r1")
+    with pytest.raises(ConfigError, match="tool_call_parser='qwen': no such format; give 'auto', None or one"):
+        choose_format(None, "qwen")
+    with pytest.raises(ConfigError, match="one of 'qwen3', 'deepseek_r1'") as caught:
+        choose_format(None, "auto", "hermes")
+    assert caught.value.details == {"option": "reasoning_parser", "value": "hermes"}

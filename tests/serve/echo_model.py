@@ -1,0 +1,91 @@
+"""A chat model that says what it is told: the last user message, word for word, and then ends.
+
+Alternatives in that message, between "||", are for the choices of one request: a choice takes the one of its seed.
+Every byte is a token. Markers that a test names are tokens too, special or not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fake_engine import EOS, FakeWorker, make_model_folder
+from running_service import RunningService, served
+from tokenizers import AddedToken, Tokenizer
+
+from ringcore.executor.multiproc import MultiprocExecutor
+from ringcore.worker import rpc
+
+SAY, SAID = "<|say|>", "<|said|>"  # around what the model is to say, in the prompt
+SAY_ID, SAID_ID = EOS + 1, EOS + 2
+MAX_MODEL_LEN = 2048
+
+_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
+    "{% endfor %};{% endfor %}"
+    f"{SAY}{{{{ (messages | selectattr('role', 'equalto', 'user') | list | last).content }}}}{SAID}"
+    "{% if thinking is defined %}{{ '<think>\n' if thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+# What tells the form that a model was trained on; nothing of it is written out.
+HERMES_MARKS = '{# <tool_call> {"name": ..., "arguments": ...} #}'
+LLAMA_MARKS = '{# <|start_header_id|> {"name": ..., "parameters": ...} tool_calls #}'
+
+
+class EchoWorker(FakeWorker):
+    @rpc
+    def execute_model(self, scheduler_output):
+        output = super().execute_model(scheduler_output)
+        for i, row in enumerate(output.rows.tolist()):
+            request, tokens = self._requests[row], self._tokens[row]
+            tokens[-1] = output.token_ids[i] = _next_token(tokens[:-1], request)
+            if output.logprobs:
+                output.logprobs[i] = self._logprobs(tokens[-1], request.sampling_params.logprobs)
+        return output
+
+
+def _next_token(tokens: list[int], request) -> int:
+    told = tokens[tokens.index(SAY_ID) + 1 : tokens.index(SAID_ID)]
+    alternatives = [[]]
+    for token in told:
+        if alternatives[-1][-1:] == [token] == [ord("|")]:
+            alternatives[-1].pop()
+            alternatives.append([])
+        else:
+            alternatives[-1].append(token)
+    said = alternatives[(request.sampling_params.seed or 0) % len(alternatives)]
+    num_said = len(tokens) - request.num_prompt_tokens
+    return said[num_said] if num_said < len(said) else EOS
+
+
+def create_worker(config, rank, rendezvous):
+    return EchoWorker(config, rank)
+
+
+class EchoMultiproc(MultiprocExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="echo_model:create_worker")
+
+
+def serve_echo(folder: Path, marks: str, special: tuple[str, ...] = (), plain: tuple[str, ...] = (), **options):
+    """A service of this model, whose template has `marks`; special, plain: markers that are one token."""
+    _make_folder(folder, marks, special, plain)
+    engine_options = {"executor": EchoMultiproc, "max_model_len": MAX_MODEL_LEN}
+    running: RunningService = served(str(folder), engine_options, **options)
+    return running
+
+
+def _make_folder(folder: Path, marks: str, special: tuple[str, ...], plain: tuple[str, ...]) -> None:
+    make_model_folder(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (SAY, SAID, *special)])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
+    assert (tokenizer.token_to_id(SAY), tokenizer.token_to_id(SAID)) == (SAY_ID, SAID_ID)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _change(folder / "tokenizer_config.json", chat_template=marks + _TEMPLATE)
+    _change(folder / "config.json", max_position_embeddings=MAX_MODEL_LEN)
+
+
+def _change(file: Path, **fields) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))

@@ -1,0 +1,183 @@
+"""`ringcore serve`: a process that serves until it is asked to end, and then leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fake_engine import SLOW, make_model_folder
+from running_service import DEADLINE_S, text_of
+
+from ringcore.cli import main
+
+TESTS = Path(__file__).parent.parent
+FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "128"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+class Command:
+    """The command as a process, on a port that it picked."""
+
+    def __init__(self, folder: str, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ringcore.cli", "serve", folder, *FAKE, "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(TESTS)},
+        )
+
+    def __enter__(self) -> Command:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"at (http://127\.0\.0\.1:\d+)/v1$", line)
+        assert found, (line, self.process.communicate())
+        self.url = found[1]
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(self.children) >= 2  # the engine and its worker
+        return self
+
+    def ends(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr); nothing is left of it."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        assert psutil.wait_procs(self.children, timeout=5)[1] == []
+        return self.process.returncode, out, err
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_it_serves_and_ends_at_ctrl_c(folder, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# of the team\nopen-sesame\n\n")
+    flags = ["--served-model-name", "fake", "--api-key-file", str(keys), "--max-n", "2", "--block-size", "8"]
+    with Command(folder, *flags) as command:
+        body = {"model": "fake", "prompt": "ab", "max_tokens": 4}
+        assert httpx.post(f"{command.url}/v1/completions", json=body).status_code == 401
+        headers = {"Authorization": "Bearer open-sesame"}
+        answer = httpx.post(f"{command.url}/v1/completions", json=body, headers=headers)
+        assert answer.json()["choices"][0]["text"] == text_of("ab", 4)
+        assert "server" not in answer.headers
+        refused = httpx.post(f"{command.url}/v1/completions", json=body | {"n": 3}, headers=headers)
+        assert "from 1 to 2" in refused.json()["error"]["message"]
+        command.process.send_signal(signal.SIGINT)
+        code, out, err = command.ends()
+    assert code == 0
+    assert '"POST /v1/completions HTTP/1.1" 401' in out
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("drain_s", "reason"), [("20", "length"), ("0.2", "abort")])
+def test_what_runs_is_drained_before_the_end(folder, drain_s, reason):
+    """40 tokens take two seconds."""
+    answers = []
+    with Command(folder, "--drain-s", drain_s, "--no-access-log") as command:
+
+        def ask() -> None:
+            body = {"prompt": [97, SLOW], "max_tokens": 40}
+            answers.append(httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while httpx.get(f"{command.url}/health").json()["num_running"] == 0:
+            assert time.monotonic() < deadline
+        command.process.send_signal(signal.SIGTERM)
+        code, out, err = command.ends()
+        asking.join()
+    (answer,) = answers
+    assert answer.json()["choices"][0]["finish_reason"] == reason
+    assert code == -signal.SIGTERM  # as whoever sent it expects, once everything has ended
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_a_second_ctrl_c_does_not_wait(folder):
+    with Command(folder, "--drain-s", "60") as command:
+        body = {"prompt": [97, SLOW], "max_tokens": 120, "stream": True}
+        with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began_s = time.monotonic()
+            command.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            command.process.send_signal(signal.SIGINT)
+            command.ends()
+    assert time.monotonic() - began_s < 4  # the request would take 6 s
+
+
+def fails(capsys, *args: str) -> tuple[int, str]:
+    """The exit code and the one line of the error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *args])
+    (line,) = capsys.readouterr().err.splitlines()
+    return caught.value.code, line
+
+
+def test_a_port_that_is_taken(capsys, folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        code, line = fails(capsys, folder, *FAKE, "--port", port)
+    assert code == 2
+    assert f"port={port}: cannot listen at 127.0.0.1" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--api-key-file", "/no/such/file"], "api_key_file='/no/such/file': cannot be read"),
+        (["--api-key-file", "/dev/null"], "there is no key in it"),
+        (["--api-key", "two words"], "without spaces"),
+        (["--max-n", "0"], "max_n=0: give an integer"),
+        (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
+        (["--port", "0", "--dtype", "float8"], "dtype='float8'"),
+    ],
+)
+def test_an_error_is_one_line(capsys, folder, flags, says):
+    code, line = fails(capsys, folder, *FAKE, *flags)
+    assert code == 2
+    assert says in line
+
+
+def test_without_the_extra(capsys, folder, monkeypatch):
+    monkeypatch.setattr("ringcore.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    code, line = fails(capsys, folder)
+    assert code == 2
+    assert "serve needs uvicorn: pip install 'ringcore[serve]'" in line
+
+
+def test_parsers_by_name(capsys, folder):
+    code, line = fails(capsys, folder, *FAKE, "--port", "0", "--tool-call-parser", "other")
+    assert code == 2
+    assert "tool_call_parser='other'" in line
+    assert "'hermes'" in line
+    code, line = fails(capsys, folder, *FAKE, "--port", "0", "--tool-call-parser", "none", "--reasoning-parser", "x")
+    assert "reasoning_parser='x'" in line
+
+
+def test_help_loads_no_web_framework():
+    check = (
+        "import sys, contextlib; from ringcore.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['serve', '--help'])\n"
+        "print([m for m in ('asyncio', 'fastapi', 'starlette', 'uvicorn', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--max-concurrent-requests" in done.stdout
+    assert "--api-key-file" in done.stdout
+    assert "--tensor-parallel-size" in done.stdout
