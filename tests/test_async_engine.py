@@ -84,15 +84,15 @@ def test_cumulative_outputs(engine):
 
 
 def test_deltas_are_the_whole_in_pieces(engine):
-    params = SamplingParams(max_tokens=30, logprobs=1, output_kind="delta")
-    outputs = run(all_of(engine.generate("hello", params)))
+    params = SamplingParams(max_tokens=8, logprobs=1, output_kind="delta")
+    outputs = run(all_of(engine.generate([SLOW, 1], params)))  # so slow that no reader finds all of it at once
     pieces = [output.outputs[0] for output in outputs]
     assert len(pieces) > 1
     assert all(piece.token_ids for piece in pieces)
-    assert "".join(piece.text for piece in pieces) == text_of("hello", 30)
-    assert [t for piece in pieces for t in piece.token_ids] == expected(list(b"hello"), 30)
+    assert "".join(piece.text for piece in pieces) == bytes(expected([SLOW, 1], 8)).decode()
+    assert [t for piece in pieces for t in piece.token_ids] == expected([SLOW, 1], 8)
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
-    assert pieces[-1].cumulative_logprob == -15.0
+    assert pieces[-1].cumulative_logprob == -4.0
     assert pieces[-1].finish_reason == "length"
 
 
