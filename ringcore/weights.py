@@ -9,6 +9,7 @@ front end imports this module too.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -77,10 +78,17 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
             with ThreadPoolExecutor(min(_NUM_WRITERS, len(os.sched_getaffinity(0)))) as threads:
                 for _ in threads.map(self._write_tensor, offsets.values(), tensors.values()):
                     pass
-            seal(self._fd, _SEALS)
+            self._seal()
         except BaseException:
             self.close()
             raise
+
+    def _seal(self) -> None:
+        try:
+            seal(self._fd, _SEALS)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # the kernel holds a page, to move or to age it: then it stays unsealed
+                raise
 
     def _write_tensor(self, offset: int, tensor: Any) -> None:
         _write(self._fd, offset, bytes_of_tensor(tensor, _torch()))

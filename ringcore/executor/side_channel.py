@@ -7,6 +7,7 @@ is gone with its last reader.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -14,6 +15,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 from ringcore.errors import CapacityError
 from ringcore.executor.os_limits import os_limits_told
@@ -25,6 +27,7 @@ __all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
 _STUB = struct.Struct("<QQ")  # transfer number, bytes
 STUB_BYTES = _STUB.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_NUM_TRIES = 5
 
 
 def side_socketpair() -> tuple[int, int]:
@@ -57,12 +60,8 @@ class SideSender:
             return None
         self._num_transfers += 1
         stub = _STUB.pack(self._num_transfers, size)
-        fd = shared_memory("message", size)
+        fd = _sealed_memory(buffers, size)
         try:
-            with os_limits_told(f"a message of {size} bytes cannot be sent"):
-                for buffer in buffers:
-                    _write_all(fd, buffer)
-                seal(fd, _SEALS)
             self._send_all(stub, fd)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             return None  # of a reader that has ended, the caller learns by its death
@@ -88,6 +87,28 @@ class SideSender:
     def close(self) -> None:
         for s in self._sockets:
             s.close()
+
+
+def _sealed_memory(buffers: Sequence[Buffer], size: int) -> int:
+    """A file in memory with the buffers, one after the other, that nobody can change any more.
+
+    Pages that the kernel holds, to move or to age them, cannot be sealed as long as it does; new ones can.
+    """
+    for tries_left in reversed(range(_NUM_TRIES)):
+        fd = shared_memory("message", size)
+        with ExitStack() as undo, os_limits_told(f"a message of {size} bytes cannot be sent"):
+            undo.callback(os.close, fd)
+            for buffer in buffers:
+                _write_all(fd, buffer)
+            try:
+                seal(fd, _SEALS)
+            except OSError as error:
+                if error.errno == errno.EBUSY and tries_left:
+                    continue
+                raise
+            undo.pop_all()
+            return fd
+    raise AssertionError
 
 
 def _write_all(fd: int, buffer: Buffer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import struct
@@ -212,6 +213,47 @@ def test_no_memory_for_a_large_message(queue, monkeypatch, calls, number):
     with pytest.raises(CapacityError):
         create_queue(CAPACITY, 1)
     assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def refuse_to_seal(monkeypatch, num_files):
+    """The kernel holds pages of the first so many files for longer than anybody waits."""
+    real, held = fcntl.fcntl, []
+
+    def busy(fd, command, argument=0):
+        if command == fcntl.F_ADD_SEALS and argument & fcntl.F_SEAL_WRITE:
+            inode = os.fstat(fd).st_ino
+            if inode not in held and len(held) < num_files:
+                held.append(inode)
+            if inode in held:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(ring_memory, "HAS_MEMFD", True)
+    monkeypatch.setattr(ring_memory, "BUSY_S", 0.001)
+    monkeypatch.setattr(fcntl, "fcntl", busy)
+    return held
+
+
+def test_pages_that_cannot_be_sealed_are_left_for_new_ones(monkeypatch):
+    queue = Queue(num_readers=1)
+    held = refuse_to_seal(monkeypatch, 2)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    data = os.urandom(4 * CAPACITY)
+    assert queue.writer.try_send([data])
+    assert queue.receive(0) == [data]
+    assert len(held) == 2
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    queue.close()
+
+
+def test_a_kernel_that_seals_nothing_is_told(monkeypatch):
+    queue = Queue(num_readers=1)
+    refuse_to_seal(monkeypatch, 1000)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match="busy"):
+        queue.writer.try_send([bytes(4 * CAPACITY)])
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    queue.close()
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.02])
