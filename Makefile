@@ -22,13 +22,14 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
-# These tests go two at a time, a thread each; those that count processes or look at the clock have the machine alone.
-PARALLEL := $(addprefix tests/,attention chat checkpoint e2e kernels kv_cache model_executor scheduler testing worker \
-	chaos/test_ring_model.py chaos/test_fuzz_messages.py chaos/test_fuzz_shared_memory.py)
+# Files of tests go two at a time, a thread each, the longest first. These have the machine alone: the benchmarks look at
+# the clock, the service drives a browser, a GPU is measured.
+ALONE := tests/benchmarks tests/serve tests/gpu
 
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL))
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		$(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/scheduler/test_scheduler_properties.py --chaos-long --timeout 3600 -s

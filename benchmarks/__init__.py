@@ -12,9 +12,12 @@ BENCHMARKS = {
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
     "simulator": "benchmarks.simulator:Simulator",
+    "service_load": "benchmarks.service_load:ServiceLoad",
+    "front_end": "benchmarks.front_end:FrontEnd",
     "gpu": "benchmarks.gpu:Gpu",
     "gpu_startup": "benchmarks.gpu_startup:GpuStartup",
     "gpu_attention": "benchmarks.gpu_attention:GpuAttention",
     "gpu_profile": "benchmarks.gpu_profile:GpuProfile",
+    "gpu_service": "benchmarks.gpu_service:GpuService",
     "gpu_sleep": "benchmarks.gpu_sleep:GpuSleep",
 }

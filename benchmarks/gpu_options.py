@@ -10,7 +10,14 @@ from typing import Any
 from benchmarks.harness import EngineSpec, Plan, child_specs, note
 from benchmarks.models import MODELS
 
-__all__ = ["Deadline", "add_engine_arguments", "add_place_arguments", "bytes_a_number", "gpu_specs"]
+__all__ = [
+    "Deadline",
+    "add_engine_arguments",
+    "add_place_arguments",
+    "bytes_a_number",
+    "gpu_specs",
+    "without_cpu_settings",
+]
 
 MAX_MODEL_LEN = 4096
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,10 +45,10 @@ def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True) -
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
     settings |= {"memory_share": share, "tensor_parallel_size": size}
     specs = child_specs(plan.specs, part, "child for the GPU benchmarks", settings)
-    return [_without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
+    return [without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
 
 
-def _without_cpu_settings(spec: EngineSpec) -> EngineSpec:
+def without_cpu_settings(spec: EngineSpec) -> EngineSpec:
     return replace(spec, env={key: value for key, value in spec.env.items() if not key.startswith("VLLM_CPU_")})
 
 

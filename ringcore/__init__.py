@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from ringcore.engine_core.core import EngineCore
     from ringcore.host_tensor import HostTensor
     from ringcore.llm import LLM
+    from ringcore.logits_processor import LogitsProcessor, LogitsProcessorContext
     from ringcore.outputs import CompletionOutput, RequestOutput
     from ringcore.sampling_params import SamplingParams
+    from ringcore.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -27,8 +29,11 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "HostTensor",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "errors",
 ]
 
@@ -42,8 +47,11 @@ _HOME = {
     "EngineConfig": "ringcore.config",
     "EngineCore": "ringcore.engine_core.core",
     "HostTensor": "ringcore.host_tensor",
+    "LogitsProcessor": "ringcore.logits_processor",
+    "LogitsProcessorContext": "ringcore.logits_processor",
     "RequestOutput": "ringcore.outputs",
     "SamplingParams": "ringcore.sampling_params",
+    "StructuredOutputsParams": "ringcore.structured_outputs",
 }
 
 

@@ -7,6 +7,7 @@ written back here. No environment variable is read.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
 from ringcore.errors import ConfigError, unknown_option
+from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
 
 __all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
@@ -27,6 +29,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
 DEVICE_MEMORY = ("auto", "arena", "plain")
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
@@ -35,10 +38,13 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "scheduling_policy": SCHEDULING_POLICIES,
     "attention_backend": ATTENTION_BACKENDS,
     "device_memory": DEVICE_MEMORY,
+    "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 
 
 def _option(default: Any, doc: str) -> Any:
+    if isinstance(default, list):  # each gets its own
+        return field(default_factory=default.copy, metadata={"option": doc})
     return field(default=default, metadata={"option": doc})
 
 
@@ -52,6 +58,7 @@ class ModelConfig:
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
     )
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    logits_processors: list[str] = _option([], "'module:Class' of each custom LogitsProcessor, or the class itself")
     # resolved
     files: ModelFiles
     spec: ModelSpec
@@ -81,7 +88,12 @@ class SchedulerConfig:
     scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")
     preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
     max_skip_ahead: int = _option(16, "how many later requests may start before one that waits for blocks")
+    max_logprobs: int = _option(20, "the most logprobs and prompt_logprobs a request may ask for; -1 is no bound")
     steps_in_flight: int = _option(2, "1, or 2 to schedule a step before the tokens of the one before it are known")
+    structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = _option(
+        "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
+    )
+    structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
 
     @property
     def max_tokens_in_flight(self) -> int:
@@ -153,7 +165,8 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 raise unknown_option(name, known, "engine option")
-        options = {name: f.default if f.default is not MISSING else None for name, f in known.items()} | options
+        options = {name: _default(f) for name, f in known.items()} | options
+        options["logits_processors"] = _processor_names(options["logits_processors"])
         options["executor"] = _executor_name(options["executor"])
         _check_values(options)
         # Plain strings: the config travels to other processes.
@@ -171,6 +184,22 @@ class EngineConfig:
         config = cls(**parts)
         _check_together(config)
         return config
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return None if option.default is MISSING else option.default
+
+
+def _processor_names(processors: object) -> list[str]:
+    """Each can be loaded here, and so in the workers."""
+    if not isinstance(processors, list | tuple):
+        raise _bad("logits_processors", processors, "give a list of classes, or of their names as 'module:Class'")
+    names = [logits_processor_name(processor) for processor in processors]
+    for name in names:
+        load_logits_processor(name)
+    return names
 
 
 def _executor_name(executor: object) -> str:
@@ -206,9 +235,12 @@ def _check_values(options: Mapping[str, Any]) -> None:
         raise _bad("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
     for name in ("max_worker_restarts", "max_skip_ahead"):
         _check_count(name, options[name], 0)
+    if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
+        _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
     for name in ("call_ring_bytes", "reply_ring_bytes"):
         _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
-    _check_seconds("stall_warning_s", options["stall_warning_s"])
+    for name in ("stall_warning_s", "structured_outputs_timeout_s"):
+        _check_seconds(name, options[name])
     if options["step_timeout_s"] is not None:
         _check_seconds("step_timeout_s", options["step_timeout_s"])
     for name in (
@@ -225,6 +257,14 @@ def _check_values(options: Mapping[str, Any]) -> None:
         raise _bad("gpu_memory_utilization", share, "give a number above 0 and at most 1")
     _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
     _check_admin(options["admin_endpoint"], options["admin_keys"])
+    _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
+
+
+def _check_installed(option: str, library: str) -> None:
+    if library == "auto" or importlib.util.find_spec(library) is not None:
+        return
+    extra = {"llguidance": "structured", "xgrammar": "xgrammar"}[library]
+    raise _bad(option, library, f"it is not installed; run pip install 'ringcore[{extra}]', or give 'auto'")
 
 
 def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:

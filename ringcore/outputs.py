@@ -53,7 +53,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions. `error` is set, and `outputs` may be empty, where the request failed."""
+    """A prompt and its completions. `error` is set, and `outputs` may be empty, where the request failed.
+
+    `prompt_logprobs`, where they were asked for, come with the first token: for each token of the prompt a dict from
+    token id to `Logprob`, the prompt's own token and the most likely ones; None for the first, which follows nothing.
+    In a stream of deltas they are in one output alone.
+    """
 
     request_id: str
     prompt: str | None
@@ -62,6 +67,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: RingcoreError | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

@@ -3,7 +3,8 @@
     client  ──ClientMessage──▶  engine process  ──SchedulerOutput──▶     every worker
     client  ◀──EngineMessage──  engine process  ◀──ModelRunnerOutput──   the output rank
 
-Arrays are one-dimensional int32 numpy arrays; on the wire they are their raw little-endian bytes.
+Arrays are one-dimensional int32 numpy arrays, or float32 where that is said; on the wire they are their raw
+little-endian bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "EngineReady",
     "EngineRecovering",
     "EngineStats",
+    "FloatArray",
     "HealthState",
     "IntArray",
     "MemoryReport",
@@ -39,6 +41,7 @@ __all__ = [
     "OutputColumns",
     "PauseMode",
     "PendingOutput",
+    "PromptLogprobs",
     "RankHealth",
     "RowError",
     "RpcCall",
@@ -55,6 +58,7 @@ __all__ = [
 ]
 
 IntArray = np.ndarray  # [n] int32
+FloatArray = np.ndarray[tuple[int], np.dtype[np.float32]]  # [n] float32
 PauseMode = Literal["new", "all"]
 # Of weights or KV cache: in the device's memory; on the host; nowhere; in the device's memory, and not what they were.
 MemoryState = Literal["resident", "offloaded", "discarded", "stale"]
@@ -86,6 +90,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+    bad_words_token_ids: list[list[int]] = []  # the words of `sampling_params.bad_words`, by the model's tokenizer
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +99,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at positions 1 to n - 1 of a prompt of n tokens, each under the tokens before it; all of them,
+    in the step that computes the prompt's last token.
+
+    The columns have `1 + count` entries a position: the prompt's own token first, then the `count` most likely, best
+    first.
+    """
+
+    row: int
+    count: int
+    token_ids: np.ndarray  # [(n - 1) * (1 + count)] int32
+    logprobs: FloatArray  # likewise
+    ranks: np.ndarray  # likewise, int32; 1 is the most likely
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +128,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
     first_scheduled_s: float | None = None
     num_preemptions: int = 0
     error: WireError | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # once, with the first new token
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +172,7 @@ class OutputColumns(msgspec.Struct, frozen=True, tag="outputs"):
     logprobs: list[TokenLogprobs | None] | None  # as `token_ids`, where any row asked
     others: list[EngineCoreOutput]  # the last output of requests that ended, tokens of this step among them
     stats: EngineStats
+    prompt_logprobs: list[PromptLogprobs] = []  # of rows in `rows`; of those that ended it is in `others`
 
     @property
     def is_empty(self) -> bool:
@@ -168,6 +190,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens <= num_cached_tokens: the slots of the first num_cached_tokens tokens hold their keys and
     values, and may be shared. Of a prompt that is wholly cached the last token is computed again, for its logits; its
     slot is read and not written.
+
+    The request's `prompt_logprobs` are wanted exactly if it comes with its prompt alone; then nothing is cached.
     """
 
     row: int
@@ -179,6 +203,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     sampling_params: SamplingParams
     seed: int  # the request's own, or one that the engine drew
     stop_token_ids: list[int]  # barred until min_tokens; the model's end of text among them unless ignored
+    bad_words_token_ids: list[list[int]] = []  # none of these sequences is completed
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -225,6 +250,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: np.ndarray  # [num_sampled * num_steps] int32: row after row, num_steps each
     logprobs: list[TokenLogprobs | None] | None = None  # as `token_ids`, where any row asked
     row_errors: list[RowError] = []
+    prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked, where this step computed their prompt's last token
 
 
 class PendingOutput(Protocol):
@@ -378,8 +404,11 @@ EngineMessage = EngineReady | OutputColumns | RpcResult | EngineRecovering | Eng
 # Encoding.
 
 
+_ARRAY_DTYPES = (np.int32, np.float32)
+
+
 def _encode_extra(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype == np.int32 and value.ndim == 1:
+    if isinstance(value, np.ndarray) and value.dtype in _ARRAY_DTYPES and value.ndim == 1:
         return value.tobytes()
     if isinstance(value, np.generic):
         return value.item()
@@ -387,8 +416,8 @@ def _encode_extra(value: Any) -> Any:
 
 
 def _decode_extra(kind: type, value: Any) -> Any:
-    if kind is np.ndarray and isinstance(value, bytes):
-        return np.frombuffer(value, dtype=np.int32)
+    if isinstance(value, bytes) and (kind is np.ndarray or kind == FloatArray):
+        return np.frombuffer(value, dtype=np.int32 if kind is np.ndarray else np.float32)
     raise TypeError(f"cannot decode {kind!r} from {type(value).__name__}")
 
 

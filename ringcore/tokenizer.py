@@ -20,7 +20,7 @@ from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_folder
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer"]
+__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_tokenizer_files"]
 
 _REPLACEMENT = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet
 # Tokens of the prompt that a completion's decoder looks back on: a SentencePiece decoder drops the space before
@@ -37,8 +37,13 @@ def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
 
     Raises `ModelLoadError` where it is missing or broken.
     """
+    return Tokenizer(read_tokenizer_files(source))
+
+
+def read_tokenizer_files(source: str | os.PathLike[str] | ModelFiles) -> TokenizerFiles:
+    """What the files say that `load_tokenizer` reads; raises as it does."""
     path = Path(source.tokenizer_path) if isinstance(source, ModelFiles) else find_tokenizer(source)
-    return Tokenizer(read_gguf_tokenizer(str(path)) if path.suffix == ".gguf" else read_tokenizer_folder(path))
+    return read_gguf_tokenizer(str(path)) if path.suffix == ".gguf" else read_tokenizer_folder(path)
 
 
 class Tokenizer:

@@ -6,15 +6,16 @@
 # Set in the environment, where wanted:
 #     PEER       the interpreter of vLLM's environment; without it ringcore is measured alone
 #     PEER_ENV   settings of that environment, "VARIABLE=VALUE VARIABLE=VALUE"
-#     PARTS      some of "tests attention gpu tensor_parallel startup sleep profile" (default: all; tensor_parallel needs two GPUs)
+#     PARTS      some of "tests attention gpu tensor_parallel startup sleep service profile" (default: all; tensor_parallel needs two GPUs)
 #     COMMIT     the commit of the code, where it is a copy without git
 #     GPU        options of the gpu part, e.g. "--models Qwen3-8B --rounds 2 --seconds 400"
 #     SLEEP      options of the sleep part, e.g. "--rounds 1"
+#     SERVICE    options of the service part, e.g. "--requests 100"; both services need FastAPI and uvicorn
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 results=${1:-benchmarks/results}
-parts=" ${PARTS:-tests attention gpu tensor_parallel startup sleep profile} "
+parts=" ${PARTS:-tests attention gpu tensor_parallel startup sleep service profile} "
 peer=()
 if [ -n "${PEER:-}" ]; then
   peer=(--peer "vllm=$PEER")
@@ -38,5 +39,6 @@ if has tensor_parallel && [ "$(python3 -c 'import torch; print(torch.cuda.device
 fi
 if has startup; then bench gpu_startup "${peer[@]}"; fi
 if has sleep; then bench gpu_sleep "${peer[@]}" ${SLEEP:-}; fi
+if has service; then bench gpu_service "${peer[@]}" --peer-mode compiled ${SERVICE:-}; fi
 if has profile; then bench gpu_profile --models Qwen3-0.6B,Qwen3-8B; fi
 exit "$failed"

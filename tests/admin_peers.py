@@ -18,7 +18,7 @@ from ringcore.executor.value_codec import decode_request, encode_request, encode
 from ringcore.protocol import RpcCall, RpcResult, decoder, encoder
 
 ANY_PORT = "tcp://127.0.0.1:0"
-WAIT_S = 10.0
+WAIT_S = 30.0
 SILENCE_S = 0.3  # in which nothing may come
 
 
@@ -134,7 +134,7 @@ class EchoEngine:
         self.stop()
 
 
-def echo(call_id=1, timeout_s=5.0, **fields):
+def echo(call_id=1, timeout_s=60.0, **fields):
     return RpcCall(call_id, "workers", "echo", timeout_s=timeout_s, **fields)
 
 

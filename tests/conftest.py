@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringcore"
+LONGEST = ["test_kill_matrix.py", "test_leaks.py", "test_syscall_failures.py", "test_self_healing.py"]
 
 
 def pytest_addoption(parser):
@@ -16,6 +18,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """RINGCORE_CHAOS_LONG=1 where pytest is started from another folder, and knows no option of ours."""
+    # A shell without job control starts what it puts in the background deaf to Ctrl-C, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     is_long = getattr(config.option, "chaos_long", False) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
     config.option.chaos_long = is_long
     # The same examples every time; what nobody has found is looked for in the long form.
@@ -24,6 +29,13 @@ def pytest_configure(config):
 
         settings.register_profile("short", derandomize=True)
         settings.load_profile("short")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Where processes share the files: the longest first, so that no other waits for one of them at the end."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session")

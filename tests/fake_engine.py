@@ -18,7 +18,16 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.protocol import (
+    ModelRunnerOutput,
+    NewRequest,
+    PromptLogprobs,
+    RowError,
+    SchedulerOutput,
+    TokenLogprobs,
+    int_array,
+)
+from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker import rpc
 
 VOCAB_SIZE = 300
@@ -54,7 +63,8 @@ class FakeWorker:
         self.memory = {"weights": "resident", "kv_cache": "resident"}
         self.target: dict[str, str] | None = None  # of a change that was prepared
         self.memory_calls: list[str] = []
-        self.failing: dict[str, Exception] = {}  # what the next call of a memory method raises
+        self.failing: dict[str, BaseException] = {}  # what the next call of a method of memory or grammars raises
+        self.grammars: list[StructuredOutputsParams] = []
 
     @rpc
     def init_device(self) -> None:
@@ -88,7 +98,7 @@ class FakeWorker:
         assert set(self.memory.values()) == {"resident"}, f"a step without its memory: {self.memory}"
         assert self.weights is not None, "a step with weights that are none"
         self._num_steps += 1
-        rows, token_ids, logprobs, errors = [], [], [], []
+        rows, token_ids, logprobs, errors, of_prompts = [], [], [], [], []
         for row, num_tokens in self._scheduled(scheduler_output):
             tokens = self._tokens[row]
             self._misbehave(tokens)
@@ -98,6 +108,8 @@ class FakeWorker:
             if ROW_FAILS in tokens:
                 errors.append(RowError(row, "logits are not finite"))
                 continue
+            if len(tokens) == self._requests[row].num_prompt_tokens:
+                of_prompts += self._prompt_logprobs(row, tokens)
             tokens.append(next_token(tokens, self.weights))
             rows.append(row)
             token_ids.append(tokens[-1])
@@ -106,7 +118,12 @@ class FakeWorker:
         if self.rank:
             return None
         return ModelRunnerOutput(
-            scheduler_output.step, int_array(rows), int_array(token_ids), logprobs if any(logprobs) else None, errors
+            scheduler_output.step,
+            int_array(rows),
+            int_array(token_ids),
+            logprobs if any(logprobs) else None,
+            errors,
+            of_prompts,
         )
 
     def _scheduled(self, step: SchedulerOutput) -> list[tuple[int, int]]:
@@ -132,8 +149,21 @@ class FakeWorker:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        num_top = VOCAB_SIZE if num_top < 0 else num_top
         ids = [token_id, *((token_id + i) % VOCAB_SIZE for i in range(num_top))]
         return TokenLogprobs(ids, [-0.5, *(-0.5 - i for i in range(num_top))], [1, *range(1, num_top + 1)])
+
+    def _prompt_logprobs(self, row: int, prompt: list[int]) -> list[PromptLogprobs]:
+        wanted = self._requests[row].sampling_params.prompt_logprobs
+        if wanted is None:
+            return []
+        count = VOCAB_SIZE if wanted < 0 else wanted
+        positions = [self._logprobs(token_id, count) for token_id in prompt[1:]]
+        columns = [
+            [value for one in positions for value in getattr(one, name)] for name in TokenLogprobs.__struct_fields__
+        ]
+        token_ids, logprobs, ranks = columns
+        return [PromptLogprobs(row, count, int_array(token_ids), np.array(logprobs, np.float32), int_array(ranks))]
 
     # Memory, as the real worker has it.
 
@@ -193,6 +223,13 @@ class FakeWorker:
     @rpc
     def reset_rows(self) -> None:
         self._tokens.clear()
+
+    @rpc(read_only=True)
+    def compile_grammar(self, spec: StructuredOutputsParams) -> None:
+        """Remembers it: what is written here keeps to no grammar."""
+        self.grammars.append(spec)
+        if "compile_grammar" in self.failing:
+            raise self.failing.pop("compile_grammar")
 
     @rpc(read_only=True)
     def stats(self) -> dict:

@@ -28,7 +28,7 @@ OPTIONS = {
     "block_size": 8,
     "enable_sleep_mode": True,
 }
-WAIT_S = 20.0
+WAIT_S = 90.0  # of what takes milliseconds, on a machine that may be busy with anything
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def test_cumulative_outputs(engine):
 
 def test_deltas_are_the_whole_in_pieces(engine):
     params = SamplingParams(max_tokens=8, logprobs=1, output_kind="delta")
-    outputs = run(all_of(engine.generate([SLOW, 1], params)))  # so slow that no reader finds all of it at once
-    pieces = [output.outputs[0] for output in outputs]
-    assert len(pieces) > 1
+    pieces = []
+    while len(pieces) < 2:  # a reader that was held up finds all of it at once
+        pieces = [output.outputs[0] for output in run(all_of(engine.generate([SLOW, 1], params)))]
     assert all(piece.token_ids for piece in pieces)
     assert "".join(piece.text for piece in pieces) == bytes(expected([SLOW, 1], 8)).decode()
     assert [t for piece in pieces for t in piece.token_ids] == expected([SLOW, 1], 8)
@@ -191,11 +191,12 @@ def test_an_error_of_the_engine_is_of_one_stream(engine):
 
 def test_a_request_id_that_is_under_way(engine):
     async def scenario():
-        first = engine.generate([SLOW, 1], SamplingParams(max_tokens=5), request_id="x")
+        first = engine.generate([SLOW, 1], SamplingParams(max_tokens=100), request_id="x")
         await anext(first)
         with pytest.raises(InvalidRequestError, match="request_id='x' is under way"):
             await anext(engine.generate("b", request_id="x"))
-        assert len((await last_of(first)).outputs[0].token_ids) == 5
+        assert len((await anext(first)).outputs[0].token_ids) > 1  # it goes on
+        await first.aclose()
         await last_of(engine.generate("b", request_id="x"))
 
     run(scenario())
@@ -203,7 +204,7 @@ def test_a_request_id_that_is_under_way(engine):
 
 def test_a_stream_has_one_reader(engine):
     async def scenario():
-        stream = engine.generate([SLOW, 1], SamplingParams(max_tokens=50, output_kind="final"))
+        stream = engine.generate([SLOW, 1], SamplingParams(max_tokens=100, output_kind="final"))
         reader = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.02)
         with pytest.raises(RuntimeError, match="another task"):
@@ -223,7 +224,7 @@ def test_calls(engine):
         with pytest.raises(WorkerError, match="no such thing"):
             await engine.collective_rpc("fail")
         with pytest.raises(RpcTimeoutError):
-            await engine.collective_rpc("nap", (0.3,), timeout=0.05)
+            await engine.collective_rpc("nap", (1.0,), timeout=0.05)
         assert (await engine.health(timeout=10)).state == "ready"
         assert engine.stats.num_running == 0
         await engine.pause("all")
@@ -240,7 +241,7 @@ def test_calls(engine):
 
 def test_a_call_that_is_given_up_holds_up_nobody(engine):
     async def scenario():
-        task = asyncio.ensure_future(engine.collective_rpc("nap", (0.3,)))
+        task = asyncio.ensure_future(engine.collective_rpc("nap", (1.0,)))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -253,11 +254,11 @@ def test_a_call_that_is_given_up_holds_up_nobody(engine):
 def test_the_loop_goes_on_during_calls(engine):
     async def scenario():
         num_turns = 0
-        calls = [asyncio.ensure_future(engine.collective_rpc("nap", (0.02,))) for _ in range(20)]
+        calls = [asyncio.ensure_future(engine.collective_rpc("nap", (0.1,))) for _ in range(10)]
         while not all(call.done() for call in calls):
             await asyncio.sleep(0.005)
             num_turns += 1
-        assert num_turns > 20  # 0.4 s of naps; a loop that waits for them has a turn for each at most
+        assert num_turns > 10  # of 200 in a second of naps; a loop that waits for them has a turn for each at most
 
     run(scenario())
 

@@ -38,7 +38,11 @@ class NullWorker(FakeWorker):
         samples = self._computed[rows] == self._known[rows]
         all_sample = bool(samples.all())
         sampled = rows if all_sample else rows[samples]
+        token_ids = self.next_tokens(sampled, step.num_steps)
         self._known[sampled] += step.num_steps
         self._computed[sampled] += step.num_steps - 1
-        token_ids = np.full(len(sampled) * step.num_steps, TOKEN_ID, np.int32)
         return ModelRunnerOutput(step.step, None if all_sample else sampled, token_ids)
+
+    def next_tokens(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
+        """Of each row the tokens of all steps, one row after the other."""
+        return np.full(len(rows) * num_steps, TOKEN_ID, np.int32)

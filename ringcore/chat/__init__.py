@@ -19,6 +19,7 @@ from ringcore.chat.events import (
     ToolCallStart,
 )
 from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat, choose_format
+from ringcore.chat.grammars import answer_grammar
 from ringcore.chat.messages import to_template_messages
 from ringcore.chat.parser import ChatParser, parse_message, random_call_id
 
@@ -36,6 +37,7 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",
+    "answer_grammar",
     "choose_format",
     "parse_message",
     "random_call_id",

@@ -9,6 +9,7 @@ from typing import Any
 from ringcore.chat.json_call import JsonCall
 from ringcore.chat.reasoning import CLOSE, OPEN, ReasoningSyntax
 from ringcore.chat.tool_parser import CallSyntax
+from ringcore.chat.written_calls import json_call, xml_call
 from ringcore.chat.xml_call import FUNCTION, XmlCall
 from ringcore.errors import ConfigError
 
@@ -16,12 +17,14 @@ __all__ = ["REASONING_FORMATS", "TOOL_CALL_FORMATS", "ChatFormat", "choose_forma
 
 TOOL_CALL_FORMATS: dict[str, CallSyntax] = {
     # Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    "hermes": CallSyntax(JsonCall, openings=("<tool_call>",), closing="</tool_call>"),
+    "hermes": CallSyntax(JsonCall, json_call("arguments"), openings=("<tool_call>",), closing="</tool_call>"),
     # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}} as all of the output, or behind <|python_tag|>
-    "llama3_json": CallSyntax(JsonCall, openings=("<|python_tag|>",), bare="{", separator=";"),
+    "llama3_json": CallSyntax(JsonCall, json_call("parameters"), openings=("<|python_tag|>",), bare="{", separator=";"),
     # Qwen3-Coder: <tool_call><function=...><parameter=...>...</parameter></function></tool_call>, which at times
     # forgets its opening tag
-    "qwen3_coder": CallSyntax(XmlCall, openings=("<tool_call>",), unopened=(FUNCTION,), closing="</tool_call>"),
+    "qwen3_coder": CallSyntax(
+        XmlCall, xml_call, openings=("<tool_call>",), unopened=(FUNCTION,), closing="</tool_call>"
+    ),
 }
 
 REASONING_FORMATS: dict[str, ReasoningSyntax] = {

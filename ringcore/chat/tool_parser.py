@@ -19,6 +19,7 @@ from ringcore.chat.call_body import CallBody
 from ringcore.chat.events import ChatEvent, ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ringcore.chat.markers import TextRun, find_first, held_length
 from ringcore.chat.tools import ToolSchemas
+from ringcore.chat.written_calls import WriteCall
 
 __all__ = ["CallSyntax", "ToolCallParser"]
 
@@ -29,12 +30,14 @@ _BLANKS = " \t\r\n"
 class CallSyntax:
     """How a family of models marks its calls.
 
+    write: the form of a call, as a rule of a grammar.
     openings: markers before a call, anywhere in a text. unopened: the same, but part of the call itself.
     closing: the marker behind a call; a model that leaves it out is understood.
     bare: what a call without any marker begins with, where calls may stand alone. separator: may stand between those.
     """
 
     body: Callable[[ToolSchemas], CallBody]
+    write: WriteCall
     openings: tuple[str, ...]
     unopened: tuple[str, ...] = ()
     closing: str = ""

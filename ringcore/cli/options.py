@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ringcore.config import EngineConfig
+from ringcore.errors import unknown_option
 from ringcore.sampling_params import SamplingParams
 from ringcore.serve.options import ServiceOptions
+from ringcore.structured_outputs import StructuredOutputsParams
 
 __all__ = ["engine_options", "given", "sampling_options", "service_options", "with_options"]
 
@@ -98,7 +102,14 @@ def _plain_type(kind: Any) -> Any:
 
 
 def _reading(kind: Any) -> dict[str, Any]:
-    """How the text of a flag is read that takes a number or one of a few words, such as `int | Literal["auto"]`."""
+    """How the text of a flag is read that takes a JSON object, or a number or one of a few words, such as
+    `int | Literal["auto"]`."""
+    plain = _plain_type(kind)
+    if plain is StructuredOutputsParams:
+        return {"parser": _structured_outputs, "metavar": "<json>"}
+    if typing.get_origin(plain) is dict:
+        keys = typing.get_args(plain)[0]
+        return {"parser": partial(_json_object, keys=keys), "metavar": "<json>"}
     words = [word for k in typing.get_args(kind) if typing.get_origin(k) is Literal for word in typing.get_args(k)]
     return {"parser": _number_or_word, "metavar": f"<{'|'.join(['int', *words])}>"} if words else {}
 
@@ -109,6 +120,26 @@ def _number_or_word(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
+
+
+def _json_object(text: str, keys: type = str) -> dict[Any, Any]:
+    """A JSON object whose keys are written as strings, and read as `keys`."""
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+        return {keys(key): item for key, item in value.items()}
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"give a JSON object with {keys.__name__} keys: {error}") from error
+
+
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    """One of its fields in a JSON object, as `{"regex": "[0-9]+"}`."""
+    value, names = _json_object(text), [f.name for f in fields(StructuredOutputsParams)]
+    for name in value:
+        if name not in names:
+            raise unknown_option(name, names, "structured output")
+    return StructuredOutputsParams(**value)
 
 
 def _field_docs(doc: str) -> dict[str, str]:

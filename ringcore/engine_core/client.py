@@ -281,7 +281,7 @@ def _batches(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreR
     num_tokens = 0
     for request in requests:
         batch.append(request)
-        num_tokens += len(request.prompt_token_ids)
+        num_tokens += len(request.prompt_token_ids) + len(request.sampling_params.allowed_token_ids or ())
         if num_tokens >= _TOKENS_A_MESSAGE or len(batch) >= _REQUESTS_A_MESSAGE:
             yield batch
             batch, num_tokens = [], 0

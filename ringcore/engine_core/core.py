@@ -17,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.memory_calls import check_not_own, steps_by_rank, steps_of
 from ringcore.engine_core.memory_control import CALL_TIMEOUT_S, MemoryControl
 from ringcore.engine_core.memory_methods import OPERATIONS, MemoryMethods
@@ -45,6 +47,7 @@ from ringcore.protocol import (
     SchedulerOutput,
 )
 from ringcore.scheduler.scheduler import Scheduler
+from ringcore.structured_outputs import StructuredOutputsParams
 
 __all__ = ["EngineCore"]
 
@@ -96,7 +99,8 @@ class EngineCore(MemoryMethods):
             clock=clock,
         )
         self._reader = OutputReader()
-        gate = RequestGate(self._scheduler, self._supervisor, self._in_flight, self._untold)
+        self._grammars = GrammarGate(config, self._scheduler, self._compile_grammar, self._untold)
+        gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._in_flight, self._untold)
         self._memory = MemoryControl(self._submit_timed, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._hold_a_step)
 
@@ -105,10 +109,12 @@ class EngineCore(MemoryMethods):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) and is unchanged if it is wrong;
-        `SleepingError` while the memory that it needs is given back, or the weights are stale."""
+        `SleepingError` while the memory that it needs is given back, or the weights are stale.
+
+        What is wrong with a grammar of its `structured_outputs` comes as its output: that is compiled first."""
         self._supervisor.check_alive()
         self._memory.check_takes_requests()
-        self._scheduler.add_request(request)
+        self._grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Ends requests at once, also one that a step in flight computes; returns the last output of each.
@@ -116,14 +122,16 @@ class EngineCore(MemoryMethods):
         Unknown and finished ids are ignored.
         """
         self._supervisor.check_alive()
-        return self._scheduler.abort(request_ids)
+        ids = list(request_ids)
+        return [*self._grammars.abort(ids), *self._scheduler.abort(ids)]
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do: a request that is not finished, unless a pause or a sleep keeps it from
         going on; a step in flight; an operation under way; an output to give.
         """
-        return bool(self._in_flight or self._untold or self._held or self._operations) or self._scheduler.has_unfinished
+        is_busy = bool(self._in_flight or self._untold or self._held or self._operations or self._grammars)
+        return is_busy or self._scheduler.has_unfinished
 
     @property
     def num_in_flight(self) -> int:
@@ -161,6 +169,7 @@ class EngineCore(MemoryMethods):
         with self._errors_end_the_engine():
             try:
                 self._supervisor.check_serving()
+                self._grammars.drive()
                 columns = self._take_step(block, max_steps)
             except WorkersLost:
                 self._recover()
@@ -169,6 +178,8 @@ class EngineCore(MemoryMethods):
             columns = columns or output_columns([], self.stats())
             columns.others[:0] = self._untold
             self._untold.clear()
+        if columns is None and block and self._grammars:
+            self._grammars.wait(self.wait_fds())
         return columns
 
     def _take_step(self, block: bool, max_steps: int) -> OutputColumns | None:
@@ -201,6 +212,7 @@ class EngineCore(MemoryMethods):
             self._untold += self._scheduler.recover(kv_cache, cause, num_executed=len(self._in_flight))
         self.num_steps_taken += len(self._in_flight)
         self._in_flight.clear()
+        self._grammars.workers_replaced()
         if (steps := self._memory.workers_replaced()) is not None:
             self._operations.submit("recovery", steps, first=True)
 
@@ -269,9 +281,9 @@ class EngineCore(MemoryMethods):
         """Descriptors that become readable when a step or a call may have completed, or a worker has died.
 
         Asking any future takes in the replies of all, and makes them unreadable: see `loop.EngineLoop`. They are
-        others after a restart.
+        others after a restart, and from call to call while a grammar is compiled.
         """
-        return self._with_workers(self._executor.wait_fds)
+        return [*self._with_workers(self._executor.wait_fds), *self._grammars.fds]
 
     def _with_workers(self, call: Callable[[], T]) -> T:
         """Calls the executor; where it says that the workers are lost, new ones, which then get the call."""
@@ -330,14 +342,18 @@ class EngineCore(MemoryMethods):
     def _submit_timed(self, method: str, args: Sequence[Any]) -> RpcFuture:
         return self._forward(EncodedCall.of(method, args, timeout=CALL_TIMEOUT_S))
 
+    def _compile_grammar(self, spec: StructuredOutputsParams, timeout_s: float) -> RpcFuture:
+        return self._forward(EncodedCall.of("compile_grammar", [asdict(spec)], timeout=timeout_s))
+
     def _hold_a_step(self) -> None:
         if (columns := self._advance(block=True)) is not None:
             self._held.append(columns)
 
     @property
     def is_operating(self) -> bool:
-        """Whether an operation is under way."""
-        return bool(self._operations)
+        """Whether something is under way that no descriptor may tell of: an operation, or a request whose grammar is
+        compiled."""
+        return bool(self._operations) or self._grammars.is_working
 
     def is_sleeping(self) -> bool:
         return self._memory.states.is_sleeping
@@ -389,6 +405,7 @@ class EngineCore(MemoryMethods):
         """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`."""
         self._supervisor.end(EngineDeadError("the engine was shut down", process="engine"))
         self._in_flight.clear()
+        self._grammars.close()
         self._executor.shutdown()
 
     def __enter__(self) -> EngineCore:

@@ -12,9 +12,12 @@ from typing import Any, Protocol
 import msgspec
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.bad_words import bad_words_token_ids
 from ringcore.errors import InvalidRequestError, unknown_option
+from ringcore.logits_processor import check_params, load_logits_processor
 from ringcore.protocol import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
+from ringcore.scheduler.vocabulary import Vocabulary
 
 __all__ = ["InputProcessor", "PreparedRequest", "Prompt", "as_prompt_list"]
 
@@ -28,7 +31,7 @@ _MAX_PRIORITY = 2**31 - 1
 class TextEncoder(Protocol):
     """What is needed of a `Tokenizer`."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def apply_chat_template(
         self,
@@ -57,8 +60,10 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: TextEncoder, max_model_len: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = config.model.spec.vocab_size
+        spec = config.model.spec
+        self._vocabulary = Vocabulary(spec.vocab_size, spec.eos_token_ids, config.scheduler.max_logprobs)
         self._max_model_len = max_model_len or config.model.context_len
+        self._logits_processors = [load_logits_processor(name) for name in config.model.logits_processors]
         self._numbers = count()
 
     def process(
@@ -78,10 +83,14 @@ class InputProcessor:
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
         _check_keys(fields)
         text, token_ids = self._text_and_ids(fields)
-        self._check_ids("prompt_token_ids", token_ids)
+        if not token_ids:
+            raise _bad("prompt_token_ids", 0, "the prompt is empty; give at least one token")
+        self._vocabulary.tokens("prompt_token_ids", token_ids)
         self._check_length(len(token_ids))
-        if params.stop_token_ids:
-            self._check_ids("stop_token_ids", params.stop_token_ids)
+        bad_words = bad_words_token_ids(params.bad_words or (), self._encode_bare)
+        self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or [])
+        self._vocabulary.check(params, bad_words, len(token_ids))
+        check_params(self._logits_processors, params)
         number = next(self._numbers)
         request_id = _checked_string("request_id", _first(request_id, fields.get("request_id"))) or f"request-{number}"
         first = EngineCoreRequest(
@@ -91,6 +100,7 @@ class InputProcessor:
             arrival_s=time.monotonic(),
             priority=_priority(_first(priority, fields.get("priority"))),
             cache_salt=_checked_string("cache_salt", _first(cache_salt, fields.get("cache_salt"))),
+            bad_words_token_ids=bad_words,
         )
         return PreparedRequest([first] if params.n == 1 else _one_a_completion(first), request_id, text)
 
@@ -120,20 +130,8 @@ class InputProcessor:
             raise _bad("prompt", "", "the prompt is empty; give at least one character")
         return text, self._tokenizer.encode(text)
 
-    def _check_ids(self, field: str, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise _bad(field, 0, "the prompt is empty; give at least one token")
-        if min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
-            return
-        position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
-        raise InvalidRequestError(
-            f"{field}: token id {token_ids[position]} at position {position} is not in the vocabulary; "
-            f"give integers from 0 to {self._vocab_size - 1}",
-            field=field,
-            value=token_ids[position] if abs(token_ids[position]) < 2**63 else str(token_ids[position]),
-            position=position,
-            vocab_size=self._vocab_size,
-        )
+    def _encode_bare(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _check_length(self, num_tokens: int) -> None:
         longest = self._max_model_len - 1  # one token of the completion has to fit
@@ -159,12 +157,18 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 
 def _one_a_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """The first tells of the prompt, which is the same for all."""
     params = request.sampling_params
     return [
         msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}.{index}",
-            sampling_params=replace(params, n=1, seed=None if params.seed is None else params.seed + index),
+            sampling_params=replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else params.seed + index,
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            ),
         )
         for index in range(params.n)
     ]

@@ -17,7 +17,7 @@ from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.memory_calls import arguments_of, wrong_arguments
 from ringcore.engine_core.memory_methods import OPERATIONS
-from ringcore.engine_core.output_reader import output_columns
+from ringcore.engine_core.output_reader import in_messages, output_columns
 from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
@@ -86,6 +86,8 @@ class EngineLoop:
         }
         self._ready = core.ready  # the one that the client has
         self._poll = self._make_poll()
+        self._polled = core.ready  # the one whose descriptors are polled
+        self._was_operating = False
 
     def _make_poll(self) -> select.poll:
         poll = select.poll()
@@ -116,9 +118,13 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         """Until a message, a result, a worker's death, room for what waits to be sent, or a call's deadline."""
-        self._notice_recovery()
         if self._admin is not None and self._admin.has_messages:
             return  # its descriptor has told of them already
+        if self._core.is_operating or self._was_operating or self._polled is not self._core.ready:
+            self._poll = self._make_poll()  # of new workers, or of others from turn to turn; it may replace the workers
+            self._polled = self._core.ready
+            self._was_operating = self._core.is_operating
+        self._notice_recovery()
         wanted = select.POLLIN | (select.POLLOUT if self._channel.has_backlog else 0)
         self._poll.modify(self._channel.fileno(), wanted)
         ready = {fd for fd, _ in self._poll.poll(self._patience_ms())}
@@ -245,11 +251,11 @@ class EngineLoop:
         self._channel.flush(_TELL_S)
 
     def _notice_recovery(self) -> None:
-        """Once the core has new workers: tells the client, and waits on their descriptors from now on."""
-        while self._core.ready is not self._ready:
+        """Once the core has new workers: tells the client. It asks the core for nothing: the workers may be lost again,
+        and being replaced."""
+        if self._core.ready is not self._ready:
             self._ready = self._core.ready
             self.announce_ready()
-            self._poll = self._make_poll()
 
     # -----------------------------------------------------------------------------------------------------------
     # Out.
@@ -260,7 +266,8 @@ class EngineLoop:
 
     def _send_outputs(self) -> None:
         while self._unsent:
-            self._send(self._unsent.popleft())
+            for message in in_messages(self._unsent.popleft()):
+                self._send(message)
 
     def _tell(self, outputs: list[EngineCoreOutput]) -> None:
         """Sends outputs that came of no step, after those that wait to be sent."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
 import numpy as np
 
 from ringcore.protocol import EngineCoreOutput, EngineStats, OutputColumns, StartedRequest, TokenLogprobs
 
-__all__ = ["OutputReader", "output_columns"]
+__all__ = ["OutputReader", "in_messages", "output_columns"]
+
+_LOGPROBS_A_MESSAGE = 1 << 20  # up to 20 MB; a message has at most 64 MiB
 
 
 class OutputReader:
@@ -25,6 +30,9 @@ class OutputReader:
         for index, row in enumerate(rows):
             new = slice(index * num_steps, (index + 1) * num_steps)
             outputs.append(self._output(self._started[row], token_ids[new], logprobs and logprobs[new]))
+        for one in columns.prompt_logprobs:
+            index = rows.index(one.row)
+            outputs[index] = msgspec.structs.replace(outputs[index], prompt_logprobs=one)
         return outputs + columns.others
 
     def _output(
@@ -38,6 +46,40 @@ class OutputReader:
             first_scheduled_s=started.first_scheduled_s,
             num_preemptions=started.num_preemptions,
         )
+
+
+def in_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
+    """Columns that say the same, one after the other; each small enough to be sent, whatever log-probabilities there
+    are of large vocabularies.
+    """
+    if _num_logprobs(columns) <= _LOGPROBS_A_MESSAGE:
+        yield columns
+        return
+    yield msgspec.structs.replace(columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[])
+    num_steps = len(columns.token_ids) // max(len(columns.rows), 1)
+    for index, row in enumerate(columns.rows.tolist()):
+        new = slice(index * num_steps, (index + 1) * num_steps)
+        yield msgspec.structs.replace(
+            columns,
+            started=[],
+            rows=columns.rows[index : index + 1],
+            token_ids=columns.token_ids[new],
+            logprobs=columns.logprobs and columns.logprobs[new],
+            others=[],
+            prompt_logprobs=[one for one in columns.prompt_logprobs if one.row == row],
+        )
+    for other in columns.others:
+        yield output_columns([other], columns.stats)
+
+
+def _num_logprobs(columns: OutputColumns) -> int:
+    """The entries of all log-probabilities, those of a prompt and of a completion alike."""
+    positions = [one for one in columns.logprobs or () if one is not None]
+    prompts = list(columns.prompt_logprobs)
+    for other in columns.others:
+        positions += other.logprobs or ()
+        prompts += [other.prompt_logprobs] if other.prompt_logprobs is not None else []
+    return sum(len(one.token_ids) for one in positions) + sum(len(one.token_ids) for one in prompts)
 
 
 def output_columns(others: list[EngineCoreOutput], stats: EngineStats) -> OutputColumns:

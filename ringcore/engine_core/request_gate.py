@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.protocol import EngineCoreOutput
@@ -18,21 +19,23 @@ class RequestGate:
     def __init__(
         self,
         scheduler: Scheduler,
+        grammars: GrammarGate,
         supervisor: WorkerSupervisor,
         in_flight: Collection[object],
         untold: list[EngineCoreOutput],
     ) -> None:
-        self._scheduler, self._supervisor = scheduler, supervisor
+        self._scheduler, self._grammars, self._supervisor = scheduler, grammars, supervisor
         self._in_flight, self._untold = in_flight, untold
         self.freeze, self.thaw = scheduler.freeze, scheduler.thaw
 
     def unfinished_ids(self) -> list[str]:
-        return self._scheduler.unfinished_ids
+        return [*self._grammars.unfinished_ids, *self._scheduler.unfinished_ids]
 
     def is_paused(self) -> bool:
         return self._scheduler.paused is not None
 
     def abort_all(self) -> None:
+        self._untold += self._grammars.abort(self._grammars.unfinished_ids)
         self._untold += self._scheduler.abort(self._scheduler.unfinished_ids)
 
     def num_in_flight(self) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ringcore.engine_core.detokenizer import Detokenizer, TokenStream
 from ringcore.engine_core.input_processor import PreparedRequest
+from ringcore.engine_core.prompt_logprobs import PromptPositions, prompt_positions
 from ringcore.errors import RingcoreError, error_from_wire
 from ringcore.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
@@ -41,6 +42,10 @@ class RequestState:
         self._prompt = prepared.prompt
         self._request = prepared.requests[0]
         self._error: RingcoreError | None = None
+        self._token_text = tokenizer.token_text
+        self._prompt_positions: PromptPositions | None = None
+        if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
+            self._prompt_positions = [None]  # nothing will be told of a lone token
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
         self._lock = threading.RLock()  # a finalizer may `end` it anywhere within the code of its own thread
@@ -58,6 +63,8 @@ class RequestState:
             if self.is_over:
                 return 0, False
             num_new = completion.update(output)
+            if output.prompt_logprobs is not None:
+                self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
             if num_new and self._first_token_s is None:
                 self._first_token_s = now
             if output.error is not None:
@@ -95,7 +102,17 @@ class RequestState:
                 num_cached_tokens=self.completions[0].num_cached_tokens,
                 metrics=self._metrics(),
                 error=self._error,
+                prompt_logprobs=self._take_prompt_positions(),
             )
+
+    def _take_prompt_positions(self) -> PromptPositions | None:
+        """The list is the caller's own."""
+        positions = self._prompt_positions
+        if self._kind == "delta":
+            self._prompt_positions = None
+        elif positions is not None and not self.is_over:
+            return positions.copy()
+        return positions
 
     def take_last(self) -> RequestOutput:
         """What there is of a request that is over and of which nothing was taken."""

@@ -6,6 +6,7 @@ seeded row draws the same token alone, in any batch, after a preemption, and on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ringcore.protocol import TokenLogprobs
 __all__ = [
     "LaunchedLogprobs",
     "LogprobTensors",
+    "MovedLogprobs",
     "Sampled",
     "SamplingInputs",
     "launch_logprobs",
@@ -28,6 +30,7 @@ __all__ = [
     "uniforms",
 ]
 
+_FEW_LOGPROBS = 64  # most likely tokens of a row that are looked for together with those of other rows
 # Candidates that a top_p row's sorted head has; a row whose head does not reach top_p is sorted whole.
 _SORTED_HEAD = 256
 
@@ -224,49 +227,68 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -
     ranks = torch.cat(
         (
             (logits > values[:, :1]).sum(dim=-1, keepdim=True) + 1,
-            (top.values[:, None, :] > top.values[:, :, None]).sum(dim=-1) + 1,
+            torch.searchsorted(-top.values, -top.values) + 1,  # how many stand before the first of its equals
         ),
         dim=1,
     )
     return LogprobTensors(torch.cat((sampled, top.indices), dim=1), values - normalizer, ranks)
 
 
-class LaunchedLogprobs:
-    """`logprob_tensors` of the rows that asked, on their way to the host."""
+class MovedLogprobs:
+    """`LogprobTensors` on their way to the host."""
 
-    def __init__(self, tensors: LogprobTensors, asked: np.ndarray, num_logprobs: np.ndarray) -> None:
-        self._asked, self._num_logprobs = asked, num_logprobs
+    def __init__(self, tensors: LogprobTensors) -> None:
         self._on_host = [_to_host(tensor) for tensor in tensors]
         self._arrival: torch.cuda.Event | None = None
         if tensors.logprobs.is_cuda:
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
-    def result(self) -> list[TokenLogprobs | None]:
-        """Of every row, None for one that did not ask. Waits for the device."""
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, log-probabilities and ranks, [n, 1 + count] each. Waits for the device."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        ids, logprobs, ranks = (tensor.tolist() for tensor in self._on_host)
+        ids, logprobs, ranks = (tensor.numpy() for tensor in self._on_host)
+        return ids, logprobs, ranks
+
+
+class LaunchedLogprobs:
+    """`logprob_tensors` of the rows that asked, on their way to the host."""
+
+    def __init__(self, parts: Sequence[tuple[np.ndarray, MovedLogprobs]], num_logprobs: np.ndarray) -> None:
+        """parts: each with the rows [n] that it is of."""
+        self._parts, self._num_logprobs = parts, num_logprobs
+
+    def result(self) -> list[TokenLogprobs | None]:
+        """Of every row, None for one that did not ask. Waits for the device."""
         found: list[TokenLogprobs | None] = [None] * len(self._num_logprobs)
-        for i, row in enumerate(self._asked.tolist()):
-            n = 1 + int(self._num_logprobs[row])
-            found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
+        for rows, moved in self._parts:
+            ids, logprobs, ranks = (array.tolist() for array in moved.arrays())
+            for i, row in enumerate(rows.tolist()):
+                n = 1 + int(self._num_logprobs[row])
+                found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
         return found
 
 
 def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> LaunchedLogprobs | None:
     """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens, below 0 for none; does not wait.
 
-    None where no row asked.
+    None where no row asked. Rows that ask for many are taken one by one, so that they cost their neighbours nothing.
     """
     asked = np.flatnonzero(num_logprobs >= 0)
     if not len(asked):
         return None
+    counts = num_logprobs[asked]
+    few, many = asked[counts <= _FEW_LOGPROBS], asked[counts > _FEW_LOGPROBS]
+    groups = [*([few] if len(few) else []), *many[:, None]]
+    return LaunchedLogprobs([(group, _moved(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs)
+
+
+def _moved(logits: torch.Tensor, token_ids: torch.Tensor, asked: np.ndarray, num_logprobs: np.ndarray) -> MovedLogprobs:
     rows = torch.from_numpy(asked)
     if logits.is_cuda:
         rows = rows.pin_memory().to(logits.device, non_blocking=True)
-    tensors = logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs.max()))
-    return LaunchedLogprobs(tensors, asked, num_logprobs)
+    return MovedLogprobs(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[asked].max())))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import random
-from array import array
-
-import numpy as np
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol import EngineCoreRequest
 from ringcore.scheduler.request import Request
+from ringcore.scheduler.vocabulary import Vocabulary
 
 __all__ = ["Admission"]
 
@@ -22,19 +19,22 @@ class Admission:
     `seed` starts the series from which requests that bring no seed get theirs, in the order of arrival.
     """
 
-    def __init__(self, *, kv_cache: KVCacheManager, eos_token_ids: list[int], vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, *, kv_cache: KVCacheManager, eos_token_ids: list[int], vocab_size: int, max_logprobs: int, seed: int
+    ) -> None:
         self.change_cache(kv_cache)
         self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
+        self._vocabulary = Vocabulary(vocab_size, eos_token_ids, max_logprobs)
         self._seeds = random.Random(seed)
         self._num_admitted = 0
 
     def admit(self, request: EngineCoreRequest) -> Request:
         """The request to schedule. Raises `InvalidRequestError` naming field, value and remedy."""
         params = request.sampling_params
-        tokens = self._tokens("prompt_token_ids", request.prompt_token_ids)
+        tokens = self._vocabulary.tokens("prompt_token_ids", request.prompt_token_ids)
         self._check_length(len(tokens))
-        stop_token_ids = list(self._tokens("stop_token_ids", params.stop_token_ids or []))
+        stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or []))
+        self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         max_total_tokens = self._max_total_tokens
         if params.max_tokens is not None:
@@ -74,36 +74,6 @@ class Admission:
                 usable_blocks=usable,
             )
         request.move_to_cache(self._max_total_tokens)
-
-    def _tokens(self, field: str, token_ids: list[int]) -> array[int]:
-        """The ids as array('i'), each of them in the vocabulary."""
-        if not token_ids:
-            return array("i")
-        try:
-            tokens = array("i", token_ids)
-        except (TypeError, OverflowError):  # not an integer, or none of 32 bits
-            raise self._not_in_vocabulary(field, token_ids) from None
-        ids = np.frombuffer(tokens, dtype=np.int32)
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise self._not_in_vocabulary(field, token_ids)
-        return tokens
-
-    def _not_in_vocabulary(self, field: str, token_ids: list[int]) -> InvalidRequestError:
-        position, bad = next((i, t) for i, t in enumerate(token_ids) if not self._in_vocabulary(t))
-        return InvalidRequestError(
-            f"{field}: token id {bad!r} at position {position} is not in the vocabulary; "
-            f"give integers from 0 to {self._vocab_size - 1}",
-            field=field,
-            value=bad if isinstance(bad, int) and abs(bad) < 2**63 else repr(bad),
-            position=position,
-            vocab_size=self._vocab_size,
-        )
-
-    def _in_vocabulary(self, token_id: int) -> bool:
-        try:
-            return 0 <= operator.index(token_id) < self._vocab_size
-        except TypeError:
-            return False
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens == 0:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, WorkerError, error_to_wire
+from ringcore.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RingcoreError,
+    WorkerDiedError,
+    WorkerError,
+    error_to_wire,
+)
 from ringcore.protocol import EngineCoreOutput, WireError
 from ringcore.scheduler.request import Request
 
-__all__ = ["failure", "killed_the_workers", "row_failed"]
+__all__ = ["failure", "id_in_use", "killed_the_workers", "row_failed"]
 
 
 def failure(request: Request, error: RingcoreError) -> EngineCoreOutput:
     """The last output of a request that cannot go on."""
     return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
+
+
+def id_in_use(request_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"request_id={request_id!r}: a request with this id is not finished yet; give another id",
+        field="request_id",
+        value=request_id,
+    )
 
 
 def row_failed(request: Request, message: str) -> WorkerError:

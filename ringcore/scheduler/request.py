@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from ringcore.kv_cache.block_hash import ExtraKeys
 from ringcore.outputs import FinishReason
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, StartedRequest, TokenLogprobs, WireError
+from ringcore.protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    PromptLogprobs,
+    StartedRequest,
+    TokenLogprobs,
+    WireError,
+)
 
 __all__ = ["Request", "RequestStatus"]
 
@@ -27,6 +34,7 @@ class Request:
 
     __slots__ = (
         "arrival_s",
+        "bad_words_token_ids",
         "block_hashes",
         "eos_token_ids",
         "extra_keys",
@@ -64,6 +72,7 @@ class Request:
     ) -> None:
         self.request_id = request.request_id
         self.sampling_params = request.sampling_params
+        self.bad_words_token_ids = request.bad_words_token_ids
         self.arrival_s = request.arrival_s
         self.priority = request.priority
         self.sequence = sequence  # its number in the order of arrival
@@ -136,6 +145,11 @@ class Request:
             return "length", None
         return None, None
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether it starts, or runs, to tell of its prompt: until its first token is known, which comes with that."""
+        return self.sampling_params.prompt_logprobs is not None and len(self.tokens) == self.num_prompt_tokens
+
     def to_started(self) -> StartedRequest:
         """What the front end needs to know of it when it was given a row."""
         assert self.row is not None
@@ -152,6 +166,7 @@ class Request:
         finish_reason: FinishReason | None = None,
         stop_reason: int | None = None,
         error: WireError | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> EngineCoreOutput:
         return EngineCoreOutput(
             request_id=self.request_id,
@@ -163,6 +178,7 @@ class Request:
             first_scheduled_s=self.first_scheduled_s,
             num_preemptions=self.num_preemptions,
             error=error,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def check(self) -> None:

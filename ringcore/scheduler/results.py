@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.protocol import EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
+from ringcore.protocol import EngineCoreOutput, ModelRunnerOutput, PromptLogprobs, TokenLogprobs
 from ringcore.scheduler.failures import failure, row_failed
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
@@ -26,6 +26,7 @@ class StepResults(NamedTuple):
     token_ids: np.ndarray  # [n, num_steps] int32
     logprobs: list[TokenLogprobs | None] | None  # [n * num_steps]
     failed: list[tuple[int, str]]  # positions of requests that cannot go on, and the worker's messages
+    prompt_logprobs: list[PromptLogprobs]  # of some of `rows`
 
     def ends(
         self, running: RunningTable, stop_tokens: StopTokens
@@ -73,8 +74,17 @@ class StepResults(NamedTuple):
                     logprobs=self._logprobs_of(index, count),
                     finish_reason=finish_reason,
                     stop_reason=stop_reason,
+                    prompt_logprobs=self._prompt_logprobs_of(request),
                 )
         return None
+
+    def _prompt_logprobs_of(self, request: Request) -> PromptLogprobs | None:
+        return next((one for one in self.prompt_logprobs if one.row == request.row), None)
+
+    def prompt_logprobs_without(self, others: list[EngineCoreOutput]) -> list[PromptLogprobs]:
+        """Those that are not in these last outputs."""
+        told = {id(output.prompt_logprobs) for output in others}
+        return [one for one in self.prompt_logprobs if id(one) not in told]
 
     def _logprobs_of(self, index: int, num_tokens: int) -> list[TokenLogprobs] | None:
         """Those of the first num_tokens tokens of one request, if it asked for any."""
@@ -99,7 +109,7 @@ def take_in(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable
     if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
         assert len(token_ids) == running.num, f"step {step.step}: a token too many or too few"
         running.confirmed += step.num_steps
-        return StepResults(_ALL, step.rows, token_ids, output.logprobs, [])
+        return StepResults(_ALL, step.rows, token_ids, output.logprobs, [], output.prompt_logprobs)
     positions = running.positions_of_runs(step.rows, step.runs)
     alive = positions >= 0
     erring = np.isin(step.rows, [error.row for error in output.row_errors])
@@ -111,7 +121,9 @@ def take_in(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable
     failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
     here, kept = alive & sampled, alive[sampled]
     logprobs = _kept(output.logprobs, kept, step.num_steps)
-    return StepResults(positions[here], step.rows[here], token_ids[kept], logprobs, failed)
+    rows = step.rows[here]
+    prompt_logprobs = output.prompt_logprobs and [one for one in output.prompt_logprobs if one.row in rows]
+    return StepResults(positions[here], rows, token_ids[kept], logprobs, failed, prompt_logprobs)
 
 
 def _kept(

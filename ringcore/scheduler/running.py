@@ -57,6 +57,7 @@ class RunningRequests:
             sampling_params=request.sampling_params,
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
         )
 
     def stop(self, requests: Sequence[Request]) -> None:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ringcore.config import SchedulerConfig
-from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError
+from ringcore.errors import CapacityError, EngineDeadError
 from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
 from ringcore.protocol import (
     EngineCoreOutput,
@@ -46,7 +46,7 @@ from ringcore.protocol import (
     StartedRequest,
 )
 from ringcore.scheduler.admission import Admission
-from ringcore.scheduler.failures import failure, killed_the_workers
+from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
 from ringcore.scheduler.planning import num_victims_needed, share_budget, steps_at_once, take_blocks, victims
 from ringcore.scheduler.quarantine import Quarantine
 from ringcore.scheduler.request import Request, RequestStatus
@@ -75,7 +75,13 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._admission = Admission(kv_cache=kv_cache, eos_token_ids=eos_token_ids, vocab_size=vocab_size, seed=seed)
+        self._admission = Admission(
+            kv_cache=kv_cache,
+            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
+            max_logprobs=config.max_logprobs,
+            seed=seed,
+        )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
         # only the one on trial both runs and is in the quarantine.
@@ -84,6 +90,7 @@ class Scheduler:
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
+        self.num_held = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
         # Whether somebody may be able to start who could not when it was last tried.
@@ -100,13 +107,23 @@ class Scheduler:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Puts a request into the queue. Raises `InvalidRequestError` where it can never be served."""
+        self._enqueue(self.admit(request))
+
+    def admit(self, request: EngineCoreRequest) -> Request:
+        """A request that somebody else holds until it may be enqueued; in the queue it has the place of its arrival.
+
+        Raises `InvalidRequestError` where it can never be served.
+        """
         if request.request_id in self._requests:
-            raise InvalidRequestError(
-                f"request_id={request.request_id!r}: a request with this id is not finished yet; give another id",
-                field="request_id",
-                value=request.request_id,
-            )
-        admitted = self._admission.admit(request)
+            raise id_in_use(request.request_id)
+        return self._admission.admit(request)
+
+    def enqueue(self, admitted: Request) -> None:
+        """Raises `CapacityError` where the workers were replaced since it was admitted, and it fits no more."""
+        self._admission.readmit(admitted)
+        self._enqueue(admitted)
+
+    def _enqueue(self, admitted: Request) -> None:
         self._requests[admitted.request_id] = admitted
         self._waiting.add(admitted)
         self._may_start = True
@@ -192,13 +209,14 @@ class Scheduler:
         results = take_in(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
+        prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
         self._finish(ended)
         if self._running.release_windows():
             self._may_start = True
         if self._quarantine.on_trial is not None:
             self._end_trial_at_its_target(self._quarantine.on_trial)
         started, self._started = self._started, []
-        return OutputColumns(started, *results.columns_without(indices), others, self.stats())
+        return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
     # Those that run already.
 
@@ -257,16 +275,21 @@ class Scheduler:
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
         kv_cache = self._running.kv_cache
-        prefix = kv_cache.find_cached_prefix(request)
+        prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
             self._may_start = True  # with every step that comes back there may be more of it
             return False
         if not self._start(request, prefix, plan):
             return False
-        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching:
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.wants_prompt_logprobs:
             self._num_prefix_hit_tokens += prefix.num_computed_tokens
             self._num_prefix_query_tokens += len(request.tokens)
         return True
+
+    def _find_cached_prefix(self, request: Request) -> CachedPrefix:
+        """Nothing for one that tells of its prompt: for that every position has to be computed."""
+        kv_cache = self._running.kv_cache
+        return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
 
     def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         """Lets a request run; False, and nothing changed, where its blocks are not free."""
@@ -289,7 +312,7 @@ class Scheduler:
         if not lower:
             return
         self._running.publish()
-        prefix = self._running.kv_cache.find_cached_prefix(first)
+        prefix = self._find_cached_prefix(first)
         if prefix.is_awaited:
             return
         rows = [request.row for request in lower if request.row is not None]
@@ -415,7 +438,7 @@ class Scheduler:
         return EngineStats(
             step=self._num_steps,
             num_running=self._table.num,
-            num_waiting=len(self._requests) - self._table.num,
+            num_waiting=len(self._requests) - self._table.num + self.num_held,
             num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,

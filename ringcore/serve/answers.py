@@ -19,11 +19,19 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionResponse",
+    "ErrorResponse",
+    "HealthResponse",
+    "ModelCard",
+    "ModelList",
+    "TextResponse",
+    "TokensResponse",
     "UsageInfo",
+    "VersionResponse",
     "chat_delta",
     "chat_logprobs",
     "chat_message",
     "completion_logprobs",
+    "prompt_logprobs",
 ]
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf
@@ -41,12 +49,22 @@ class UsageInfo(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token; `text_offset` is where the token begins in the completion's text, in characters."""
+    """One entry a token; `text_offset` is where the token begins in the completion's text, in characters. The first
+    token of a prompt, where that is echoed, has no log-probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; None for the first token
 
 
 class CompletionChoice(TypedDict):
@@ -55,6 +73,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class CompletionResponse(TypedDict):
@@ -125,6 +144,7 @@ class ChatCompletionResponse(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChatCompletionChunk(TypedDict):
@@ -134,6 +154,54 @@ class ChatCompletionChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageInfo | None]
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokensResponse(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TextResponse(TypedDict):
+    prompt: str
+
+
+class HealthResponse(TypedDict):
+    state: str
+    num_running: int
+    num_waiting: int
+    num_restarts: int
+
+
+class VersionResponse(TypedDict):
+    version: str
+
+
+class ErrorBody(TypedDict):
+    message: str
+    type: str
+    param: str | None  # the request's field
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    error: ErrorBody
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -179,10 +247,18 @@ def chat_delta(event: chat.ChatEvent) -> ChatMessage | None:
 Position = dict[int, Logprob]
 
 
-def completion_logprobs(positions: Iterable[Position], text_offset: int) -> CompletionLogprobs:
+def completion_logprobs(
+    positions: Iterable[Position], text_offset: int, first_token: str | None = None
+) -> CompletionLogprobs:
     """text_offset: of the first token. Of tokens whose texts are equal (parts of a character) the likelier one is told,
-    as the form has no place for both."""
+    as the form has no place for both. first_token: one before the positions, of which nothing is known."""
     answer = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    if first_token is not None:
+        answer["tokens"].append(first_token)
+        answer["token_logprobs"].append(None)
+        answer["top_logprobs"].append(None)
+        answer["text_offset"].append(text_offset)
+        text_offset += len(first_token)
     for position in positions:
         sampled = next(iter(position.values()))
         answer["tokens"].append(sampled.decoded_token)
@@ -196,12 +272,26 @@ def completion_logprobs(positions: Iterable[Position], text_offset: int) -> Comp
     return answer
 
 
+def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
+    """Of each token of a prompt, as vLLM tells them."""
+    return [
+        None
+        if position is None
+        else {
+            token_id: PromptLogprob(logprob=_finite(one), rank=one.rank, decoded_token=one.decoded_token)
+            for token_id, one in position.items()
+        }
+        for position in positions
+    ]
+
+
 def chat_logprobs(positions: Iterable[Position], num_top: int) -> ChatLogprobs:
-    """num_top: the number of the most likely tokens to tell beside the sampled one."""
+    """num_top: the number of the most likely tokens to tell beside the sampled one; -1: all that there are."""
     content = []
     for position in positions:
         sampled = next(iter(position.values()))
-        likeliest = sorted(position.values(), key=lambda one: one.rank)[:num_top]
+        likeliest = sorted(position.values(), key=lambda one: one.rank)
+        likeliest = likeliest if num_top < 0 else likeliest[:num_top]
         content.append(ChatLogprob(**_top_logprob(sampled), top_logprobs=[_top_logprob(one) for one in likeliest]))
     return ChatLogprobs(content=content)
 

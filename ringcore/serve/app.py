@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import ringcore
 from ringcore.async_engine import AsyncEngine
-from ringcore.serve.answers import ChatCompletionResponse, CompletionResponse
+from ringcore.serve.answers import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    ErrorResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TextResponse,
+    TokensResponse,
+    VersionResponse,
+)
 from ringcore.serve.chat_completions import answer_chat
+from ringcore.serve.chat_page import add_chat_page
 from ringcore.serve.completions import complete
 from ringcore.serve.errors import add_error_handlers, json_response
 from ringcore.serve.limits import Gate
@@ -22,6 +33,8 @@ from ringcore.serve.tokens import detokenize, tokenize
 
 __all__ = ["create_app"]
 
+_Described = dict[int | str, dict[str, Any]]
+
 _SERVING = ("ready", "sleeping")  # an engine sleeps because somebody told it to
 
 
@@ -29,8 +42,9 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     """An ASGI application that serves `engine`, which is started, and stays its owner's to close."""
     options = options or ServiceOptions()
     service = Service(engine, options)
-    # Pages for people, which load scripts from elsewhere, are left out.
-    app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None)
+    # FastAPI's own pages, which load scripts from elsewhere, are left out.
+    errors: _Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+    app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
     app.add_middleware(Gate, options=options)
     add_error_handlers(app)
@@ -38,68 +52,69 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_tokens(app, service)
     _add_models(app, service)
     _add_watching(app, service)
+    add_chat_page(app)
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=_described(CompletionResponse))
+    @app.post("/v1/completions", responses=_described(CompletionResponse, "text/event-stream"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await complete(service, body, request.receive)
 
-    @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse))
+    @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse, "text/event-stream"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         return await answer_chat(service, body, request.receive)
 
 
-def _described(answer: Any) -> dict[int | str, dict[str, Any]]:
+def _described(answer: Any, *media_types: str) -> _Described:
     """For the OpenAPI document alone: answers are written as they are, and not checked again."""
-    return {200: {"model": answer, "content": {"text/event-stream": {}}}}
+    return {200: {"model": answer, "content": {media_type: {} for media_type in media_types}}}
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     # Not async: a long text is worked on in a thread, and the streams go on.
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=_described(TokensResponse))
     def tokenize_(body: TokenizeRequest) -> Response:
         return json_response(tokenize(service, body))
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=_described(TextResponse))
     def detokenize_(body: DetokenizeRequest) -> Response:
         return json_response(detokenize(service, body))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.started_at,
-            "owned_by": "ringcore",
-            "root": service.engine.config.model.model,
-            "parent": None,
-            "max_model_len": service.max_model_len,
-        }
+    def card(name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            object="model",
+            created=service.started_at,
+            owned_by="ringcore",
+            root=service.engine.config.model.model,
+            parent=None,
+            max_model_len=service.max_model_len,
+        )
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=_described(ModelList))
     async def models() -> Response:
         return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=_described(ModelCard))
     async def model(name: str) -> Response:
         return json_response(card(service.model_name(name)))
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", responses=_described(HealthResponse) | {503: {"model": HealthResponse}})
     async def health() -> Response:
         """200 for an engine that is ready, or sleeps; else 503. What it died of is in the answers to requests."""
         health = await service.engine.health()
         told = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
         return json_response(told, 200 if health.state in _SERVING else 503)
 
-    @app.get("/version")
+    @app.get("/version", responses=_described(VersionResponse))
     async def version() -> Response:
         return json_response({"version": ringcore.__version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
 from ringcore.chat import MessageBuilder
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.sampling_params import SamplingParams
 from ringcore.serve.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -21,12 +24,14 @@ from ringcore.serve.answers import (
     chat_delta,
     chat_logprobs,
     chat_message,
+    prompt_logprobs,
 )
 from ringcore.serve.errors import json_response
-from ringcore.serve.parsing import ChoiceParser, RequestParsing
+from ringcore.serve.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
 from ringcore.serve.schema import ChatCompletionRequest
 from ringcore.serve.service import Answer, Service, news
 from ringcore.serve.streaming import Emit, EventStream, while_connected
+from ringcore.serve.structured import name_field
 
 __all__ = ["answer_chat"]
 
@@ -45,10 +50,12 @@ class _Chat:
     def __init__(self, service: Service, body: ChatCompletionRequest) -> None:
         service.check_n(body.num_completions)
         service.check_logprobs("top_logprobs", body.top_logprobs)
+        service.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
         self._service, self._body = service, body
-        self._messages, self._tools = body.text_messages(), body.shown_tools()
+        self._messages, self._tools = body.text_messages(), body.request_tools()
+        self._form = body.text_form()
         self._parsing = RequestParsing(
             service.engine.get_tokenizer(),
             service.chat_format,
@@ -79,7 +86,7 @@ class _Chat:
         answer = self._answer
         answer.count_prompt(last)
         answer.count_completions(last)
-        return ChatCompletionResponse(
+        response = ChatCompletionResponse(
             id=answer.id,
             object="chat.completion",
             created=answer.created,
@@ -87,6 +94,9 @@ class _Chat:
             choices=[self._choice(one, parser) for one, parser in zip(last.outputs, self._begin(last), strict=True)],
             usage=answer.usage(),
         )
+        if last.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprobs(last.prompt_logprobs)
+        return response
 
     async def stream(self, emit: Emit) -> None:
         begun, finished = set[int](), set[int]()
@@ -131,17 +141,41 @@ class _Chat:
     async def _follow(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
         body = self._body
         with self._service.places.taken([body.messages], self._params.n):
+            params = await self._bounded_params()
             outputs = self._service.engine.chat(
                 self._messages,
-                self._params,
+                params,
                 request_id=self._answer.id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 add_generation_prompt=body.add_generation_prompt,
-                tools=self._tools,
+                tools=self._tools.shown,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
-            await self._service.follow(outputs, self._params, take)
+            await self._service.follow(outputs, params, take, self._form_field)
+
+    async def _bounded_params(self) -> SamplingParams:
+        """The parameters with what the answer is held to, which may hang on how the prompt ends."""
+        if self._form is None and not self._tools.must_call:
+            return self._params
+        prompt_end = await run_in_threadpool(self._prompt_end) if self._parsing.reasons else ""
+        try:
+            bounds = self._parsing.structured_outputs(self._form, prompt_end)
+            return replace(self._params, structured_outputs=bounds)
+        except InvalidRequestError as error:
+            raise name_field(error, self._form_field) from error
+
+    @property
+    def _form_field(self) -> str:
+        """The field that asks for structured outputs, if any does."""
+        return "tools" if self._form is None else self._form.field
+
+    def _prompt_end(self) -> str:
+        body = self._body
+        text = self._service.engine.get_tokenizer().render_chat(
+            self._messages, body.add_generation_prompt, self._tools.shown, body.chat_template_kwargs
+        )
+        return text[-PROMPT_END_CHARS:]
 
     def _logprobs(self, logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
         return None if logprobs is None else chat_logprobs(logprobs, self._num_top)
@@ -159,7 +193,7 @@ class _Chat:
 
     def _chunk(self, index: int, delta: ChatMessage, logprobs: ChatLogprobs | None = None) -> ChatCompletionChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)
-        return self._response([choice], None)
+        return self._response([choice], self._answer.usage() if self._body.wants_usage_so_far else None)
 
     def _response(self, choices: list[ChatChunkChoice], usage: UsageInfo | None) -> ChatCompletionChunk:
         answer = self._answer

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from fastapi.responses import Response
 from starlette.types import Receive
 
-from ringcore.errors import InvalidRequestError
-from ringcore.outputs import CompletionOutput, RequestOutput
-from ringcore.serve.answers import CompletionChoice, CompletionResponse, UsageInfo, completion_logprobs
+from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.serve.answers import (
+    CompletionChoice,
+    CompletionResponse,
+    UsageInfo,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from ringcore.serve.errors import json_response
 from ringcore.serve.schema import CompletionRequest
 from ringcore.serve.service import Answer, Service, news
@@ -26,20 +32,45 @@ async def complete(service: Service, body: CompletionRequest, receive: Receive) 
     return json_response(await while_connected(receive, completions.whole()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt as it stands before its completions, and what is known of its tokens but the first."""
+
+    text: str = ""
+    first_token: str | None = None
+    positions: Sequence[dict[int, Logprob]] = ()
+
+
 class _Completions:
     """One request: each of its prompts is one of the engine, and has n choices, numbered prompt after prompt."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         service.check_n(body.num_completions)
         service.check_logprobs("logprobs", body.logprobs)
-        if body.echo and body.logprobs is not None:
-            raise InvalidRequestError(
-                "echo: the prompt's log-probabilities are not served; leave out echo or logprobs", field="echo"
-            )
+        service.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         self._service, self._body = service, body
         self._prompts = body.prompts()
-        self._params = body.sampling_params(output_kind="delta" if body.stream else "final")
+        self._form = body.text_form()
+        self._params = body.sampling_params(
+            structured_outputs=None if self._form is None else self._form.params,
+            output_kind="delta" if body.stream else "final",
+            **self._echo_params(),
+        )
         self._answer = Answer.of("cmpl", service.model_name(body.model))
+
+    def _echo_params(self) -> dict[str, int | None]:
+        """What an echo asks of the engine: the prompt's log-probabilities where tokens have theirs, and of a completion
+        of no tokens, which is the prompt alone, one that is left out."""
+        body, params = self._body, dict[str, int | None]()
+        if body.echo and body.prompt_logprobs is None:
+            params["prompt_logprobs"] = body.logprobs
+        if self._is_prompt_alone:
+            params["max_tokens"] = 1
+        return params
+
+    @property
+    def _is_prompt_alone(self) -> bool:
+        return self._body.echo and self._body.max_tokens == 0
 
     async def whole(self) -> CompletionResponse:
         last: list[RequestOutput | None] = [None] * len(self._prompts)
@@ -56,8 +87,13 @@ class _Completions:
         for index, output in enumerate(last):
             assert output is not None, "an iterator ended without an output"
             self._answer.count_prompt(output)
-            self._answer.count_completions(output)
-            choices += [self._choice(index, completion, self._echo(output)) for completion in output.outputs]
+            self._count_completions(output)
+            echo = self._echo(output)
+            choices += [self._choice(index, completion, echo)[0] for completion in output.outputs]
+            if self._body.prompt_logprobs is not None:
+                told = prompt_logprobs(output.prompt_logprobs or [])
+                for choice in choices[-len(output.outputs) :]:
+                    choice["prompt_logprobs"] = told
         return self._response(choices, usage=self._answer.usage())
 
     async def stream(self, emit: Emit) -> None:
@@ -69,19 +105,39 @@ class _Completions:
     async def _stream_prompt(self, index: int, emit: Emit) -> None:
         n = self._params.n
         is_begun, offsets, finished = [False] * n, [0] * n, set[int]()
+        waiting: list[RequestOutput] = []  # for the log-probabilities of the prompt, which one of n completions brings
+        echo = _Echo()
 
         async def take(output: RequestOutput) -> None:
+            nonlocal echo
             if not any(is_begun):
+                waiting.append(output)
+                if self._is_early(output):
+                    return
                 self._answer.count_prompt(output)
-            self._answer.count_completions(output)
+                echo = self._echo(output)
+            for ready in waiting or [output]:
+                await give(ready)
+            waiting.clear()
+
+        async def give(output: RequestOutput) -> None:
+            self._count_completions(output)
             for completion in news(output, finished):
                 i = completion.index
-                prefix = "" if is_begun[i] else self._echo(output)
+                choice, offsets[i] = self._choice(index, completion, _Echo() if is_begun[i] else echo, offsets[i])
                 is_begun[i] = True
-                await emit(self._response([self._choice(index, completion, prefix, offsets[i])], usage=None))
-                offsets[i] += sum(len(next(iter(p.values())).decoded_token) for p in completion.logprobs or [])
+                usage = self._answer.usage() if self._body.wants_usage_so_far else None
+                await emit(self._response([choice], usage))
 
         await self._follow(index, take)
+
+    def _is_early(self, output: RequestOutput) -> bool:
+        """Whether the log-probabilities of the prompt, which stand first, are still to come."""
+        return self._has_echoed_logprobs and output.prompt_logprobs is None and not output.finished
+
+    @property
+    def _has_echoed_logprobs(self) -> bool:
+        return self._body.echo and self._body.logprobs is not None
 
     async def _follow(self, index: int, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
         outputs = self._service.engine.generate(
@@ -91,28 +147,46 @@ class _Completions:
             priority=self._body.priority,
             cache_salt=self._body.cache_salt,
         )
-        await self._service.follow(outputs, self._params, take)
+        await self._service.follow(outputs, self._params, take, None if self._form is None else self._form.field)
 
-    def _echo(self, output: RequestOutput) -> str:
-        """What stands before a completion's text: its prompt, where that was asked for."""
+    def _echo(self, output: RequestOutput) -> _Echo:
+        """What stands before a completion: its prompt, where that was asked for."""
         if not self._body.echo:
-            return ""
-        if output.prompt is not None:
-            return output.prompt
+            return _Echo()
         tokenizer = self._service.engine.get_tokenizer()
-        return tokenizer.decode(output.prompt_token_ids, self._params.skip_special_tokens)
+        text = output.prompt
+        if text is None:
+            text = tokenizer.decode(output.prompt_token_ids, self._params.skip_special_tokens)
+        if not self._has_echoed_logprobs:
+            return _Echo(text)
+        known = [position for position in output.prompt_logprobs or () if position is not None]
+        return _Echo(text, tokenizer.token_text(output.prompt_token_ids[0]), known)
 
     def _choice(
-        self, prompt_index: int, completion: CompletionOutput, prefix: str, text_offset: int = 0
-    ) -> CompletionChoice:
-        logprobs = completion.logprobs
-        return CompletionChoice(
+        self, prompt_index: int, completion: CompletionOutput, echo: _Echo, text_offset: int = 0
+    ) -> tuple[CompletionChoice, int]:
+        """A choice, and where the text of its tokens ends."""
+        if self._is_prompt_alone:
+            logprobs_of_none: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
+            completion = replace(
+                completion, text="", logprobs=logprobs_of_none, finish_reason="length", stop_reason=None
+            )
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = completion_logprobs([*echo.positions, *completion.logprobs], text_offset, echo.first_token)
+            text_offset += sum(map(len, logprobs["tokens"]))
+        choice = CompletionChoice(
             index=prompt_index * self._params.n + completion.index,
-            text=prefix + completion.text,
-            logprobs=None if logprobs is None else completion_logprobs(logprobs, text_offset),
+            text=echo.text + completion.text,
+            logprobs=logprobs,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
+        return choice, text_offset
+
+    def _count_completions(self, output: RequestOutput) -> None:
+        if not self._is_prompt_alone:
+            self._answer.count_completions(output)
 
     def _response(self, choices: list[CompletionChoice], usage: UsageInfo | None) -> CompletionResponse:
         answer = self._answer

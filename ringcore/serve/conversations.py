@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, WithJsonSchema
 
 from ringcore.chat import to_template_messages
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["Tool", "template_tools", "text_messages"]
+__all__ = ["Message", "RequestTools", "Tool", "request_tools", "text_messages"]
 
-Message = dict[str, Any]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]},
+        "reasoning_content": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+    },
+    "required": ["role"],
+}
+# What the document says of it is checked by `text_messages`, which says where in a message something is wrong.
+Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 
 
 class ToolFunction(BaseModel):
@@ -21,7 +38,9 @@ class ToolFunction(BaseModel):
     name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    strict: StrictBool | None = None  # without effect: what a model writes is not forced into a form
+    # Without effect: a call that is forced holds to `parameters` in any case, and one of tool_choice "auto" is written
+    # by the model as it likes.
+    strict: StrictBool | None = None
 
 
 class Tool(BaseModel):
@@ -31,24 +50,45 @@ class Tool(BaseModel):
     function: ToolFunction
 
 
-def template_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The tools to show to the model: with the choice "none", none. Raises `InvalidRequestError`."""
+@dataclass(frozen=True, slots=True)
+class RequestTools:
+    """The tools of a request, in OpenAI's form.
+
+    shown: to the model. callable: those of them that it may call. must_call: it has to, and to say nothing else;
+    is_single: once.
+    """
+
+    shown: list[dict[str, Any]]
+    callable: list[dict[str, Any]]
+    must_call: bool = False
+    is_single: bool = False
+
+
+def request_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | None = None) -> RequestTools:
+    """With the choice "none", none. Raises `InvalidRequestError`."""
     tools = tools or []
     for i, tool in enumerate(tools):
         _check_parameters(f"tools[{i}].function.parameters", tool.function.parameters)
     for name, times in Counter(tool.function.name for tool in tools).items():
         if times > 1:
             raise InvalidRequestError(f"tools: {times} have the name {name!r}; give each its own", field="tools")
-    if isinstance(tool_choice, dict) or tool_choice == "required":
-        raise InvalidRequestError(
-            "tool_choice: a call cannot be forced, which needs structured outputs; give 'auto' or 'none'",
-            field="tool_choice",
-        )
-    if tool_choice not in (None, "auto", "none"):
-        raise _bad("tool_choice", f"{tool_choice!r} is none; give 'auto' or 'none'")
-    if tool_choice == "none":
-        return []
-    return [_shown(tool.function) for tool in tools]
+    shown = [_shown(tool.function) for tool in tools]
+    match tool_choice:
+        case None | "auto":
+            return RequestTools(shown, shown)
+        case "none":
+            return RequestTools([], [])
+        case "required":
+            if not shown:
+                raise _bad("tool_choice", "'required' needs tools; give some, or leave it out")
+            return RequestTools(shown, shown, must_call=True)
+        case {"type": "function", "function": {"name": str(name)}}:
+            named = [tool for tool in shown if tool["function"]["name"] == name]
+            if not named:
+                raise _bad("tool_choice", f"no tool has the name {name!r}; give the name of one of tools")
+            return RequestTools(shown, named, must_call=True, is_single=True)
+    named_form = "{'type': 'function', 'function': {'name': ...}}"
+    raise _bad("tool_choice", f"it is none; give 'auto', 'none', 'required' or {named_form}")
 
 
 def _shown(function: ToolFunction) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ringcore.serve.chat_page import PAGE_PATHS
 from ringcore.serve.errors import ApiError, over_limit
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["OPEN_PATHS", "Gate", "Places"]
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})  # what watches a service has no key
+# What watches a service has no key, and the page, which holds no secret, asks for one.
+OPEN_PATHS = frozenset({"/health", "/metrics"}) | PAGE_PATHS
 
 
 class Gate:

@@ -36,13 +36,12 @@ class ServiceOptions:
     max_body_bytes: int = _option(4 << 20, "the largest body of a request; a larger one is answered 413")
     body_timeout_s: float = _option(60.0, "seconds that a client has to send a body, until it is answered 408")
     max_n: int = _option(16, "the most completions of one prompt")
-    max_logprobs: int = _option(20, "the most log-probabilities of a token")
     max_concurrent_requests: int = _option(
         1024, "completions under way at once, n of each prompt; what goes beyond is answered 429"
     )
 
     def __post_init__(self) -> None:
-        for name, low in (("max_body_bytes", 1), ("max_n", 1), ("max_logprobs", 0), ("max_concurrent_requests", 1)):
+        for name, low in (("max_body_bytes", 1), ("max_n", 1), ("max_concurrent_requests", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise _bad(name, value, f"give an integer of at least {low}")

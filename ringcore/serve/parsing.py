@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ringcore.chat import (
     ChatEvent,
@@ -15,15 +14,20 @@ from ringcore.chat import (
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
+    answer_grammar,
     choose_format,
 )
 from ringcore.errors import InvalidRequestError
+from ringcore.serve.conversations import RequestTools
 from ringcore.serve.options import ServiceOptions
+from ringcore.serve.structured import TextForm
+from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.tokenizer import Tokenizer
 
-__all__ = ["ChoiceParser", "RequestParsing", "choose_parsing"]
+__all__ = ["PROMPT_END_CHARS", "ChoiceParser", "RequestParsing", "choose_parsing"]
 
-_PROMPT_END_TOKENS = 32  # what the last characters of a prompt have at most that a parser looks at
+PROMPT_END_CHARS = 32  # what a parser looks at of a prompt
+_PROMPT_END_TOKENS = 32  # what these characters have at most
 
 
 def choose_parsing(tokenizer: Tokenizer, options: ServiceOptions) -> ChatFormat:
@@ -43,20 +47,20 @@ class RequestParsing:
         self,
         tokenizer: Tokenizer,
         chat_format: ChatFormat,
-        tools: Sequence[dict[str, Any]],
+        tools: RequestTools,
         *,
         is_parallel: bool,
         skip_special_tokens: bool,
     ) -> None:
-        if tools and chat_format.tool_calls is None:
+        if tools.shown and chat_format.tool_calls is None:
             raise InvalidRequestError(
                 "tools: not served with this model: the form of its calls is not known; leave them out, or start the "
                 "service with a tool_call_parser",
                 field="tools",
             )
         self._tokenizer = tokenizer
-        self._format = chat_format if tools else replace(chat_format, tool_calls=None)
-        self._tools, self._is_parallel = tools, is_parallel
+        self._format = chat_format if tools.shown else replace(chat_format, tool_calls=None)
+        self._tools, self._is_parallel = tools, is_parallel and not tools.is_single
         special = tokenizer.special_tokens
         is_marked = bool(self._format.markers & special)
         self.skip_special_tokens = skip_special_tokens and not is_marked
@@ -69,7 +73,32 @@ class RequestParsing:
 
     def _parser(self, prompt_end: str) -> ChatParser | None:
         """None where there is nothing to look for."""
-        return None if self._format == ChatFormat() else ChatParser(self._format, self._tools, prompt_end)
+        return None if self._format == ChatFormat() else ChatParser(self._format, self._tools.callable, prompt_end)
+
+    @property
+    def reasons(self) -> bool:
+        return self._format.reasoning is not None
+
+    def structured_outputs(self, form: TextForm | None, prompt_end: str) -> StructuredOutputsParams | None:
+        """What the choices are held to: the form of their text, calls that have to be made, and what goes before."""
+        if form is not None and self._tools.must_call:
+            raise InvalidRequestError(
+                f"{form.field}: with this tool_choice an answer is calls alone; leave one of them out", field=form.field
+            )
+        return answer_grammar(
+            self._format,
+            text=None if form is None else form.params,
+            tools=self._tools.callable,
+            must_call=self._tools.must_call,
+            is_parallel=self._is_parallel,
+            prompt_end=prompt_end,
+            marker_ids=self._marker_ids(),
+        )
+
+    def _marker_ids(self) -> dict[str, int]:
+        """Of the markers that are one token."""
+        ids = {marker: self._tokenizer.encode(marker, add_special_tokens=False) for marker in self._format.markers}
+        return {marker: of[0] for marker, of in ids.items() if len(of) == 1}
 
 
 class ChoiceParser:

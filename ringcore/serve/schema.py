@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from ringcore.errors import InvalidRequestError
 from ringcore.sampling_params import SamplingParams
-from ringcore.serve.conversations import Tool, template_tools, text_messages
+from ringcore.serve.conversations import Message, RequestTools, Tool, request_tools, text_messages
+from ringcore.serve.structured import Choices, ResponseFormat, StructuredOutputs, TextForm
 
 __all__ = [
     "ChatCompletionRequest",
@@ -22,13 +23,14 @@ __all__ = [
 
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # of a million wrong ids the first is enough
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
-_SAMPLING_PARAMS = frozenset(f.name for f in fields(SamplingParams))
+_SAMPLING_PARAMS = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False  # vLLM's: with include_usage, what it comes to so far in every chunk
     include_obfuscation: StrictBool = False  # of OpenAI's own; nothing is added here
 
 
@@ -63,6 +65,9 @@ class SamplingRequest(BaseModel):
     skip_special_tokens: StrictBool | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Strings | None = None
+    prompt_logprobs: StrictInt | None = None
+    vllm_xargs: dict[str, Any] | None = None  # for logits processors of the engine's owner
+    structured_outputs: StructuredOutputs | None = None
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
     # Without effect here.
@@ -72,16 +77,29 @@ class SamplingRequest(BaseModel):
     service_tier: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
-    # Refused, but for a value that asks for nothing.
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's older names for `structured_outputs`.
+    guided_json: StrictStr | dict[str, Any] | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: StrictStr | None = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """Raises `InvalidRequestError`; `others` take the place of fields of the same name."""
         self._refuse_unsupported()
-        given = self.model_dump(include=set(_SAMPLING_PARAMS), exclude_none=True)
+        given = self.model_dump(include={*_SAMPLING_PARAMS, "vllm_xargs"}, exclude_none=True)
+        given["extra_args"] = given.pop("vllm_xargs", None)
+        for name in ("logit_bias", "bad_words", "extra_args"):
+            if not given.get(name):  # an empty one asks for nothing
+                given.pop(name, None)
         if given.get("top_k") == -1:  # vLLM's way to say all
             given["top_k"] = 0
         return SamplingParams(**{**given, "n": self.num_completions, **others})
+
+    def text_form(self) -> TextForm | None:
+        """The form that the answer's text has to have."""
+        guided = {name: self.__dict__[name] for name in type(self).model_fields if name.startswith("guided_")}
+        return TextForm.of(self.response_format, self.structured_outputs, guided)
 
     @property
     def num_completions(self) -> int:
@@ -92,23 +110,23 @@ class SamplingRequest(BaseModel):
         """Of a stream: a last chunk with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_usage_so_far(self) -> bool:
+        """Of a stream: in each chunk the usage up to it."""
+        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def neutral_values(self) -> dict[str, tuple[Any, ...]]:
         """The fields that are not served, each with the values that ask for nothing."""
-        sampling: dict[str, tuple[Any, ...]] = {
-            "presence_penalty": (0,),
-            "frequency_penalty": (0,),
-            "repetition_penalty": (1,),
-            "logit_bias": ({},),
-            "allowed_token_ids": (),
-            "bad_words": ([],),
-        }
-        missing = {name: values for name, values in sampling.items() if name not in _SAMPLING_PARAMS}
-        return missing | {"response_format": ({"type": "text"},)}
+        return {}
 
     def _refuse_unsupported(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options: only of use with stream=true; leave it out", field="stream_options"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs: not part of a stream; leave it out, or stream", field="prompt_logprobs"
             )
         for name, neutral in self.neutral_values().items():
             value = self.__dict__[name]
@@ -137,7 +155,7 @@ class CompletionRequest(SamplingRequest):
 
 
 class ChatCompletionRequest(SamplingRequest):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
@@ -145,7 +163,7 @@ class ChatCompletionRequest(SamplingRequest):
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
-    tool_choice: StrictStr | dict[str, Any] | None = None  # "auto" or "none": calls cannot be forced
+    tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     # Refused, but for values that ask for nothing.
     functions: list[dict[str, Any]] | None = None
@@ -162,9 +180,8 @@ class ChatCompletionRequest(SamplingRequest):
     def text_messages(self) -> list[dict[str, Any]]:
         return text_messages(self.messages)
 
-    def shown_tools(self) -> list[dict[str, Any]]:
-        """Those that the model may call."""
-        return template_tools(self.tools, self.tool_choice)
+    def request_tools(self) -> RequestTools:
+        return request_tools(self.tools, self.tool_choice)
 
 
 class TokenizeRequest(BaseModel):
@@ -174,10 +191,11 @@ class TokenizeRequest(BaseModel):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None  # with messages
     return_token_strs: StrictBool = False
 
 

@@ -20,6 +20,7 @@ from ringcore.serve.limits import Places
 from ringcore.serve.metrics import RequestRecord, ServiceMetrics
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.parsing import choose_parsing
+from ringcore.serve.structured import name_field
 
 __all__ = ["Answer", "Service", "news", "unix_seconds"]
 
@@ -50,25 +51,30 @@ class Service:
         _check_bounds("n", n, 1, self.options.max_n, "max_n")
 
     def check_logprobs(self, field: str, num_logprobs: int | None) -> None:
-        if num_logprobs is not None:
-            _check_bounds(field, num_logprobs, 0, self.options.max_logprobs, "max_logprobs")
+        """-1, the whole vocabulary, is for engines without a bound."""
+        limit = self.engine.config.scheduler.max_logprobs
+        if num_logprobs is not None and limit >= 0:
+            _check_bounds(field, num_logprobs, 0, limit, "max_logprobs")
 
     async def follow(
         self,
         outputs: OutputStream,
         params: SamplingParams,
         take: Callable[[RequestOutput], Awaitable[None]],
+        form_field: str | None = None,
     ) -> None:
         """Hands each output of one prompt to `take`; raises what the request failed of. Cancelled, it aborts the
-        request in the engine."""
+        request in the engine. form_field: the client's field behind the structured outputs."""
         record = RequestRecord(self.metrics, params.n, is_streamed=params.output_kind == "delta")
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     record.saw(output)
                     await take(output)
-        except (InvalidRequestError, UnknownOptionError):
+        except UnknownOptionError:
             raise  # it never began
+        except InvalidRequestError as error:
+            raise name_field(error, form_field) from error  # likewise
         except BaseException as error:
             record.ended_early("abort" if isinstance(error, CancelledError) else "error")
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringcore.errors import InvalidRequestError
-from ringcore.serve.conversations import text_messages
+from ringcore.serve.conversations import request_tools, text_messages
 from ringcore.serve.schema import DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
 
@@ -30,6 +30,8 @@ def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages, and not both", field="prompt")
     if body.prompt is not None:
+        if body.tools:
+            raise InvalidRequestError("tools: shown to a model with messages alone; leave them out", field="tools")
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     assert body.messages is not None
     if body.add_special_tokens:
@@ -37,9 +39,11 @@ def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
             "add_special_tokens: the chat template writes a conversation's special tokens; leave it out",
             field="add_special_tokens",
         )
-    messages = text_messages(body.messages)
     return tokenizer.apply_chat_template(
-        messages, body.add_generation_prompt, chat_template_kwargs=body.chat_template_kwargs
+        text_messages(body.messages),
+        body.add_generation_prompt,
+        request_tools(body.tools).shown,
+        body.chat_template_kwargs,
     )
 
 

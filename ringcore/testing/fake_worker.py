@@ -12,7 +12,15 @@ import psutil
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.protocol import (
+    ModelRunnerOutput,
+    NewRequest,
+    PromptLogprobs,
+    RowError,
+    SchedulerOutput,
+    TokenLogprobs,
+    int_array,
+)
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
 from ringcore.testing.step_cost import StepWork
@@ -42,6 +50,7 @@ class FakeWorker:
         self._target: dict[str, str] | None = None  # of a change that was prepared
         self._num_steps = self._num_tokens = 0
         self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
+        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # likewise: how many, and the prompt, not yet told of
 
     @rpc
     def init_device(self) -> None:
@@ -164,19 +173,29 @@ class FakeWorker:
             errors.append(RowError(failing, f"row {failing} failed in step {step.step}, as it was told to"))
             good = rows != failing
             rows, sampled, all_sample = rows[good], sampled[good], False
+            self._prompts.pop(failing, None)
         return ModelRunnerOutput(
             step=step.step,
             rows=None if all_sample else int_array(rows),
             token_ids=sampled.reshape(-1),
             logprobs=self._logprobs(rows, sampled),
             row_errors=errors,
+            prompt_logprobs=self._prompt_logprobs(rows) if self._prompts else [],
         )
 
     def _note(self, request: NewRequest) -> None:
         self._tokens.start(request)
         self._num_logprobs.pop(request.row, None)
-        if request.sampling_params.logprobs is not None:
-            self._num_logprobs[request.row] = request.sampling_params.logprobs
+        self._prompts.pop(request.row, None)
+        params = request.sampling_params
+        if params.logprobs is not None:
+            self._num_logprobs[request.row] = self._num_asked(params.logprobs)
+        if params.prompt_logprobs is not None and len(request.token_ids) == request.num_prompt_tokens:
+            assert request.num_cached_tokens == 0, f"row {request.row}: not all of its prompt is computed"
+            self._prompts[request.row] = self._num_asked(params.prompt_logprobs), request.token_ids
+
+    def _num_asked(self, num_logprobs: int) -> int:
+        return self.config.model.spec.vocab_size if num_logprobs == -1 else num_logprobs
 
     def _sample(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
         """-> [num_rows, num_steps] int32, which the rows have from now on."""
@@ -196,6 +215,20 @@ class FakeWorker:
             for row, tokens in zip(rows.tolist(), sampled.tolist(), strict=True)
             for token in tokens
         ]
+
+    def _prompt_logprobs(self, rows: np.ndarray) -> list[PromptLogprobs]:
+        """Of the prompts whose first token is among `rows`, by the same distribution."""
+        vocab_size, told = self.config.model.spec.vocab_size, []
+        for row in rows.tolist():
+            if row not in self._prompts:
+                continue
+            count, prompt = self._prompts.pop(row)
+            top = np.arange(count, dtype=np.int32)
+            token_ids = np.hstack([prompt[1:, None], (prompt[1:, None] + top) % vocab_size])
+            ranks = np.broadcast_to(np.concatenate([[1], 1 + top]), token_ids.shape)
+            logprobs = np.full(token_ids.size, -math.log(vocab_size), np.float32)
+            told.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
+        return told
 
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]

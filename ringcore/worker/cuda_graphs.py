@@ -33,6 +33,7 @@ __all__ = ["DecodeGraphs", "DecodeStep", "MixedGraphs", "graph_sizes", "mixed_si
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+MarkRows = Callable[[torch.Tensor, torch.Tensor], None]  # token ids [n] int64, ok [n] bool; may change them
 
 # The sizes that are there before the first request, of those that `graph_sizes` has; the others come when they are met.
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -80,15 +81,34 @@ class DecodeStep:
     def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of these rows [n] -> logits [n, vocab_size] and token ids [n], both until the next launch."""
         self._set_rows(scheduled)
+        self._ring.launched()
         return self._run(max(1, len(scheduled)))
+
+    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
+        """A step of these rows [n], n above 0, as far as its logits [n, vocab_size], which stand until the next launch;
+        `launch_rest` must follow."""
+        self._set_rows(scheduled)
+        return self._run_logits(len(scheduled))
+
+    def launch_rest(self, logits: torch.Tensor, mark: MarkRows) -> torch.Tensor:
+        """The end of the step that `launch_logits` began, drawn from logits [n, vocab_size] of any float dtype -> token
+        ids [n], until the next launch.
+
+        mark: called with token ids and ok [n] as they were drawn, before the rows and the host are told.
+        """
+        self._ring.launched()
+        return self._sample(logits, len(logits), mark)
 
     def _set_rows(self, scheduled: np.ndarray) -> None:
         """Of the step that is launched next."""
         self._rows.set_batch(scheduled)
         self._rows.write()
-        self._ring.launched()
 
     def _run(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._run_logits(size)
+        return logits, self._sample(logits, size)
+
+    def _run_logits(self, size: int) -> torch.Tensor:
         inputs = self._inputs
         prepare_decode(self._rows.state, self._rows.layout, inputs, size)
         groups = []
@@ -97,11 +117,15 @@ class DecodeStep:
             assert plan is not None, f"{backend.name} cannot plan on the device"
             groups.append(GroupContext(_metadata(size, slots[:size]), backend, plan))
         ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
-        logits = self._model.compute_logits(self._model.forward(inputs.input_ids[:size], inputs.positions[:size], ctx))
+        return self._model.compute_logits(self._model.forward(inputs.input_ids[:size], inputs.positions[:size], ctx))
+
+    def _sample(self, logits: torch.Tensor, size: int, mark: MarkRows | None = None) -> torch.Tensor:
         token_ids, ok = self._token_ids[:size], self._ok[:size]
-        sample_tokens(logits, inputs.sampling, token_ids=token_ids, ok=ok)
+        sample_tokens(logits, self._inputs.sampling, token_ids=token_ids, ok=ok)
+        if mark is not None:
+            mark(token_ids, ok)
         finish_rows(self._rows.state, self._rows.layout, self._rows.batch, token_ids, ok, self._ring.words, size)
-        return logits, token_ids
+        return token_ids
 
 
 class _Captured(NamedTuple):
@@ -111,12 +135,15 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs(DecodeStep):
-    """One graph a size, in one pool of memory: two of them never run at the same time."""
+    """One graph a size, in one pool of memory: two of them never run at the same time. Of a step that is begun alone
+    there is another one, which ends with the logits; all sizes leave them in the same place."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._sizes = graph_sizes(self._rows.layout.max_rows)
         self._graphs: dict[int, _Captured] = {}
+        self._begun: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: torch.Tensor | None = None  # [max_rows, vocab_size]
 
     def prepare_common(self) -> None:
         """Captures the common sizes, the largest first: the others then fit into its memory."""
@@ -128,18 +155,43 @@ class DecodeGraphs(DecodeStep):
 
     def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         n = len(scheduled)
-        size = self._sizes[bisect.bisect_left(self._sizes, n)]
+        size = self._size_of(n)
         if size not in self._graphs:
             self._capture(size)
         self._set_rows(scheduled)
+        self._ring.launched()
         captured = self._graphs[size]
         captured.graph.replay()
         return captured.logits[:n], captured.token_ids[:n]
 
+    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
+        n = len(scheduled)
+        size = self._size_of(n)
+        if size not in self._begun:
+            self._set_rows(int_array())
+            self._begun[size], _ = _captured(lambda: self._leave_logits(size), self._pool())
+        self._set_rows(scheduled)
+        self._begun[size].replay()
+        assert self._logits is not None
+        return self._logits[:n]
+
+    def _leave_logits(self, size: int) -> None:
+        logits = self._run_logits(size)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._rows.layout.max_rows, logits.shape[1])
+        self._logits[:size].copy_(logits)
+
+    def _size_of(self, num_rows: int) -> int:
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def _pool(self) -> Any:
+        graphs = [*(captured.graph for captured in self._graphs.values()), *self._begun.values()]
+        return graphs[0].pool() if graphs else None
+
     def _capture(self, size: int) -> None:
         self._set_rows(int_array())  # what is run before the capture must be a step of nobody
-        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        graph, (logits, token_ids) = _captured(lambda: self._run(size), pool)
+        self._ring.launched()
+        graph, (logits, token_ids) = _captured(lambda: self._run(size), self._pool())
         self._graphs[size] = _Captured(graph, logits, token_ids)
 
 

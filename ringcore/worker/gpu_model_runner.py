@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.kernels import logit_adjustments
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
@@ -20,14 +23,17 @@ from ringcore.worker.device_rows import DeviceRows
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
+from ringcore.worker.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.request_rows import UNKNOWN_TOKEN
 from ringcore.worker.result_ring import ResultRing
+from ringcore.worker.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
 from ringcore.worker.step_output import SampledRows, make_output
 from ringcore.worker.upload import upload
 
 __all__ = ["GPUModelRunner", "LaunchedOutput"]
 
 _FLAGS = BAD_LOGITS | BAD_HIDDEN
+_ALL_BARRED = 1  # in place of a token, in an adjusted step: the model's logits are finite, and none was left
 
 
 class _Order(NamedTuple):
@@ -49,6 +55,10 @@ class LaunchedStep:
     admissions: np.ndarray  # [n]: which request of the row it was
     sampling: np.ndarray  # [num_sampled]: places in the batch of the rows that sample, in the message's order
     logprobs: LaunchedLogprobs | None  # in the order of the batch
+    errors: dict[int, RowError]  # of the whole message, by row
+    ends: np.ndarray  # [n] int64: the position behind each row's last token in the step
+    is_adjusted: bool  # whether any row's logits were adjusted before the draw
+    prompt_logprobs: Sequence[LaunchedPromptLogprobs]
     words: np.ndarray | None = None  # [n] int32: what the ring had, once it is read
 
     def sampled(self) -> SampledRows:
@@ -58,7 +68,17 @@ class LaunchedStep:
         if self.logprobs is not None:
             found = self.logprobs.result()
             logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
-        return SampledRows(self.rows[self.sampling], self.words[self.sampling] & ~_FLAGS, logprobs)
+        token_ids = self.words[self.sampling] & ~_FLAGS
+        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
+
+
+class _Drawn(NamedTuple):
+    """What the rows of a step that sample are on their way to."""
+
+    token_ids: torch.Tensor  # [num_sampled] int64
+    ok: torch.Tensor  # [num_sampled] bool
+    logprobs: LaunchedLogprobs | None
+    is_adjusted: bool
 
 
 class GPUModelRunner(ModelRunner):
@@ -67,8 +87,11 @@ class GPUModelRunner(ModelRunner):
 
     A step in which every row has one token left is a `DecodeStep`, by a CUDA graph unless they are off. The host puts
     the batch of any other step together; the model's pass is a graph too where the step is small, else launched
-    operation by operation.
+    operation by operation. Where a row's logits are adjusted, a step is launched in two parts. Between them the host
+    waits for the tokens of earlier steps if a row has to know its own, while the device computes the first part.
     """
+
+    adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
 
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, kv_cache_config: KVCacheConfig, platform: Platform, rank: int
@@ -77,6 +100,7 @@ class GPUModelRunner(ModelRunner):
         super().__init__(config, loaded, kv_cache_config, platform, rank)
         self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
         self._device_rows = DeviceRows(self.rows, self._device)
+        self._followed: list[LaunchedStep] = []  # whose tokens some row has to know before its next step samples
         self._decode: DecodeStep | None = None
         self._mixed: MixedGraphs | None = None
         parts = (self._model, self._backends, self._group_of_layer, self._kv_caches, self._device_rows)
@@ -108,32 +132,54 @@ class GPUModelRunner(ModelRunner):
             return output
         for index in range(step.num_steps):
             output.read(index + 1 - self.ring.num_slots // 2)  # before its slot is used again
-            output.launched.append(self._launch(scheduled, counts if index == 0 else None))
+            launched = self._launch(scheduled, counts if index == 0 else None, output.errors)
+            output.launched.append(launched)
+            if launched.is_adjusted and self.adjustments.needs_token_ids[scheduled].any():
+                self._followed = [step for step in self._followed if step.words is None] + [launched]
         return output
 
-    def _launch(self, scheduled: np.ndarray, counts: np.ndarray | None) -> LaunchedStep:
+    def _launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> LaunchedStep:
+        self.adjustments.tell_failed(scheduled, errors)
         starts = self.rows.num_computed_tokens[scheduled]
         # One token, and no more that are known: what follows is what it samples.
         is_decode = starts + 1 == self.rows.num_tokens[scheduled]
         if counts is not None:
             is_decode &= counts == 1
         if self._decode is not None and is_decode.all():
-            return self._launch_decode(scheduled, starts)
-        return self._launch_ragged(_decodes_first(scheduled, counts, is_decode))
+            return self._launch_decode(scheduled, starts, errors)
+        return self._launch_ragged(_decodes_first(scheduled, counts, is_decode), errors)
 
-    def _launch_decode(self, scheduled: np.ndarray, starts: np.ndarray) -> LaunchedStep:
+    def _launch_decode(self, scheduled: np.ndarray, starts: np.ndarray, errors: dict[int, RowError]) -> LaunchedStep:
         assert self._decode is not None
-        n = len(scheduled)
-        logits, token_ids = self._decode.launch(scheduled)
-        number = self.ring.num_launched
+        is_adjusted = bool(self.adjustments.is_adjusted[scheduled].any())
+        if is_adjusted:
+            logits = self._decode.launch_logits(scheduled)
+        else:
+            logits, token_ids = self._decode.launch(scheduled)
+        self.rows.advance(scheduled, None)
+        if is_adjusted:
+            adjusted = self._adjust(logits, scheduled, errors)
+            token_ids = self._decode.launch_rest(adjusted, partial(_mark_barred, logits))
+            self.adjustments.count(scheduled, token_ids)
+            del adjusted  # log-probabilities, which need as much memory, are of what the model said
         logprobs = None
         if self.is_output_rank:
             logprobs = launch_logprobs(logits, token_ids, self.rows.num_logprobs[scheduled])
-        self.rows.advance(scheduled, None)
         self.rows.append_tokens(scheduled, UNKNOWN_TOKEN)
-        return LaunchedStep(number, scheduled, starts, self.rows.num_admissions[scheduled], np.arange(n), logprobs)
+        return LaunchedStep(
+            number=self.ring.num_launched,
+            rows=scheduled,
+            starts=starts,
+            admissions=self.rows.num_admissions[scheduled],
+            sampling=np.arange(len(scheduled)),
+            logprobs=logprobs,
+            errors=errors,
+            ends=starts + 1,
+            is_adjusted=is_adjusted,
+            prompt_logprobs=self._finished_prompts(scheduled),
+        )
 
-    def _launch_ragged(self, order: _Order) -> LaunchedStep:
+    def _launch_ragged(self, order: _Order, errors: dict[int, RowError]) -> LaunchedStep:
         self._device_rows.write()
         rows, scheduled, device = self.rows, order.scheduled, self._device
         starts = rows.num_computed_tokens[scheduled]
@@ -143,55 +189,95 @@ class GPUModelRunner(ModelRunner):
         fill_last_tokens(state, layout, batch.input_ids, on_device, order.num_decodes)
         graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
         hidden = self._forward(batch) if graphs is None else graphs.forward(batch)
-        token_ids, ok, logprobs = self._sample_ragged(batch, hidden)
+        self._take_prompts(batch, scheduled, hidden)
+        rows.advance(scheduled, order.counts)
+        drawn = self._sample_ragged(batch, hidden, errors)
         sampling = np.isin(scheduled, batch.sample_rows)
         samples = np.where(sampling, np.cumsum(sampling) - 1, -1)
-        counts = np.ones(len(scheduled)) if order.counts is None else order.counts
+        counts = np.ones(len(scheduled), dtype=np.int64) if order.counts is None else order.counts
         ragged = RaggedRows(
             starts=upload(batch.query_start_loc_cpu[:-1], device),
             counts=upload(counts.astype(np.int32), device),
             samples=upload(samples.astype(np.int32), device),
             finite=torch.isfinite(hidden.sum(-1, dtype=torch.float32)),
         )
-        finish_rows(state, layout, on_device, token_ids, ok, self.ring.words, len(scheduled), ragged)
-        number = self.ring.launched()
-        rows.advance(scheduled, order.counts)
+        finish_rows(state, layout, on_device, drawn.token_ids, drawn.ok, self.ring.words, len(scheduled), ragged)
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
-        places = np.flatnonzero(sampling) if order.back is None else order.back[sampling[order.back]]
-        return LaunchedStep(number, scheduled, starts, rows.num_admissions[scheduled], places, logprobs)
+        return LaunchedStep(
+            number=self.ring.launched(),
+            rows=scheduled,
+            starts=starts,
+            admissions=rows.num_admissions[scheduled],
+            sampling=np.flatnonzero(sampling) if order.back is None else order.back[sampling[order.back]],
+            logprobs=drawn.logprobs,
+            errors=errors,
+            ends=starts + counts,
+            is_adjusted=drawn.is_adjusted,
+            prompt_logprobs=self._finished_prompts(scheduled),
+        )
 
-    def _sample_ragged(
-        self, batch: InputBatch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, LaunchedLogprobs | None]:
-        """-> token ids and ok of the rows that sample, in the order of the batch."""
+    def _sample_ragged(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> _Drawn:
+        """Of the rows that sample, in the order of the batch."""
         rows = batch.sample_rows
         if not len(rows):
-            return hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool), None
+            none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
+            return _Drawn(*none, logprobs=None, is_adjusted=False)
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
         # Zeros: where launches are caught instead of run, it is used as an index with what is in it.
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
-        _, ok = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, self._device), token_ids=token_ids)
+        is_adjusted = bool(self.adjustments.is_adjusted[rows].any())
+        adjusted = self._adjust(logits, rows, errors) if is_adjusted else logits
+        _, ok = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, self._device), token_ids=token_ids)
+        del adjusted
+        if is_adjusted:
+            _mark_barred(logits, token_ids, ok)
+            self.adjustments.count(rows, token_ids)
         logprobs = launch_logprobs(logits, token_ids, inputs.num_logprobs) if self.is_output_rank else None
-        return token_ids, ok, logprobs
+        return _Drawn(token_ids, ok, logprobs, is_adjusted)
+
+    def _adjust(self, logits: torch.Tensor, rows: np.ndarray, errors: dict[int, RowError]) -> torch.Tensor:
+        """[n, vocab_size] float32. Waits for earlier steps where a row has to know its tokens, and for nothing else."""
+        if self.adjustments.needs_token_ids[rows].any():
+            for launched in self._followed:
+                self.read(launched)
+            self._followed.clear()
+        return self.adjustments.adjust(logits, rows, self.rows.generated, errors)
 
     # -----------------------------------------------------------------------------------------------------------
     # When the device has done it.
 
-    def read(self, launched: LaunchedStep, errors: dict[int, RowError]) -> None:
-        """Takes the step's words from the ring, once; adds to `errors`, by row, and contains what went wrong."""
+    def read(self, launched: LaunchedStep) -> None:
+        """Takes the step's words from the ring, once; adds to its errors, and contains what went wrong."""
         if launched.words is not None:
             return
-        launched.words = self.ring.take(launched.number, len(launched.rows))
-        broken = np.flatnonzero(launched.words & _FLAGS)
-        if not len(broken):
+        words = launched.words = self.ring.take(launched.number, len(launched.rows))
+        if launched.is_adjusted:
+            self._take_tokens(launched, words)
+        flagged = np.flatnonzero(words & _FLAGS)
+        if not len(flagged):
             return
+        is_barred = (words[flagged] == _ALL_BARRED | BAD_LOGITS) & launched.is_adjusted
+        for place in flagged[is_barred].tolist():
+            row = int(launched.rows[place])
+            launched.errors.setdefault(row, RowError(row, NO_TOKEN_LEFT))
+        broken = flagged[~is_barred]
         for place in broken.tolist():
             row = int(launched.rows[place])
-            what = "hidden states" if launched.words[place] & BAD_HIDDEN else "logits"
-            errors.setdefault(row, self._row_error(row, what))
-        self._erase_from(launched, broken)
+            what = "hidden states" if words[place] & BAD_HIDDEN else "logits"
+            launched.errors.setdefault(row, self._row_error(row, what))
+        if len(broken):
+            self._erase_from(launched, broken)
+
+    def _take_tokens(self, launched: LaunchedStep, words: np.ndarray) -> None:
+        """Those of rows that have to know them, unless the rows are others' by now."""
+        places = launched.sampling
+        rows = launched.rows[places]
+        mine = self.adjustments.needs_token_ids[rows]
+        mine &= self.rows.num_admissions[rows] == launched.admissions[places]
+        places = places[mine]
+        self.rows.token_ids[rows[mine], launched.ends[places]] = words[places] & ~_FLAGS
 
     @torch.inference_mode()
     def _erase_from(self, launched: LaunchedStep, broken: np.ndarray) -> None:
@@ -208,7 +294,7 @@ class LaunchedOutput:
 
     def __init__(self, runner: GPUModelRunner, step: int, num_scheduled: int) -> None:
         self._runner, self._step, self._num_scheduled = runner, step, num_scheduled
-        self._errors: dict[int, RowError] = {}
+        self.errors: dict[int, RowError] = {}
         self.launched: list[LaunchedStep] = []
 
     def done(self) -> bool:
@@ -217,7 +303,7 @@ class LaunchedOutput:
     def read(self, num_steps: int) -> None:
         """The first `num_steps` of them, where that is not below 1; waits."""
         for launched in self.launched[: max(0, num_steps)]:
-            self._runner.read(launched, self._errors)
+            self._runner.read(launched)
 
     def result(self) -> ModelRunnerOutput | None:
         """None on all ranks but one. Raises RuntimeError where the device failed."""
@@ -225,7 +311,14 @@ class LaunchedOutput:
         if not self._runner.is_output_rank:
             return None
         steps = [launched.sampled() for launched in self.launched]
-        return make_output(self._step, self._num_scheduled, steps, self._errors)
+        return make_output(self._step, self._num_scheduled, steps, self.errors)
+
+
+def _mark_barred(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+    """token_ids [n] of rows that are not ok tell whether the model's logits [n, vocab_size] are to blame, or what was
+    made of them."""
+    was_finite = torch.isfinite(logits.amax(dim=-1))  # NaN is the largest
+    token_ids.copy_(torch.where(ok, token_ids, was_finite * _ALL_BARRED))
 
 
 def _decodes_first(scheduled: np.ndarray, counts: np.ndarray | None, is_decode: np.ndarray) -> _Order:

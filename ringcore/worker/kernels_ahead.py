@@ -129,7 +129,8 @@ def _few_layers(config: EngineConfig) -> EngineConfig:
     num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
     windows = {index: window for index, window in spec.sliding_windows.items() if index < num_layers}
     few = msgspec.structs.replace(spec, num_layers=num_layers, sliding_windows=windows)
-    return replace(config, model=replace(config.model, spec=few), device=replace(config.device, enforce_eager=True))
+    model = replace(config.model, spec=few, logits_processors=[])  # a user's code is not called for this
+    return replace(config, model=model, device=replace(config.device, enforce_eager=True))
 
 
 class _Apart(TensorParallel):
@@ -163,6 +164,7 @@ class _Plain:
 
 _GREEDY, _DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1)
+_ADJUSTED = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0])
 
 
 def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
@@ -185,6 +187,7 @@ def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iter
         yield steps.fresh([prompt(0, 2 * _PREFIX, _DRAWN, _PREFIX)], [_PREFIX])
         if max_rows > 1:
             yield steps.step([prompt(1, _PREFIX, _DRAWN)], [0, 1], [1, _PREFIX])
+    yield steps.fresh([prompt(0, 1, _ADJUSTED)], None)
     smallest, *others = graph_sizes(max_rows)[:longest]
     sizes = [*reversed(others), smallest]
     yield steps.fresh([prompt(row, 1, _DRAWN) for row in range(sizes[0])], None)

@@ -5,7 +5,8 @@ what the libraries keep. On a CPU that run would take as long as many real steps
 little about what it will need; there it is computed, as an upper bound:
 
     activations       = tokens * dtype * (4 * hidden + max(3 * intermediate, 2 * heads + 4 * KV heads, a rank's share))
-                      + tile mask + 6 arrays of float32 logits [rows that sample, vocabulary]
+                      + tile mask + 6 arrays of float32 logits [rows that sample, vocabulary], or 3 of a piece of a
+                        prompt, whose log-probabilities are asked for
     attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time;
                       nothing where the attention reads pages where they lie
 
@@ -28,6 +29,8 @@ from ringcore.config import EngineConfig
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from ringcore.worker.platform import Platform
+from ringcore.worker.prompt_logprobs import positions_at_once
+from ringcore.worker.row_tables import table_bytes
 
 __all__ = ["StepPeaks", "activation_bytes", "format_table", "memory_table", "planned_cache"]
 
@@ -36,6 +39,7 @@ _log = logging.getLogger(__name__)
 _MASK_ROWS = 256  # the query rows that share an attention mask: see the torch_sdpa backend
 _MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _LOGITS_ARRAYS = 6  # the logits; the sampler's scaled ones, weights and filtered ones; two for log-probabilities
+_PROMPT_LOGITS_ARRAYS = 3  # the logits, and two for their log-probabilities, of as many positions as are taken at once
 
 # Measured on an H200 with CUDA 13.
 _FIRST_GRAPH_BYTES = 70 << 20
@@ -65,7 +69,9 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype: str) -> int:
     layer = num_tokens * (4 * spec.hidden_size + inner) * DTYPE_BYTES[dtype]
     mask = min(_MASK_ROWS, num_tokens) * config.model.context_len * DTYPE_BYTES[dtype]
     num_sampled = min(config.scheduler.max_num_seqs, num_tokens)
-    return layer + mask + _LOGITS_ARRAYS * num_sampled * spec.vocab_size * 4
+    of_prompts = min(num_tokens, positions_at_once(spec.vocab_size, 0))
+    num_rows = max(_LOGITS_ARRAYS * num_sampled, _PROMPT_LOGITS_ARRAYS * of_prompts)
+    return layer + mask + num_rows * spec.vocab_size * 4
 
 
 def memory_table(
@@ -115,7 +121,7 @@ def _needs(
     return {
         "activations_bytes": peaks.largest_bytes,
         "graphs_bytes": _graphs_bytes(config, peaks),
-        "rows_bytes": _rows_bytes(config, plan),
+        "rows_bytes": _rows_bytes(config, plan, dtype),
         "margin_bytes": _MARGIN_BYTES,
     }
 
@@ -128,10 +134,13 @@ def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
     return _FIRST_GRAPH_BYTES + _GRAPH_WORKSPACE_BYTES + entries + peaks.decode_bytes
 
 
-def _rows_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:
-    """The block tables: the rows' own, and a step's."""
+def _rows_bytes(config: EngineConfig, plan: KVCacheConfig, dtype: str) -> int:
+    """The block tables: the rows' own, and a step's. What rows with adjusted logits may come to need: counts of tokens,
+    masks, and where graphs leave the logits."""
+    max_num_seqs, vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
     blocks = sum(-(-config.model.context_len // group.spec.block_size) for group in plan.groups)
-    return 2 * 4 * config.scheduler.max_num_seqs * blocks
+    logits = 0 if config.device.enforce_eager else max_num_seqs * vocab_size * DTYPE_BYTES[dtype]
+    return 2 * 4 * max_num_seqs * blocks + table_bytes(max_num_seqs, vocab_size) + logits
 
 
 def planned_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:

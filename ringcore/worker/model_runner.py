@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ import torch
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.model_executor import logit_adjustments
 from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
@@ -23,7 +24,9 @@ from ringcore.sampling_params import SamplingParams
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.kv_caches import allocate_kv_caches, choose_backends, group_of_layer
 from ringcore.worker.platform import Platform
+from ringcore.worker.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobRows
 from ringcore.worker.request_rows import RequestRows
+from ringcore.worker.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps, RowAdjustments
 from ringcore.worker.step_output import SampledRows, make_output
 
 __all__ = ["LoadedModel", "ModelRunner"]
@@ -76,6 +79,8 @@ class ModelRunner:
     and the token's position. So no rank has to tell another what it drew.
     """
 
+    adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
+
     @torch.inference_mode()
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, kv_cache_config: KVCacheConfig, platform: Platform, rank: int
@@ -89,8 +94,11 @@ class ModelRunner:
         self._group_of_layer = group_of_layer(kv_cache_config, layers)
         self._backends = choose_backends(config.device.attention_backend, kv_cache_config, layers, platform)
         self._kv_caches = allocate_kv_caches(kv_cache_config, layers, self._backends, platform)
-        num_eos_tokens = len(config.model.spec.eos_token_ids)
-        self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, num_eos_tokens)
+        spec = config.model.spec
+        self.adjustments = RowAdjustments(config, self._device, self._dtype, self.adjustment_ops)
+        self._prompt_logprobs = PromptLogprobRows(spec.vocab_size, self._model.compute_logits)
+        listeners = (self.adjustments, self._prompt_logprobs)
+        self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, len(spec.eos_token_ids), listeners)
         self._kv_cache_config = kv_cache_config
 
     def warm_up(self) -> None:
@@ -146,8 +154,24 @@ class ModelRunner:
         batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens, self._device)
         hidden = self._forward(batch)
         self._contain(batch, scheduled, num_scheduled_tokens, hidden, errors)
+        self._take_prompts(batch, scheduled, hidden)
         self.rows.advance(scheduled, num_scheduled_tokens)
-        return self._sample(batch, hidden, errors)
+        self.adjustments.tell_failed(scheduled, errors)
+        sampled = self._sample(batch, hidden, errors)
+        return sampled._replace(prompt_logprobs=self._finished_prompts(scheduled))
+
+    def _take_prompts(self, batch: InputBatch, scheduled: np.ndarray, hidden: torch.Tensor) -> None:
+        """Of the step whose tokens are not counted as computed yet."""
+        if self._prompt_logprobs:
+            starts = self.rows.num_computed_tokens[scheduled]
+            places, known = batch.query_start_loc_cpu, self.rows.token_ids
+            self._prompt_logprobs.take(hidden, scheduled, starts, places, known, self.is_output_rank)
+
+    def _finished_prompts(self, scheduled: np.ndarray) -> Sequence[LaunchedPromptLogprobs]:
+        """Of the step whose tokens have just been counted as computed."""
+        if not self._prompt_logprobs:
+            return ()
+        return self._prompt_logprobs.finished(scheduled, self.rows.num_computed_tokens[scheduled], self.is_output_rank)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """-> hidden states [num_tokens, hidden_size]"""
@@ -164,13 +188,19 @@ class ModelRunner:
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
-        sampled = sample(logits, inputs)
+        is_adjusted = bool(self.adjustments.is_adjusted[rows].any())
+        adjusted = self.adjustments.adjust(logits, rows, self.rows.generated, errors) if is_adjusted else logits
+        sampled = sample(adjusted, inputs)
+        if is_adjusted:
+            self.adjustments.count(rows, sampled.token_ids)
         token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
         self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may already have them
         if not self.is_output_rank:
             return SampledRows(rows, token_ids, None)
-        for row in rows[~sampled.ok].tolist():
-            errors.setdefault(row, self._row_error(row, "logits"))
+        for place in np.flatnonzero(~sampled.ok).tolist():
+            row = int(rows[place])
+            was_finite = is_adjusted and bool(torch.isfinite(logits[place].amax()))
+            errors.setdefault(row, RowError(row, NO_TOKEN_LEFT) if was_finite else self._row_error(row, "logits"))
         return SampledRows(rows, token_ids, token_logprobs(logits, sampled.token_ids, inputs.num_logprobs))
 
     # -----------------------------------------------------------------------------------------------------------

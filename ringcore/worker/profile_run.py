@@ -19,15 +19,17 @@ from ringcore.errors import CapacityError
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.sampler import SamplingInputs, token_logprobs
+from ringcore.model_executor.sampler import SamplingInputs, logprob_tensors, token_logprobs
 from ringcore.worker.cuda_graphs import graph_sizes, mixed_sizes
 from ringcore.worker.kv_caches import choose_backends, group_of_layer, page_dtype
 from ringcore.worker.memory import StepPeaks, planned_cache
 from ringcore.worker.platform import Platform
+from ringcore.worker.prompt_logprobs import positions_at_once
 
 __all__ = ["profile_steps"]
 
 _WARM_UP_TOKENS = 256
+_PROMPT_LOGPROBS = 20  # of each position; where more are asked for, fewer positions are taken together
 
 
 @torch.inference_mode()
@@ -43,7 +45,8 @@ def profile_steps(
     num_tokens = min(config.scheduler.max_num_batched_tokens, max_num_seqs * max_len)
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
-    num_graphs = len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.max_num_batched_tokens))
+    # A decoding step has one that samples, and one that ends with the logits.
+    num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.max_num_batched_tokens))
     single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
     try:
         run.step(single)  # sets the libraries up: what that takes stays, and is no part of a step
@@ -69,7 +72,7 @@ class _ProfileRun:
         plan = planned_cache(config, specs)
         layers = model.attention_layers
         self._model, self._device = model, platform.device
-        self._max_num_seqs = config.scheduler.max_num_seqs
+        self._max_num_seqs, self._vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
         self._group_of_layer = group_of_layer(plan, layers)
         self._backends = choose_backends(config.device.attention_backend, plan, layers, platform)
         pages = [
@@ -94,8 +97,14 @@ class _ProfileRun:
         num_sampled = min(self._max_num_seqs, num_tokens)
         logits = self._model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
         inputs = _sampling_inputs(num_sampled)
-        token_ids, _ = sample_tokens(logits, DeviceSamplingInputs.from_host(inputs, logits.device))
+        adjusted = logits.to(torch.float32, copy=True)
+        token_ids, _ = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, logits.device))
+        del adjusted
         token_logprobs(logits, token_ids, inputs.num_logprobs)
+        del logits
+        piece = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
+        of_prompt = self._model.compute_logits(piece)
+        logprob_tensors(of_prompt, torch.zeros(len(piece), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
 
 
 def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torch.Tensor) -> AttentionMetadata:

@@ -5,6 +5,9 @@ On a CPU these numpy arrays are the device's own memory, so the next step's inpu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 
 from ringcore.kv_cache.spec import KVCacheConfig
@@ -13,10 +16,20 @@ from ringcore.protocol import NewRequest, SchedulerOutput, int_array
 from ringcore.sampling_params import MAX_STOP_TOKEN_IDS
 from ringcore.worker.block_table import AppendedBlocks, BlockTable
 
-__all__ = ["UNKNOWN_TOKEN", "AppendedBlocks", "RequestRows"]
+__all__ = ["UNKNOWN_TOKEN", "AppendedBlocks", "RequestRows", "RowListener"]
 
 
 UNKNOWN_TOKEN = -1
+
+
+class RowListener(Protocol):
+    """Keeps something of its own by row, and hears when rows come and go."""
+
+    def admit(self, request: NewRequest) -> None: ...
+
+    def clear(self, rows: np.ndarray) -> None:
+        """rows: [n], not empty; some may be in use, or not."""
+        ...
 
 
 class RequestRows:
@@ -26,7 +39,14 @@ class RequestRows:
     first num_cached_tokens were filled before the row began. A row not in use has no tokens and no blocks.
     """
 
-    def __init__(self, max_num_seqs: int, kv_cache: KVCacheConfig, num_eos_tokens: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        kv_cache: KVCacheConfig,
+        num_eos_tokens: int,
+        listeners: Sequence[RowListener] = (),
+    ) -> None:
+        self._listeners = listeners
         self.block_tables = [  # by KV cache group
             BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
         ]
@@ -79,6 +99,8 @@ class RequestRows:
             self.min_tokens[rows] = 0
             for table in self.block_tables:
                 table.clear(rows)
+            for listener in self._listeners:
+                listener.clear(rows)
 
     def _admit(self, request: NewRequest) -> None:
         row, params, num_tokens = request.row, request.sampling_params, len(request.token_ids)
@@ -101,7 +123,9 @@ class RequestRows:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = request.seed
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = _num_logprobs(params.logprobs)
+        for listener in self._listeners:
+            listener.admit(request)
 
     def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> None:
         """These tokens are computed; None: one of each."""
@@ -111,6 +135,10 @@ class RequestRows:
         """One sampled token each; the input of the row's next step. `UNKNOWN_TOKEN`: the device alone knows it."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+
+    def generated(self, row: int) -> np.ndarray:
+        """[num_generated] int32, a view; `UNKNOWN_TOKEN` where the device alone knows it."""
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
     def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
         """The sampling parameters of `rows` [n], whose next tokens stand at the end of what they have."""
@@ -134,3 +162,10 @@ class RequestRows:
         counts = self.num_stop_token_ids[rows[early]]
         there = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
         return np.repeat(early, counts), self.stop_token_ids[rows[early]][there].astype(np.int64)
+
+
+def _num_logprobs(asked: int | None) -> int:
+    """As a column has it: -1 for none, and all that there are is more than any vocabulary has."""
+    if asked is None:
+        return -1
+    return np.iinfo(np.int32).max if asked < 0 else asked

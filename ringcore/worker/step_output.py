@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringcore.protocol import ModelRunnerOutput, RowError, TokenLogprobs, int_array
+from ringcore.worker.prompt_logprobs import LaunchedPromptLogprobs
 
 __all__ = ["SampledRows", "make_output"]
 
@@ -18,6 +19,7 @@ class SampledRows(NamedTuple):
     rows: np.ndarray  # [n] int32
     token_ids: np.ndarray  # [n] int32
     logprobs: list[TokenLogprobs | None] | None  # [n]
+    prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts that the step came to the end of
 
 
 def make_output(
@@ -35,6 +37,7 @@ def make_output(
         of_rows = zip(*(sampled.logprobs or [] for sampled in steps), strict=True)
         logprobs = [entry for entries, keep in zip(of_rows, good, strict=True) if keep for entry in entries]
     is_whole = len(rows) == num_scheduled and not errors
+    prompts = [one.result() for sampled in steps for one in sampled.prompt_logprobs if one.row not in errors]
     return ModelRunnerOutput(
-        step, None if is_whole else rows[good], token_ids[good].reshape(-1), logprobs, list(errors.values())
+        step, None if is_whole else rows[good], token_ids[good].reshape(-1), logprobs, list(errors.values()), prompts
     )

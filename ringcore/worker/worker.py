@@ -15,6 +15,8 @@ from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.worker.grammars import model_grammars
 from ringcore.worker.memory import StepPeaks, format_table, memory_table
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
@@ -52,6 +54,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._rank_memory: RankMemory | None = None  # where it can be given back
         self._new_weights = WeightReceiver()
+        self._grammars = model_grammars(config)  # the runner's too
         self._peaks: StepPeaks | None = None  # until they are measured, where they are
         self._kv_cache_bytes = 0
         self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
@@ -121,6 +124,7 @@ class Worker:
         loaded = _made(self._loaded, "load_model")
         platform = _made(self._platform, "init_device")
         self._runner = _runner_class(platform)(self.config, loaded, kv_cache_config, platform, self.rank)
+        self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
         self._kv_cache_bytes = kv_cache_config.total_bytes
@@ -247,6 +251,11 @@ class Worker:
             return table
         specs = loaded.kv_cache_spec(self.config.cache.block_size)
         return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks) | table
+
+    @rpc(read_only=True)
+    def compile_grammar(self, spec: StructuredOutputsParams) -> None:
+        """Makes the grammar of coming requests ready, while steps go on. Raises `InvalidRequestError`."""
+        self._grammars.compile(spec)
 
     @rpc(read_only=True)
     def stack(self) -> str:

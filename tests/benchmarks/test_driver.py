@@ -117,7 +117,7 @@ def test_a_stopped_engine_does_not_outlive_a_killed_harness(fake_spec: MakeSpec)
     wait_for(lambda: not any(map(is_alive, processes)))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true in time"

@@ -6,6 +6,7 @@ RINGCORE_CHAOS_LONG=1 where pytest is started from another folder.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -31,6 +32,15 @@ def seed(is_long) -> int:
     seed = int(os.environ.get("RINGCORE_CHAOS_SEED") or drawn)
     print(f"\nRINGCORE_CHAOS_SEED={seed}")
     return seed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_garbage():
+    """Looking for garbage takes long in a process that has all tests loaded: what stands before a file is left out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

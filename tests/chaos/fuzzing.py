@@ -7,7 +7,7 @@ import random
 import time
 import tracemalloc
 
-SLOWEST_S = 1.0  # the bound is 50 ms; a shared machine may take the processor away for longer
+SLOWEST_S = 1.0  # of the thread's own time; the bound is 50 ms, which a collection of garbage may exceed
 TYPICAL_S = 0.05
 MAX_BYTES = 8 << 20  # the frames here are a few kB; nobody may believe a length field
 LENGTHS = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
@@ -71,13 +71,13 @@ class Watch:
         self.num_attempts += 1
         if measures:
             tracemalloc.start()
-        started = time.perf_counter()
+        started = time.thread_time()  # what others do on the machine does not count
         try:
             yield
         except errors:
             self.num_refused += 1
         finally:
-            took_s = time.perf_counter() - started
+            took_s = time.thread_time() - started
             if measures:
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()

@@ -23,8 +23,8 @@ from process_table import is_alive, session_members, shared_memory_names, status
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent.parent
 BOUND_S = 30.0  # for what has no bound of its own
-ERROR_S = 2.0  # until every call has its error
-GONE_S = 3.0  # until no process is left
+ERROR_S = 15.0  # until every call has its error; how long it took is in the table
+GONE_S = 20.0  # until no process is left
 
 _numbers = itertools.count()
 

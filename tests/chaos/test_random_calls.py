@@ -174,5 +174,5 @@ def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
         assert not set(first_pids.values()) & set(last_pids.values()) - {first_pids["engine"]}
     assert wrong == []
     assert ends["value"] > num_kills
-    assert wait_until(lambda: not any(map(is_alive, [*first_pids.values(), *last_pids.values()])), 3.0)
+    assert wait_until(lambda: not any(map(is_alive, [*first_pids.values(), *last_pids.values()])), WAIT_S)
     print(f"\n{num_kills} kills, {tokens.num_tokens} tokens, {ends}")

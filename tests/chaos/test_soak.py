@@ -140,7 +140,7 @@ def test_soak(model_folder, fresh_tmp, is_long, seed):
         assert not any(thread.is_alive() for thread in threads)
         growth.look()
         pids = client.ready.pids
-    assert wait_until(lambda: not any(map(is_alive, pids.values())), 3.0)
+    assert wait_until(lambda: not any(map(is_alive, pids.values())), WAIT_S)
     assert list(fresh_tmp.iterdir()) == []
     assert {"requests", "echo", "large echo", "stats", "WorkerError", "kills"} <= set(soak.counts), soak.counts
     print(f"\n{duration_s:.0f} s: {soak.counts}")

@@ -68,6 +68,33 @@ def test_a_file_of_lines_and_sampling_flags(capsys, folder, tmp_path):
     assert lines[0]["outputs"][0]["stop_reason"] == stop
 
 
+def test_sampling_options_of_several_parts(capsys, folder):
+    flags = ["--json", "--max-tokens", "2", "--prompt-logprobs", "1", "--presence-penalty", "0.5"]
+    flags += ["--logit-bias", '{"97": 2}', "--bad-words", "no", "--bad-words", "never", "--allowed-token-ids", "97"]
+    code, out, _ = run(capsys, "generate", "--model", folder, *FAKE, "--prompt", "abc", *flags)
+    assert code == 0
+    line = json.loads(out)
+    assert [position and "98" in position for position in line["prompt_logprobs"][:2]] == [None, True]
+    assert len(line["prompt_logprobs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--logit-bias", '{"a": 1}'], "give a JSON object with int keys"),
+        (["--logit-bias", "5"], "it is no object"),
+        (["--extra-args", "{"], "give a JSON object with str keys"),
+        (["--structured-outputs", '{"regexp": "a"}'], "unknown structured output 'regexp'; did you mean 'regex'?"),
+        (["--structured-outputs", '{"choice": []}'], "structured_outputs.choice=0: give a list of 1 to 1024"),
+        (["--logit-bias", '{"5": 101}'], "logit_bias=101: give a number from -100 to 100"),
+    ],
+)
+def test_what_is_wrong_with_json_flags(capsys, folder, flags, says):
+    code, _, err = run(capsys, "generate", "--model", folder, *FAKE, "--prompt", "a", *flags)
+    assert code == 2
+    assert says in err
+
+
 def test_chat(capsys, folder):
     code, out, _ = run(capsys, "generate", "--model", folder, *FAKE, "--chat", "--prompt", "hi", "--json")
     assert code == 0

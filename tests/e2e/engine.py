@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.protocol import EngineCoreOutput, EngineCoreRequest
 
 
 def generate(
-    core: EngineCore, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], salt: str | None = None
+    core: EngineCore,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    salt: str | None = None,
+    bad_words: Callable[[SamplingParams], list[list[int]]] = lambda _: [],
 ) -> list[list[EngineCoreOutput]]:
-    """All outputs of each prompt, in order. Every prompt is added before the first step."""
+    """All outputs of each prompt, in order. Every prompt is added before the first step.
+
+    bad_words: the tokens of a request's bad words.
+    """
     each = params if isinstance(params, list) else [params] * len(prompts)
     stamp = time.monotonic_ns()
     ids = [f"{stamp}-{i}" for i in range(len(prompts))]
@@ -24,6 +32,7 @@ def generate(
                 sampling_params=one,
                 arrival_s=time.monotonic(),
                 cache_salt=salt,
+                bad_words_token_ids=bad_words(one),
             )
         )
     collected: dict[str, list[EngineCoreOutput]] = defaultdict(list)

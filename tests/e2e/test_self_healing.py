@@ -34,7 +34,7 @@ def undisturbed(smollm2):
 
 def _call_until_it_fails(llm):
     for _ in range(500):
-        llm.collective_rpc("stats", timeout=5)
+        llm.collective_rpc("stats", timeout=60)
         time.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ from ringcore.protocol import (
     encoder,
 )
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 LIMITS = FrameLimits(message_bytes=1000, buffer_bytes=10_000, num_buffers=2)
 
 

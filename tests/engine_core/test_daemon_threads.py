@@ -9,7 +9,7 @@ import pytest
 
 from ringcore.engine_core.daemon_threads import DaemonThreads
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def wait_for_no_thread(name):

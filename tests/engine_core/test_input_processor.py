@@ -7,8 +7,9 @@ import pytest
 from fake_engine import VOCAB_SIZE, make_model_folder
 
 from ringcore import EngineConfig, SamplingParams
+from ringcore.engine_core.bad_words import bad_words_token_ids
 from ringcore.engine_core.input_processor import InputProcessor, as_prompt_list
-from ringcore.errors import InvalidRequestError, UnknownOptionError
+from ringcore.errors import ConfigError, InvalidRequestError, UnknownOptionError
 from ringcore.tokenizer import load_tokenizer
 
 MAX_MODEL_LEN = 32
@@ -176,3 +177,50 @@ def test_what_is_one_prompt_and_what_are_many(prompts, count):
 def test_prompts_of_a_wrong_type():
     with pytest.raises(InvalidRequestError, match="prompts='int'"):
         as_prompt_list(7)
+
+
+def test_the_first_completion_alone_tells_of_the_prompt(inputs):
+    prepared = inputs.process("Hi", SamplingParams(n=3, prompt_logprobs=2))
+    assert [one.sampling_params.prompt_logprobs for one in prepared.requests] == [2, None, None]
+
+
+def test_bad_words_become_tokens_with_and_without_a_space(inputs):
+    prepared = inputs.process("Hi", SamplingParams(bad_words=["no", " no", "x", " "], n=2))
+    expected = [list(word) for word in (b"no", b" no", b"x", b" x", b" ")]
+    assert [one.bad_words_token_ids for one in prepared.requests] == [expected, expected]
+    assert inputs.process("Hi", PARAMS).requests[0].bad_words_token_ids == []
+
+
+def test_a_word_without_tokens_is_an_error():
+    with pytest.raises(InvalidRequestError, match="bad_words='no': the model's tokenizer makes no tokens of this word"):
+        bad_words_token_ids(["no"], lambda text: [])
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"logit_bias": {300: 1.0}}, "logit_bias: token id 300 at position 0"),
+        ({"allowed_token_ids": [1, 300]}, "allowed_token_ids: token id 300 at position 1"),
+        ({"allowed_token_ids": [120], "bad_words": ["x"]}, "allowed_token_ids=.120.: bad_words"),
+        ({"allowed_token_ids": [256], "min_tokens": 1}, "stop tokens until min_tokens, bar all"),
+        ({"logprobs": 21}, "logprobs=21: asks for 21 tokens, and max_logprobs is 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: asks for 300 tokens, and max_logprobs is 20"),
+    ],
+    ids=str,
+)
+def test_what_the_model_cannot_do(inputs, params, says):
+    with pytest.raises(InvalidRequestError, match=says):
+        inputs.process("Hi", SamplingParams(**params))
+
+
+def test_log_probabilities_as_the_engine_bounds_them(folder):
+    options = {"model": folder, "load_format": "dummy", "max_model_len": MAX_MODEL_LEN}
+    every = InputProcessor(EngineConfig.from_options(**options, max_logprobs=-1), load_tokenizer(folder))
+    every.process("Hi", SamplingParams(logprobs=-1, prompt_logprobs=VOCAB_SIZE))
+    none = InputProcessor(EngineConfig.from_options(**options, max_logprobs=0), load_tokenizer(folder))
+    none.process("Hi", SamplingParams(logprobs=0))
+    with pytest.raises(InvalidRequestError, match="max_logprobs is 0"):
+        none.process("Hi", SamplingParams(logprobs=1))
+    for wrong in (-2, True, 2**31, "all"):
+        with pytest.raises(ConfigError, match=f"max_logprobs={wrong!r}: give an integer"):
+            EngineConfig.from_options(**options, max_logprobs=wrong)

@@ -39,7 +39,7 @@ from ringcore.protocol import (
 )
 from ringcore.worker.rpc import call_rpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 IDLE_S = 0.05
 
 
@@ -372,6 +372,7 @@ class ScriptedCore:
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
         self.is_operating = False
+        self.is_lost = False
         self.operations: list = []
 
     def do(self, action) -> None:
@@ -380,7 +381,9 @@ class ScriptedCore:
 
     def recover(self):
         """New workers, on other descriptors."""
+        self.is_lost = True
         self.loop.announce_recovery(RECOVERING)
+        self.is_lost = False
         self.fds.append(os.eventfd(0, os.EFD_NONBLOCK))
         self.ready = ready(self.ready.num_blocks + 1)
         return came()
@@ -394,6 +397,7 @@ class ScriptedCore:
         self.on_check()
 
     def wait_fds(self):
+        assert not self.is_lost, "asking for descriptors replaces the workers, which is under way"
         return [self.fds[-1]]
 
     def forward_rpc(self, call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fake_engine import EOS, make_model_folder
 
@@ -10,7 +11,7 @@ from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor
 from ringcore.errors import InvalidRequestError, error_to_wire
 from ringcore.outputs import Logprob
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
+from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, PromptLogprobs, TokenLogprobs, WireError, int_array
 from ringcore.tokenizer import load_tokenizer
 
 
@@ -272,3 +273,44 @@ def test_a_request_that_is_ended_here(processor):
     assert processor.process([chunk("late", "a#0.1")]).changed == []
     state.end(10.0)
     assert state.take() is None
+
+
+def prompt_columns(count, token_ids):
+    logprobs = np.array([-1.0] * len(token_ids), np.float32)
+    return PromptLogprobs(0, count, int_array(token_ids), logprobs, int_array(range(1, 1 + len(token_ids))))
+
+
+HIM = [  # of the prompt "Him": its own token and one more at each position but the first
+    None,
+    {105: Logprob(-1.0, 1, "i"), 97: Logprob(-1.0, 2, "a")},
+    {109: Logprob(-1.0, 4, "m")},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("cumulative", [HIM, HIM]), ("delta", [HIM, None]), ("final", [None, HIM])]
+)
+def test_prompt_logprobs_by_token_of_the_prompt(processor, kind, expected):
+    state = add(processor, prompt="Him", kind=kind, num_completions=2, prompt_logprobs=1)
+    told = prompt_columns(1, [105, 97, 109, 109])
+    processor.process([chunk("a", "a#0.0", prompt_logprobs=told), chunk("a", "a#0.1")])
+    first = state.take()
+    processor.process([chunk("b", f"a#0.{i}", finish_reason="length") for i in range(2)])
+    assert [output and output.prompt_logprobs for output in (first, state.take())] == expected
+
+
+def test_a_readers_list_of_a_prompt_is_its_own(processor):
+    state = add(processor, prompt="Him", kind="cumulative", prompt_logprobs=1)
+    processor.process([chunk("a", prompt_logprobs=prompt_columns(1, [105, 97, 109, 109]))])
+    state.take().prompt_logprobs.clear()
+    processor.process([chunk("b")])
+    assert state.take().prompt_logprobs == HIM
+
+
+def test_a_lone_token_follows_nothing(processor):
+    add(processor, prompt="H", prompt_logprobs=5)
+    add(processor, "b#1", prompt="H")
+    done = [chunk("a", name, finish_reason="length") for name in ("a#0", "b#1")]
+    outputs = finished(processor.process(done))
+    assert outputs["a"].prompt_logprobs == [None]
+    assert outputs["b"].prompt_logprobs is None

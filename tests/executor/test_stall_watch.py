@@ -172,7 +172,7 @@ def test_no_step_timeout_means_never():
 
 @pytest.mark.parametrize("asks", ["waits", "polls"])
 def test_a_hung_step_is_killed_and_named(asks, caplog):
-    with running(2, step_timeout_s=0.4) as executor, caplog.at_level(logging.ERROR, LOGGER):
+    with running(2, step_timeout_s=2.0) as executor, caplog.at_level(logging.ERROR, LOGGER):
         pids = executor.pids()
         assert executor.execute_model(step(41)).result(BOUND_S).step == 41
         stuck, behind = executor.execute_model(step(42, fake_worker.HANGS)), executor.execute_model(step(43))
@@ -209,10 +209,10 @@ def test_a_hung_step_is_killed_while_nobody_asks():
 
 
 def test_steps_that_are_slow_together_but_not_alone_live(tmp_path):
-    with running(1, step_timeout_s=2.0) as executor:
+    with running(1, step_timeout_s=4.0) as executor:
         futures = []
         for number in range(6):
-            futures += [executor.submit("nap", [0.4]), executor.execute_model(step(number))]
+            futures += [executor.submit("nap", [0.8]), executor.execute_model(step(number))]
         assert futures[-1].result(BOUND_S).step == 5
 
 

@@ -44,6 +44,7 @@ class Sampled(NamedTuple):
     rows: list[int] | None
     token_ids: list[int]
     failed: list[int]
+    prompts: dict[int, tuple[int, list[int]]]  # by row, of those that are to be told of: how many logprobs, the prompt
 
 
 def fingerprint(before: int, token: int) -> int:
@@ -95,6 +96,7 @@ class Row:
     seed: int
     prefixes: list[int] = field(default_factory=list)  # fingerprints of `tokens`, as far as computed
     poisoned: bool = False  # fails the next time it runs
+    num_prompt_logprobs: int | None = None  # None: nothing is to be told of its prompt
 
     def catch_up(self) -> None:
         value = self.prefixes[-1] if self.prefixes else 1
@@ -149,7 +151,14 @@ class FakeWorker:
                 self._sample(index, sampled[index], failed)
         gained = {index: tokens for index, tokens in sampled.items() if tokens and index not in failed}
         token_ids = [token for tokens in gained.values() for token in tokens]
-        return Sampled(None if len(gained) == len(self.work) else list(gained), token_ids, failed)
+        prompts = {
+            index: (row.num_prompt_logprobs, row.tokens[: row.num_prompt_tokens])
+            for index in gained
+            if (row := self.rows[index]).num_prompt_logprobs is not None
+        }
+        for index in prompts:
+            self.rows[index].num_prompt_logprobs = None
+        return Sampled(None if len(gained) == len(self.work) else list(gained), token_ids, failed, prompts)
 
     def _start(self, new) -> None:
         assert new.row not in self.rows, f"row {new.row} is given to two requests"
@@ -164,6 +173,9 @@ class FakeWorker:
             min_tokens=new.sampling_params.min_tokens,
             seed=new.seed,
         )
+        if len(row.tokens) == row.num_prompt_tokens:
+            row.num_prompt_logprobs = new.sampling_params.prompt_logprobs
+        assert row.num_prompt_logprobs is None or not new.num_cached_tokens, "a prompt to tell of is partly cached"
         assert new.num_computed_tokens < len(row.tokens), "nothing is left to compute"
         assert new.num_computed_tokens == min(new.num_cached_tokens, len(row.tokens) - 1)
         assert len(row.block_tables) == len(self.groups)

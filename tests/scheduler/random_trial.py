@@ -42,6 +42,7 @@ REQUEST = {
     "min_tokens": [0, 1, 3],
     "stop_token_ids": [[], [], [], [4], [EOS, 7]],
     "ignore_eos": [False, True],
+    "prompt_logprobs": [None, None, None, 0, 2],
     "salt": [None, None, None, "a", ""],
     "priority": [0, 1, 2],
     "arrival_s": [0.0, 1.0],

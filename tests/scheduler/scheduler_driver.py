@@ -6,6 +6,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 from fake_model import FakeWorker, Group, Sampled, WorkersKilled
 
 from ringcore.config import SchedulerConfig
@@ -19,6 +20,7 @@ from ringcore.protocol import (
     EngineCoreRequest,
     ModelRunnerOutput,
     OutputColumns,
+    PromptLogprobs,
     RowError,
     SchedulerOutput,
     decoder,
@@ -116,6 +118,7 @@ class Driver:
         self._seeds_in_flight: deque[set[int]] = deque()
         self.deaths: list[Death] = []
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self._requests: dict[str, EngineCoreRequest] = {}
         self._reader = OutputReader()
         self._encoder, self._decoder = encoder(), decoder(SchedulerOutput)
         self._columns_decoder = decoder(OutputColumns)
@@ -152,6 +155,7 @@ class Driver:
         )
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
+        self._requests[request_id] = request
         self.check()
 
     def abort(self, *request_ids: str) -> list[EngineCoreOutput]:
@@ -251,8 +255,21 @@ class Driver:
         for output in outputs:
             assert self.finish_reason(output.request_id) is None, "an output after the last one"
             assert output.new_token_ids or output.finish_reason, "an output that says nothing"
+            self._check_prompt_logprobs(output)
             self.outputs[output.request_id].append(output)
         return outputs
+
+    def _check_prompt_logprobs(self, output: EngineCoreOutput) -> None:
+        """They come with the first token of whoever asked, and with no other; they are of the request's own prompt."""
+        request, told = self._requests[output.request_id], output.prompt_logprobs
+        asked = request.sampling_params.prompt_logprobs
+        is_first = bool(output.new_token_ids) and not self.tokens(output.request_id)
+        assert (told is not None) == (asked is not None and is_first), "of prompts, too much or too little"
+        if told is not None:
+            assert told.token_ids.tolist() == prompt_columns(request.prompt_token_ids, asked)
+            assert told.logprobs.dtype == np.float32
+            assert told.logprobs.tolist() == [-0.5 * token for token in told.token_ids.tolist()]
+            assert len(told.ranks) == len(told.token_ids)
 
     def _check_step(self, step: SchedulerOutput) -> None:
         counts = self.work.values()
@@ -263,10 +280,21 @@ class Driver:
         assert len(counts) <= self.config.max_num_seqs
 
 
+def prompt_columns(prompt: list[int], count: int) -> list[int]:
+    return [token + i for token in prompt[1:] for i in range(1 + count)]
+
+
+def _prompt_logprobs(row: int, count: int, prompt: list[int]) -> PromptLogprobs:
+    token_ids = int_array(prompt_columns(prompt, count))
+    logprobs = (-0.5 * token_ids).astype(np.float32)
+    return PromptLogprobs(row, count, token_ids, logprobs, int_array([1] * len(token_ids)))
+
+
 def _model_output(step: int, sampled: Sampled) -> ModelRunnerOutput:
     return ModelRunnerOutput(
         step,
         None if sampled.rows is None else int_array(sampled.rows),
         int_array(sampled.token_ids),
         row_errors=[RowError(row, "logits are not finite") for row in sampled.failed],
+        prompt_logprobs=[_prompt_logprobs(row, *asked) for row, asked in sampled.prompts.items()],
     )

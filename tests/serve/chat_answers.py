@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import openai
 import pytest
+from running_service import DEADLINE_S
 
 ARGUMENTS = {"city": "Zürich", "days": 3}
 WEATHER = {
@@ -28,7 +29,7 @@ LLAMA_CALL = json.dumps({"name": "get_weather", "parameters": ARGUMENTS})
 
 
 def client_of(service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 @dataclass

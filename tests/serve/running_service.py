@@ -6,7 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
+import httpx
 import uvicorn
 from fake_engine import FakeMultiproc, expected
 
@@ -22,7 +25,11 @@ OPTIONS = {
     "num_blocks_override": 2000,
     "enable_sleep_mode": True,
 }
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # of what takes milliseconds, on a machine that may be busy with anything
+# httpx's own functions wait 5 s for an answer.
+http = SimpleNamespace(
+    **{name: partial(getattr(httpx, name), timeout=DEADLINE_S) for name in ("get", "post", "request", "stream")}
+)
 
 
 def text_of(prompt: str, num_tokens: int) -> str:

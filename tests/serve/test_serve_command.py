@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from fake_engine import SLOW, make_model_folder
-from running_service import DEADLINE_S, text_of
+from running_service import DEADLINE_S, eventually, http, text_of
 
 from ringcore.cli import main
 
@@ -54,7 +55,7 @@ class Command:
     def ends(self) -> tuple[int, str, str]:
         """(exit code, stdout, stderr); nothing is left of it."""
         out, err = self.process.communicate(timeout=DEADLINE_S)
-        assert psutil.wait_procs(self.children, timeout=5)[1] == []
+        assert psutil.wait_procs(self.children, timeout=DEADLINE_S)[1] == []
         return self.process.returncode, out, err
 
     def __exit__(self, *_: object) -> None:
@@ -68,12 +69,12 @@ def test_it_serves_and_ends_at_ctrl_c(folder, tmp_path):
     flags = ["--served-model-name", "fake", "--api-key-file", str(keys), "--max-n", "2", "--block-size", "8"]
     with Command(folder, *flags) as command:
         body = {"model": "fake", "prompt": "ab", "max_tokens": 4}
-        assert httpx.post(f"{command.url}/v1/completions", json=body).status_code == 401
+        assert http.post(f"{command.url}/v1/completions", json=body).status_code == 401
         headers = {"Authorization": "Bearer open-sesame"}
-        answer = httpx.post(f"{command.url}/v1/completions", json=body, headers=headers)
+        answer = http.post(f"{command.url}/v1/completions", json=body, headers=headers)
         assert answer.json()["choices"][0]["text"] == text_of("ab", 4)
         assert "server" not in answer.headers
-        refused = httpx.post(f"{command.url}/v1/completions", json=body | {"n": 3}, headers=headers)
+        refused = http.post(f"{command.url}/v1/completions", json=body | {"n": 3}, headers=headers)
         assert "from 1 to 2" in refused.json()["error"]["message"]
         command.process.send_signal(signal.SIGINT)
         code, out, err = command.ends()
@@ -82,20 +83,20 @@ def test_it_serves_and_ends_at_ctrl_c(folder, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("drain_s", "reason"), [("20", "length"), ("0.2", "abort")])
-def test_what_runs_is_drained_before_the_end(folder, drain_s, reason):
-    """40 tokens take two seconds."""
+@pytest.mark.parametrize(("drain_s", "max_tokens", "reason"), [("60", 20, "length"), ("0.2", 120, "abort")])
+def test_what_runs_is_drained_before_the_end(folder, drain_s, max_tokens, reason):
+    """20 tokens take a second, 120 take six."""
     answers = []
     with Command(folder, "--drain-s", drain_s, "--no-access-log") as command:
 
         def ask() -> None:
-            body = {"prompt": [97, SLOW], "max_tokens": 40}
-            answers.append(httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S))
+            body = {"prompt": [97, SLOW], "max_tokens": max_tokens}
+            answers.append(http.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S))
 
         asking = threading.Thread(target=ask)
         asking.start()
         deadline = time.monotonic() + DEADLINE_S
-        while httpx.get(f"{command.url}/health").json()["num_running"] == 0:
+        while http.get(f"{command.url}/health").json()["num_running"] == 0:
             assert time.monotonic() < deadline
         command.process.send_signal(signal.SIGTERM)
         code, out, err = command.ends()
@@ -110,15 +111,27 @@ def test_what_runs_is_drained_before_the_end(folder, drain_s, reason):
 def test_a_second_ctrl_c_does_not_wait(folder):
     with Command(folder, "--drain-s", "60") as command:
         body = {"prompt": [97, SLOW], "max_tokens": 120, "stream": True}
-        with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
+        with http.stream("POST", f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
             lines = answer.iter_lines()
             next(lines)
-            began_s = time.monotonic()
             command.process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            eventually(lambda: is_refused(command.url), "the first one was seen")
             command.process.send_signal(signal.SIGINT)
+            rest = []
+            with suppress(httpx.HTTPError):
+                rest.extend(lines)
             command.ends()
-    assert time.monotonic() - began_s < 4  # the request would take 6 s
+    assert not any('"length"' in line for line in rest)  # it was not waited for, which would have taken 6 s
+
+
+def is_refused(url: str) -> bool:
+    try:
+        http.get(f"{url}/health")
+    except httpx.ConnectError:
+        return True
+    except httpx.HTTPError:
+        pass
+    return False
 
 
 def fails(capsys, *args: str) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import SLOW, make_model_folder
-from running_service import DEADLINE_S, eventually, served, text_of
+from running_service import DEADLINE_S, eventually, http, served, text_of
 
 from ringcore.errors import ConfigError
 from ringcore.serve import ServiceOptions
@@ -34,13 +34,13 @@ def client(service):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(service, key):
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
         assert client.completions.create(model=None, prompt="ab", max_tokens=3).choices[0].text == text_of("ab", 3)
 
 
 @pytest.mark.parametrize("key", ["third-key", "first-ke", "first-key2", "first-key,second-key"])
 def test_another_key_does_not(service, key):
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             client.models.list()
         assert caught.value.code == "invalid_api_key"
@@ -50,7 +50,7 @@ def test_another_key_does_not(service, key):
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic first-key", "first-key", "Bearer \xe4"])
 def test_no_key_does_not(service, header):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
-    answer = httpx.get(f"{service.url}/v1/models", headers=headers)
+    answer = http.get(f"{service.url}/v1/models", headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -59,7 +59,7 @@ def test_only_what_watches_is_open(service):
     paths = [route.path for route in service.service_app.routes]
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/version", "/openapi.json"} <= set(paths)
     for path in paths:
-        status = httpx.get(service.url + path.replace("{name:path}", "x")).status_code
+        status = http.get(service.url + path.replace("{name:path}", "x")).status_code
         assert status == (200 if path in OPEN_PATHS else 401), path
 
 
@@ -102,7 +102,7 @@ def test_a_body_that_never_comes(service):
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_many_at_once(service, client, stream):
     """4 places: one request of 3 completions runs, another 2 do not fit, 1 does."""
-    body = {"prompt": [97, SLOW], "max_tokens": 100}
+    body = {"prompt": [97, SLOW], "max_tokens": 120}
     with client.stream("POST", "/v1/completions", json=body | {"n": 3, "stream": True}) as running:
         lines = running.iter_lines()
         next(lines)
@@ -129,7 +129,6 @@ def test_what_could_never_run_is_no_overload(client):
         ({"max_body_bytes": 0}, "max_body_bytes"),
         ({"max_n": 0}, "max_n"),
         ({"max_n": True}, "max_n"),
-        ({"max_logprobs": -1}, "max_logprobs"),
         ({"max_concurrent_requests": 1.5}, "max_concurrent_requests"),
         ({"body_timeout_s": float("inf")}, "body_timeout_s"),
         ({"body_timeout_s": 0}, "body_timeout_s"),

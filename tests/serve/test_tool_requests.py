@@ -8,6 +8,7 @@ import openai
 import pytest
 from chat_answers import CALL, TIME, WEATHER, ask, client_of
 from echo_model import HERMES_MARKS, SAID, SAY, serve_echo
+from engine_spy import seen_requests
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +40,11 @@ def test_a_conversation_with_calls_is_written_out(service):
 
 
 def _prompt_of(service, say: str, messages, **options) -> str:
-    """The prompt that the engine gets, by way of a spy on the engine's `chat`."""
-    seen, chat = [], service.engine.chat
-
-    def spy(*args, **kwargs):
-        stream = chat(*args, **kwargs)
-        prepare = stream._prepare
-
-        def prepare_and_see():
-            seen.append(prepare())
-            return seen[-1]
-
-        stream._prepare = prepare_and_see
-        return stream
-
-    service.engine.chat = spy
-    try:
+    """The prompt that the engine gets."""
+    with seen_requests(service) as seen:
         ask(service, say, messages=messages, **options)
-    finally:
-        del service.engine.chat
-    (prepared,) = seen
-    return service.engine.get_tokenizer().decode(prepared.requests[0].prompt_token_ids, skip_special_tokens=False)
+    (request,) = seen
+    return service.engine.get_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
 def test_an_answer_can_be_sent_back(service):
@@ -96,8 +81,9 @@ def _calls(*calls):
         (_tool(name="f", parameters={"properties": 5}), "tools[0].function.parameters.properties", "schema"),
         (_tool(name="f", parameters={"required": "x"}), "tools[0].function.parameters.required", "names"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "'get_weather'"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "structured outputs"),
-        ({"tools": [WEATHER], "tool_choice": TIME}, "tool_choice", "structured outputs"),
+        ({"tools": [WEATHER], "tool_choice": TIME}, "tool_choice", "'get_time'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice", "'none'"),
         ({"functions": [WEATHER["function"]]}, "functions", "not served"),
         (_calls("x"), "messages[1].tool_calls[0]", "'arguments'"),

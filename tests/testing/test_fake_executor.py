@@ -12,7 +12,7 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import executor_class
-from ringcore.protocol import EngineCoreRequest, SchedulerOutput, int_array
+from ringcore.protocol import EngineCoreRequest, SchedulerOutput, TokenLogprobs, int_array
 from ringcore.sampling_params import SamplingParams
 from ringcore.testing import HARDWARE, FakeExecutor, Fault, StepCost, VirtualClock, write_model_config
 
@@ -123,6 +123,36 @@ def test_behind_an_engine_process(model_folder, executor):
     assert len(tokens) == 5
     if executor is PacedExecutor:
         assert tokens == [3, 4, 5, 6, 7]
+
+
+def test_every_log_probability_of_a_large_vocabulary(tmp_path):
+    """Over all wires: of the sampled tokens of several requests at once, and of a prompt."""
+    size = 150_000
+    folder = write_model_config(tmp_path / "model", vocab_size=size)
+    config = make_config(folder, executor="ringcore.testing:FakeExecutor", max_logprobs=-1)
+    names = [f"r{i}" for i in range(5)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True, seed=0, logprobs=-1)
+    requests = [EngineCoreRequest(name, [1, 2, 3], params, arrival_s=0.0) for name in names]
+    of_prompt = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=-1)
+    requests.append(EngineCoreRequest("prompt", [7, 8, 9], of_prompt, arrival_s=0.0))
+    with EngineCoreClient(config) as client:
+        client.wait_ready()
+        client.add_requests(requests)
+        told: dict[str, list[TokenLogprobs]] = {name: [] for name in names}
+        prompts, ended = [], set()
+        while len(ended) < len(requests):
+            for output in client.get_outputs(BOUND_S).outputs:
+                assert output.error is None
+                told.get(output.request_id, []).extend(output.logprobs or ())
+                prompts += [output.prompt_logprobs] if output.prompt_logprobs is not None else []
+                ended |= {output.request_id} if output.finish_reason is not None else set()
+    for positions in told.values():
+        assert [len(one.token_ids) for one in positions] == [1 + size] * 2
+        assert len(set(positions[0].token_ids)) == size
+    (prompt,) = prompts
+    columns = prompt.token_ids.reshape(2, 1 + size)
+    assert (prompt.count, columns[:, 0].tolist()) == (size, [8, 9])
+    assert set(columns[1].tolist()) == set(range(size))
 
 
 def test_it_answers_for_every_rank(tmp_path):

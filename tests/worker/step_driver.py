@@ -56,6 +56,7 @@ def admit(
     params: SamplingParams = GREEDY,
     num_prompt_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> NewRequest:
     """`blocks`: by KV cache group; `cached`: None for as many as are computed."""
     return NewRequest(
@@ -68,6 +69,7 @@ def admit(
         sampling_params=params,
         seed=params.seed or 0,
         stop_token_ids=list(stop_token_ids),
+        bad_words_token_ids=[list(word) for word in bad_words],
     )
 
 

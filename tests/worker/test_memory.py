@@ -83,11 +83,12 @@ def table(model: str, **options: Any) -> dict[str, int]:
 
 
 def test_activations_by_hand(tiny_llama: tuple[str, Any]) -> None:
-    """64 tokens: 4 * 64 hidden and the larger of 3 * 96 and (2 * 4 + 4 * 2) * 16; mask 64 x 128; logits 6 x 97."""
-    config = make_config(tiny_llama[0])
-    assert (
-        activation_bytes(config.model.spec, config, "float32") == 64 * (256 + 288) * 4 + 64 * 128 * 4 + 6 * 6 * 97 * 4
-    )
+    """64 tokens: 4 * 64 hidden and the larger of 3 * 96 and (2 * 4 + 4 * 2) * 16; mask 64 x 128; the larger of 6 times
+    the rows of 97 logits that sample, and 3 times the 64 of a prompt."""
+    for max_num_seqs, num_logits in ((6, 3 * 64), (40, 6 * 40)):
+        config = make_config(tiny_llama[0], max_num_seqs=max_num_seqs)
+        beside = 64 * (256 + 288) * 4 + 64 * 128 * 4
+        assert activation_bytes(config.model.spec, config, "float32") == beside + num_logits * 97 * 4
 
 
 def test_the_parts_add_up(tiny_llama: tuple[str, Any]) -> None:
@@ -149,7 +150,9 @@ def test_measured_parts_add_up(tiny_llama: tuple[str, Any]) -> None:
     assert found["activations_bytes"] == 50 * MIB
     assert found["non_torch_bytes"] == 30 * MIB
     assert found["graphs_bytes"] == (70 + 32 + 9) * MIB + 3 * (12 * 3 + 30) * 3500
-    assert found["rows_bytes"] == 2 * 4 * 100_000 * 32
+    tables, logits = 2 * 4 * 100_000 * 32, 100_000 * 97 * 4
+    adjusted = (100_000 + 65_536) * 4 * (97 + 4)  # counts and masks, while they grow to their full size
+    assert found["rows_bytes"] == tables + adjusted + logits
     assert found["budget_bytes"] == 700 * MIB
     parts = ("activations_bytes", "graphs_bytes", "rows_bytes", "margin_bytes", "available_kv_cache_bytes")
     assert sum(found[name] for name in parts) == found["budget_bytes"]
@@ -225,8 +228,10 @@ def test_the_worker_measures_the_largest_steps(
     steps = Steps(model, monkeypatch)
     table = worker.determine_available_memory()
     single = (min(6, largest[0]),) * 2
-    assert steps.seen[0] == single
-    assert steps.seen[2:] == [largest, single]
+    sampled, of_prompts = steps.seen[::2], steps.seen[1::2]
+    assert sampled[0] == single
+    assert sampled[2:] == [largest, single]
+    assert all(tokens == rows for tokens, rows in of_prompts), "all fit into one piece"
     assert max(max(positions) for positions in steps.positions) < worker.config.model.context_len
     assert steps.positions[-1] == [0] * single[0]
     assert table["activations_bytes"] == MIB

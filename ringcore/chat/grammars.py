@@ -1,0 +1,164 @@
+"""What a model may write where a request says so: calls of tools, a text of a given form, and reasoning before it.
+
+    start:  reasoning?  ( text | call (separator call)* )
+
+The grammar is of llguidance's Lark. A request that asks for a form of text alone, of a model without reasoning, needs
+none: its own specification is it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, assert_never
+
+from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
+from ringcore.chat.reasoning import CLOSE, OPEN, reasoning_of_prompt
+from ringcore.chat.tool_parser import CallSyntax
+from ringcore.chat.written_calls import SHARED_RULES, json_value, literal
+from ringcore.structured_outputs import StructuredOutputsParams
+
+__all__ = ["answer_grammar"]
+
+_HEADER = "%llguidance {}"
+
+_REGEX_PART = re.compile(r"\\.|.", re.DOTALL)
+_LITERALS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+# By whether they stand within brackets.
+_CLASSES = {
+    False: {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[a-zA-Z0-9_]", r"\W": "[^a-zA-Z0-9_]"},
+    True: {r"\d": "0-9", r"\w": "a-zA-Z0-9_"},
+}
+
+
+def answer_grammar(
+    chat_format: ChatFormat,
+    *,
+    text: StructuredOutputsParams | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    must_call: bool = False,
+    is_parallel: bool = True,
+    prompt_end: str = "",
+    marker_ids: Mapping[str, int] | None = None,
+) -> StructuredOutputsParams | None:
+    """What holds a completion to what a request asks for; None where nothing has to.
+
+    text: the form of an answer in words. With tools, an answer is of that form or is calls; a grammar of the client's
+        own is for the whole completion, reasoning and calls among it.
+    tools: what may be called, in OpenAI's form. must_call: nothing but calls of these, at least one. is_parallel:
+        further calls may follow the first.
+    prompt_end: as for `ChatParser`: reasoning may have begun there, or ended.
+    marker_ids: the ids of the format's markers that are one token each. Such a token and its text written in letters
+        are both taken: whether a grammar sees a token as text is its tokenizer's matter.
+
+    Raises `InvalidRequestError` for tools that cannot be called in this format.
+    """
+    if text is None and not must_call:
+        return None
+    assert not (must_call and text), "a text beside calls alone"
+    reasoning = _reasoning(chat_format, prompt_end)
+    if text is not None and (text.kind == "grammar" or not (reasoning or tools)):
+        return text
+    answers = [_text(text)] if text is not None else []
+    marks = _Marks(marker_ids or {})
+    rules = []
+    if tools:
+        assert chat_format.tool_calls is not None, "tools without a format for them"
+        syntax = TOOL_CALL_FORMATS[chat_format.tool_calls]
+        answers.append("calls")
+        rules += _calls(syntax, tools, marks, is_parallel=is_parallel)
+    start = " | ".join(answers)
+    if reasoning:
+        start = f"{reasoning} ({start})"
+        rules += _reasoning_rules(marks)
+    return StructuredOutputsParams(grammar="\n".join([_HEADER, f"start: {start}", *rules, ""]))
+
+
+class _Marks:
+    """Markers as a grammar takes them."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+
+    def token(self, marker: str) -> str | None:
+        return f"<[{self._ids[marker]}]>" if marker in self._ids else None
+
+    def either(self, marker: str) -> str:
+        token = self.token(marker)
+        return literal(marker) if token is None else f"({token} | {literal(marker)})"
+
+
+def _reasoning(chat_format: ChatFormat, prompt_end: str) -> str:
+    """What stands before the answer; "" for nothing."""
+    if chat_format.reasoning is None:
+        return ""
+    match reasoning_of_prompt(prompt_end):
+        case "closed":
+            return ""
+        case "open":
+            return "think_rest"
+        case "none":
+            thinks_first = REASONING_FORMATS[chat_format.reasoning].thinks_first
+            return "think_open? think_rest" if thinks_first else "(think_open think_rest)?"
+        case prompt:
+            assert_never(prompt)
+
+
+def _reasoning_rules(marks: _Marks) -> list[str]:
+    token = marks.token(CLOSE)
+    rest = "think_text" if token is None else f"(THOUGHT {token} | think_text)"
+    return [
+        f"think_open: {marks.either(OPEN)}",
+        rf"think_rest: {rest} /\n{{0,2}}/",
+        rf"think_text[lazy]: /(.|\n)*{_in_slashes(CLOSE)}/",
+        *([] if token is None else [r"THOUGHT: /(.|\n)*/"]),
+    ]
+
+
+def _calls(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], marks: _Marks, *, is_parallel: bool) -> list[str]:
+    begin = end = ""
+    if syntax.closing:  # in tags, which templates set on lines of their own
+        begin = f"{marks.either(syntax.openings[0])} {literal(chr(10))} "
+        end = f" {literal(chr(10))} {marks.either(syntax.closing)}"
+    bodies = [syntax.write(tool["function"]) for tool in tools]
+    return [
+        f"calls: call ({literal(syntax.separator + chr(10))} call)*" if is_parallel else "calls: call",
+        f"call: {begin}call_body{end}",
+        f"call_body: {' | '.join(f'call_{i}' for i in range(len(bodies)))}",
+        *(f"call_{i}: {body}" for i, body in enumerate(bodies)),
+        *([SHARED_RULES] if any("xml_text" in body for body in bodies) else []),
+    ]
+
+
+def _text(text: StructuredOutputsParams) -> str:
+    match text.kind:
+        case "json":
+            return json_value(json.loads(text.json) if isinstance(text.json, str) else text.json or {})
+        case "json_object":
+            return json_value({"type": "object"})
+        case "regex":
+            assert text.regex is not None
+            return f"/{_in_slashes(text.regex)}/"
+        case "choice":
+            return " | ".join(literal(choice) for choice in text.choice or ())
+        case "grammar":
+            raise AssertionError("a grammar is for the whole completion")
+        case kind:
+            assert_never(kind)
+
+
+def _in_slashes(regex: str) -> str:
+    """The same expression where / ends one, a line break cannot stand, and classes of characters are not ASCII's.
+
+    Anchors around it say nothing, as it is matched whole, and are left out.
+    """
+    parts = _REGEX_PART.findall(regex.removeprefix("^"))
+    if parts and parts[-1] == "$":
+        parts.pop()
+    in_class, out = False, []
+    for part in parts:
+        if part in "[]":
+            in_class = part == "["
+        out.append(_CLASSES[in_class].get(part, _LITERALS.get(part, part)))
+    return "".join(out)

@@ -1,0 +1,91 @@
+"""How a call of one tool is written, as a rule of a Lark grammar (llguidance's), so that the parsers read it back.
+
+What a rule says stands between the call's markers; JSON is laid out as templates write it, `{"a": 1, "b": 2}`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ringcore.chat.tools import ToolSchemas
+from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["SHARED_RULES", "WriteCall", "json_call", "json_value", "literal", "xml_call"]
+
+# The rule for a call, of the function {"name", "parameters"} of a tool.
+WriteCall = Callable[[Mapping[str, Any]], str]
+
+# What a schema says of itself in "x-guidance" must not turn a constraint off: these are laid over it.
+_STRICT = {"lenient": False, "coerce_one_of": False}
+_FLEXIBLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t\r]{1,64}"}
+_FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_KEY = re.compile(r"[^<>\n]+")
+# What calls refer to: the text of an argument, which ends where the parser sees its end.
+SHARED_RULES = rf"""xml_text: xml_text_to_end "\n"
+xml_text_to_end[lazy]: /(.|\n)*{PARAMETER_END.replace("/", chr(92) + "/")}/"""
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_value(schema: Mapping[str, Any], *, is_fixed: bool = False) -> str:
+    """A JSON value of this schema, with blanks as its writer likes, or laid out in the one way."""
+    options = _STRICT | (_FIXED if is_fixed else _FLEXIBLE)
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def json_call(arguments: str) -> WriteCall:
+    """{"name": "f", "<arguments>": {...}}"""
+    return partial(_json_call, arguments)
+
+
+def _json_call(key: str, function: Mapping[str, Any]) -> str:
+    begin = f'{{"name": {json.dumps(function["name"])}, "{key}": '
+    parameters = function.get("parameters")
+    # A schema that does not say so allows any value: arguments are an object.
+    schema = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+    return f"{literal(begin)} {json_value(schema, is_fixed=True)} {literal('}')}"
+
+
+def xml_call(function: Mapping[str, Any]) -> str:
+    """<function=f>, and each argument between <parameter=key> and </parameter>, in the schema's order.
+
+    Of a string's schema only `enum` and `const` are held to. Raises `InvalidRequestError` for a key that cannot be
+    written so.
+    """
+    schema = function.get("parameters") or {}
+    required = schema.get("required", [])
+    types = ToolSchemas([function])
+    parts = [literal(f"{FUNCTION}{function['name']}>\n")]
+    for key, of_value in schema.get("properties", {}).items():
+        if _KEY.fullmatch(key) is None or key != key.strip():
+            raise InvalidRequestError(
+                f"tools: the parameter {key!r} of {function['name']!r} has no form in a call of this model's; give "
+                "it a name without <, > and line breaks, and without blanks at its ends",
+                field="tools",
+                value=key,
+            )
+        declared = types.types_of(function["name"], key)
+        value = _xml_value(of_value, schema.get("$defs"), is_text=not declared or "string" in declared)
+        argument = f"({literal(f'{PARAMETER}{key}>{chr(10)}')} {value})"
+        parts.append(argument if key in required else f"{argument}?")
+    return " ".join([*parts, literal(FUNCTION_END)])
+
+
+def _xml_value(schema: Any, definitions: Any, *, is_text: bool) -> str:
+    end = literal(f"\n{PARAMETER_END}\n")
+    if not is_text:
+        with_definitions = schema if definitions is None else {**schema, "$defs": definitions}
+        return f"{json_value(with_definitions, is_fixed=True)} {end}"
+    known = schema if isinstance(schema, dict) else {}
+    texts = [known["const"]] if "const" in known else known.get("enum", [])
+    if texts and all(isinstance(text, str) for text in texts):
+        return f"({' | '.join(literal(text) for text in texts)}) {end}"
+    return "xml_text"

@@ -1,0 +1,117 @@
+"""Checks that the fields of a request's parameters share. Whatever the value is, what they raise is an
+`InvalidRequestError` that names the field, shows the value in short, and says the remedy."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["MAX_COUNT", "bad_field", "check_int", "check_list", "check_number", "check_plain_data", "check_text"]
+
+MAX_COUNT = 2**31 - 1  # what the workers' columns hold
+_MAX_SHOWN_CHARS = 80
+_SENDABLE_INT = 2**63  # msgpack's, either way
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN_CHARS
+
+
+def bad_field(field: str, value: object, remedy: str) -> InvalidRequestError:
+    """The error for a field of a request; `details["value"]` is the value, or its short form where it cannot travel."""
+    return InvalidRequestError(f"{field}={_shown(value)}: {remedy}", field=field, value=_portable(value))
+
+
+def _shown(value: object) -> str:
+    try:
+        text = _short.repr(value)
+    except Exception:  # a huge integer has no decimal form; a stranger's __repr__ may do anything
+        text = f"a {type(value).__name__}"
+    return text.encode(errors="replace").decode()
+
+
+def _portable(value: object) -> object:
+    match value:
+        case None | bool() | float():
+            return value
+        case int() if abs(value) < _SENDABLE_INT:
+            return value
+        case str() if len(value) <= _MAX_SHOWN_CHARS:
+            return value.encode(errors="replace").decode()
+    return _shown(value)
+
+
+def check_int(name: str, value: object, low: int, high: int, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise bad_field(name, value, f"give an integer from {low} to {high}; {remedy}")
+
+
+def check_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    """A finite number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN too
+        raise bad_field(name, value, f"give a number from {low:g} to {high:g}; {remedy}")
+
+
+def check_list(name: str, value: object, max_length: int, remedy: str) -> Sequence[Any]:
+    """A list (or tuple) of one to `max_length` items."""
+    if not isinstance(value, list | tuple):
+        raise bad_field(name, value, f"give a list; {remedy}")
+    if not 1 <= len(value) <= max_length:
+        raise bad_field(name, len(value), f"give a list of 1 to {max_length}; {remedy}")
+    return value
+
+
+def check_text(name: str, value: object, max_chars: int, what: str) -> None:
+    """A string of 1 to `max_chars` characters, all of them whole."""
+    if not isinstance(value, str) or not value or len(value) > max_chars:
+        raise bad_field(name, value, f"{what} has 1 to {max_chars} characters")
+    if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise bad_field(name, value, "a surrogate stands for half a character; remove it")
+
+
+def check_plain_data(name: str, value: object, *, max_size: int, max_depth: int, finite: bool = True) -> None:
+    """A dict of what JSON has: None, bools, numbers, strings, lists and dicts with strings as keys.
+
+    max_size: of all strings' characters and one for each value. max_depth: of lists and dicts in one another.
+    """
+    if not isinstance(value, dict):
+        raise bad_field(name, value, "give a dict with strings as keys")
+    left, level = max_size, [value]
+    for _ in range(max_depth):
+        inner: list[Any] = []
+        for box in level:
+            items = list(box.values()) if isinstance(box, dict) else box
+            left -= len(items) + sum(len(text) for text in (*items, *box) if isinstance(text, str))
+            if left < 0:
+                raise bad_field(name, value, f"it holds more than {max_size} characters and values; make it smaller")
+            if isinstance(box, dict) and not all(isinstance(key, str) for key in box):
+                raise bad_field(name, value, "the keys of its dicts have to be strings")
+            for item in items:
+                if type(item) in (list, dict):
+                    inner.append(item)
+                elif not _is_plain(item, finite):
+                    raise bad_field(
+                        name,
+                        item,
+                        "it holds this; give None, bools, numbers of 64 bits, strings, lists and dicts alone",
+                    )
+        if not inner:
+            return
+        level = inner
+    raise bad_field(name, value, f"lists and dicts lie in one another more than {max_depth} deep; make it flatter")
+
+
+def _is_plain(item: object, finite: bool) -> bool:
+    match item:
+        case None | bool():
+            return True
+        case int():
+            return -_SENDABLE_INT <= item < _SENDABLE_INT
+        case float():
+            return not finite or math.isfinite(item)
+        case str():
+            return item.isascii() or not any("\ud800" <= c <= "\udfff" for c in item)
+    return False

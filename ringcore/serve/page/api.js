@@ -1,0 +1,119 @@
+// Requests to the service, and their errors as a person can read them.
+
+const KEY = "ringcore.key";
+
+export class ApiError extends Error {
+  /** status: of HTTP, 0 where there was no answer; param: the field that is wrong, or null. */
+  constructor(message, { status = 0, param = null, code = null, retryAfterS = 1 } = {}) {
+    super(message);
+    Object.assign(this, { status, param, code, retryAfterS });
+  }
+
+  get wantsKey() {
+    return this.status === 401;
+  }
+
+  /** Whether the same request may be answered later. */
+  get isTemporary() {
+    return [0, 429, 503].includes(this.status);
+  }
+}
+
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(KEY) !== null;
+}
+
+export async function getJson(path, signal) {
+  return (await ask(path, { signal })).json();
+}
+
+/** The chunks of one streamed answer. Leaving the loop, or `signal`, ends the request. */
+export async function* streamChat(body, signal) {
+  const answer = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  for await (const data of eventsOf(answer.body, signal)) {
+    if (data === "[DONE]") {
+      return;
+    }
+    const chunk = JSON.parse(data);
+    if (chunk.error) {
+      throw new ApiError(chunk.error.message, { ...chunk.error, status: 500 });
+    }
+    yield chunk;
+  }
+  throw unreachable("The connection broke off before the end of the answer.");
+}
+
+async function ask(path, options) {
+  const headers = { ...options.headers };
+  if (hasKey()) {
+    headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  }
+  // Relative: the page may be behind a proxy that serves it under another path.
+  const answer = await connected(fetch(path, { ...options, headers, cache: "no-store" }), options.signal);
+  if (!answer.ok) {
+    throw await errorOf(answer);
+  }
+  return answer;
+}
+
+/** A failure of the network as an `ApiError`; an abort stays what it is. */
+async function connected(promise, signal) {
+  try {
+    return await promise;
+  } catch (error) {
+    if (signal?.aborted) {
+      throw signal.reason;
+    }
+    throw unreachable("The service cannot be reached. Is it running?", error);
+  }
+}
+
+function unreachable(message, cause) {
+  const error = new ApiError(message, { code: "unreachable" });
+  error.cause = cause;
+  return error;
+}
+
+async function errorOf(answer) {
+  const retryAfterS = Number(answer.headers.get("Retry-After")) || 1;
+  let told = {};
+  try {
+    told = (await answer.json()).error ?? {};
+  } catch {
+    // A proxy's own page, say: the status has to do.
+  }
+  const message = told.message ?? `The service answered ${answer.status} ${answer.statusText}.`;
+  return new ApiError(message, { status: answer.status, param: told.param, code: told.code, retryAfterS });
+}
+
+/** The data of server-sent events. */
+async function* eventsOf(stream, signal) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    for (;;) {
+      const { value, done } = await connected(reader.read(), signal);
+      if (done) {
+        return;
+      }
+      const events = (held + value).split("\n\n");
+      held = events.pop();
+      for (const event of events) {
+        if (event.startsWith("data: ")) {
+          yield event.slice("data: ".length);
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // of a stream that has failed there is nothing left to cancel
+  }
+}

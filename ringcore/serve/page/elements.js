@@ -1,0 +1,26 @@
+// Elements of the page. Text goes in as text alone: nothing here, or anywhere in the page, parses HTML.
+
+export const byId = (id) => document.getElementById(id);
+
+/** A new element with attributes and children; a child is a node or a text. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function button(text, onClick, className = "quiet") {
+  const made = element("button", { type: "button", class: className }, text);
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+/** Writes only what has changed: an equal text would be announced, and laid out, again. */
+export function setText(node, text) {
+  if (node.textContent !== text) {
+    node.textContent = text;
+  }
+}

@@ -1,0 +1,143 @@
+// The engine's state and load, looked at again and again: /health and /metrics.
+
+import { byId, setText } from "./elements.js";
+
+const BUSY_MS = 1000;
+const IDLE_MS = 3000;
+const LONGEST_MS = 15000; // between looks at an engine that is gone
+const LOOK_TIMEOUT_MS = 10000;
+const TOLD = {
+  starting: "starting",
+  ready: "ready",
+  sleeping: "asleep",
+  stalled: "stalled",
+  dead: "dead",
+  unreachable: "not reachable",
+};
+const SAMPLE = /^vllm:(\w+)(?:\{.*\})? ([^ ]+)$/gm;
+
+export class EngineWatch {
+  #failures = 0;
+  #waiting = []; // those that wait for an engine that is ready
+  #wake = () => {};
+  isBusy = false; // while an answer is under way, looks are more frequent
+
+  start() {
+    document.addEventListener("visibilitychange", () => this.lookNow());
+    this.#run();
+  }
+
+  lookNow() {
+    this.#wake();
+  }
+
+  /** Ends when a look from now on finds the engine ready, at the earliest after so many seconds; raises the signal's
+   * reason. */
+  async ready(afterS, signal) {
+    await paused(afterS * 1000, signal);
+    signal.throwIfAborted();
+    await new Promise((resolve, reject) => {
+      this.#waiting.push(resolve);
+      signal.addEventListener("abort", () => reject(signal.reason), { once: true });
+      this.#failures = 0;
+      this.lookNow();
+    });
+  }
+
+  async #run() {
+    for (;;) {
+      if (!document.hidden) {
+        const waiting = this.#waiting; // those that come during a look wait for the next
+        this.#waiting = [];
+        const state = await this.#look();
+        this.#failures = state === "ready" ? 0 : this.#failures + 1;
+        if (state === "ready") {
+          waiting.forEach((resolve) => resolve());
+        } else {
+          this.#waiting.push(...waiting);
+        }
+      }
+      await this.#pause();
+    }
+  }
+
+  #pause() {
+    const often = this.isBusy || this.#waiting.length ? BUSY_MS : IDLE_MS;
+    const pauseMs = Math.min(often * 1.5 ** this.#failures, LONGEST_MS);
+    return new Promise((resolve) => {
+      const timer = setTimeout(resolve, pauseMs);
+      this.#wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
+  }
+
+  async #look() {
+    const [health, metrics] = await Promise.all([fetched("health"), fetched("metrics")]);
+    const state = stateOf(health);
+    byId("state").dataset.state = state;
+    setText(byId("state-text"), TOLD[state]);
+    showFigures(state === "unreachable" || !metrics ? null : samplesOf(metrics));
+    return state;
+  }
+}
+
+function paused(ms, signal) {
+  signal.throwIfAborted();
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener(
+      "abort",
+      () => {
+        clearTimeout(timer);
+        reject(signal.reason);
+      },
+      { once: true },
+    );
+  });
+}
+
+async function fetched(path) {
+  try {
+    const answer = await fetch(path, { signal: AbortSignal.timeout(LOOK_TIMEOUT_MS), cache: "no-store" });
+    return await answer.text(); // of /health it says the state with 503 as well
+  } catch {
+    return null;
+  }
+}
+
+function stateOf(health) {
+  try {
+    const { state } = JSON.parse(health);
+    return state in TOLD ? state : "unreachable";
+  } catch {
+    return "unreachable";
+  }
+}
+
+/** Names to values; of a name with several labels the last is taken, and only names with one are read here. */
+function samplesOf(text) {
+  return new Map([...text.matchAll(SAMPLE)].map(([, name, value]) => [name, Number(value)]));
+}
+
+function showFigures(samples) {
+  const hits = samples?.get("prefix_cache_hits_total");
+  const queries = samples?.get("prefix_cache_queries_total");
+  const shown = {
+    running: samples?.get("num_requests_running"),
+    waiting: samples?.get("num_requests_waiting"),
+    cache: percent(samples?.get("kv_cache_usage_perc")),
+    hits: percent(hits / queries),
+  };
+  for (const [name, value] of Object.entries(shown)) {
+    setText(byId("engine").querySelector(`[data-figure=${name}]`), value === undefined ? "–" : String(value));
+  }
+}
+
+function percent(share) {
+  if (!Number.isFinite(share)) {
+    return undefined;
+  }
+  return share > 0 && share < 0.01 ? "<1%" : `${Math.round(share * 100)}%`;
+}

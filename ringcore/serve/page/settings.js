@@ -1,0 +1,91 @@
+// What a person sets for all answers, kept in this browser.
+
+import { byId, setText } from "./elements.js";
+
+const STORED = "ringcore.settings";
+
+export class SettingsError extends Error {
+  constructor(message, param) {
+    super(message);
+    this.param = param;
+  }
+}
+
+export class Settings {
+  #dialog = byId("settings");
+  #form = byId("settings-form");
+
+  constructor() {
+    const stored = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+    for (const input of this.#inputs()) {
+      input.value = stored[input.name] ?? "";
+    }
+    this.#form.addEventListener("input", () => this.#changed());
+    byId("reset-settings").addEventListener("click", () => this.#reset());
+  }
+
+  get system() {
+    return this.#form.elements.system.value.trim();
+  }
+
+  /** The fields of a request. Raises `SettingsError` for a number or a JSON text that is none. */
+  fields() {
+    const fields = {};
+    for (const input of this.#inputs()) {
+      if (input.validity.badInput) {
+        throw new SettingsError(`${input.name}: this is no number; write one, or leave it empty`, input.name);
+      }
+      if (input.type === "number" && input.value !== "") {
+        fields[input.name] = Number(input.value);
+      }
+    }
+    const stop = this.#form.elements.stop.value.split("\n").filter((line) => line !== "");
+    const tools = this.#form.elements.tools.value.trim();
+    return { ...fields, ...(stop.length && { stop }), ...(tools && { tools: parsedTools(tools) }) };
+  }
+
+  has(param) {
+    return this.#input(param) !== undefined;
+  }
+
+  /** Opens the settings, at the field that an error names, with what is wrong with it. */
+  open(param = null, problem = "") {
+    const error = byId("settings-error");
+    setText(error, problem);
+    error.hidden = !problem;
+    const wrong = this.#input(param);
+    for (const input of this.#inputs()) {
+      input.setAttribute("aria-invalid", String(input === wrong));
+    }
+    this.#dialog.showModal();
+    wrong?.focus();
+  }
+
+  /** `tools[0].function` is of the field `tools`. */
+  #input(param) {
+    const name = /^\w+/.exec(param ?? "")?.[0];
+    return this.#inputs().find((input) => input.name === name);
+  }
+
+  #inputs() {
+    return [...this.#form.elements].filter((one) => one.name);
+  }
+
+  #changed() {
+    const kept = this.#inputs().filter((input) => input.value !== "");
+    localStorage.setItem(STORED, JSON.stringify(Object.fromEntries(kept.map((one) => [one.name, one.value]))));
+  }
+
+  #reset() {
+    this.#form.reset();
+    this.#changed();
+  }
+}
+
+function parsedTools(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new SettingsError(`tools: this is no JSON (${error.message}); write a list of tools, or leave it empty`, "tools");
+  }
+}

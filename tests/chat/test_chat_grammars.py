@@ -1,0 +1,197 @@
+"""Grammars of forced calls and bounded texts: what they take, the parsers read; what is no such answer, they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringcore.chat import ChatFormat, answer_grammar, parse_message
+from ringcore.errors import InvalidRequestError
+from ringcore.structured_outputs import StructuredOutputsParams
+
+llguidance = pytest.importorskip("llguidance")
+
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+IDS = {marker: 257 + i for i, marker in enumerate(MARKERS)}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+                "where": {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"]},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"Place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}},
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+ANY = {"type": "function", "function": {"name": "anything", "parameters": {}}}
+TOOLS = [WEATHER, TIME, ANY]
+ARGUMENTS = {"city": 'Zürich\n<param> "1"', "days": 3, "unit": "F", "where": {"at": {"lat": 1.5}}}
+
+
+class Bytes:
+    """A tokenizer of bytes and markers, which are special tokens or plain ones."""
+
+    eos_token_id, bos_token_id, unique_no_split_tokens = 256, None, ()
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>", *(marker.encode() for marker in MARKERS))
+
+    def __init__(self, is_special: bool) -> None:
+        self.special_token_ids = [256, *(IDS.values() if is_special else ())]
+
+    def __call__(self, text) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+TOKENIZERS = [llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(is_special))) for is_special in (False, True)]
+each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["plain", "special"])
+
+
+def encode(text: str, markers: dict[str, int] = IDS) -> list[int]:
+    ids: list[int] = []
+    while text:
+        marker = next((one for one in markers if text.startswith(one)), None)
+        ids += [markers[marker]] if marker else text[0].encode()
+        text = text[len(marker or "x") :]
+    return ids
+
+
+def takes(tokenizer, params: StructuredOutputsParams, text: str, markers: dict[str, int] = IDS) -> bool:
+    """Whether this whole text is an answer; token by token, each within the mask of its place."""
+    assert params.grammar is not None
+    matcher = llguidance.LLMatcher(tokenizer, params.grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    for token_id in encode(text, markers):
+        mask = matcher.compute_bitmask()
+        if not mask[token_id // 8] >> token_id % 8 & 1 or not matcher.consume_token(token_id):
+            return False
+    return bool(matcher.is_accepting())
+
+
+def tagged(name: str, arguments: dict) -> str:
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def bare(name: str, arguments: dict) -> str:
+    return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+def xml(name: str, arguments: dict) -> str:
+    values = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+FORMS = {"hermes": (tagged, "\n"), "llama3_json": (bare, ";\n"), "qwen3_coder": (xml, "\n")}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+@each_tokenizer
+@each_form
+@pytest.mark.parametrize("markers", [IDS, {}], ids=["tokens", "letters"])
+def test_calls_that_a_grammar_takes_are_read(tokenizer, form, markers):
+    write, separator = FORMS[form]
+    grammar = answer_grammar(ChatFormat(form), tools=TOOLS, must_call=True, marker_ids=IDS)
+    text = write("get_weather", ARGUMENTS) + separator + write("get_time", {})
+    assert takes(tokenizer, grammar, text, markers)
+    message = parse_message(text, ChatFormat(form), TOOLS)
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [
+        ("get_weather", ARGUMENTS),
+        ("get_time", {}),
+    ]
+    assert not message.content
+    for text in ("no call", write("unknown", {}), write("get_time", {"a": 1}), write("get_weather", {"days": 1})):
+        assert not takes(tokenizer, grammar, text, markers), text
+    for wrong in ({"days": "x"}, {"unit": "K"}, {"where": {}}, {"where": {"at": {"lat": "x"}}}):
+        assert not takes(tokenizer, grammar, write("get_weather", {"city": "a"} | wrong), markers), wrong
+
+
+@each_form
+def test_one_call_where_they_are_not_parallel(form):
+    write, separator = FORMS[form]
+    grammar = answer_grammar(ChatFormat(form), tools=[TIME], must_call=True, is_parallel=False, marker_ids=IDS)
+    assert takes(TOKENIZERS[0], grammar, write("get_time", {}))
+    assert not takes(TOKENIZERS[0], grammar, write("get_time", {}) + separator + write("get_time", {}))
+
+
+def test_any_object_where_the_schema_says_nothing():
+    grammar = answer_grammar(ChatFormat("hermes"), tools=[ANY], must_call=True, marker_ids=IDS)
+    assert takes(TOKENIZERS[0], grammar, tagged("anything", {"a": [1, {"b": None}]}))
+    assert not takes(TOKENIZERS[0], grammar, tagged("anything", {}).replace("{}", "[]"))
+
+
+REASONINGS = [
+    # the format, the end of the prompt, what may stand first, what may not
+    ("qwen3", "assistant\n", ["", "<think>\nhm\n</think>\n\n"], ["hm</think>", "<think>hm"]),
+    ("qwen3", "<think>\n", ["hm</think>\n\n"], ["", "hm"]),
+    ("qwen3", "</think>\n\n", [""], ["<think>hm</think>", "hm</think>"]),
+    ("deepseek_r1", "assistant", ["hm</think>\n", "<think>hm</think>"], ["", "hm"]),
+    (None, "", [""], ["<think>hm</think>"]),
+]
+
+
+@each_tokenizer
+@pytest.mark.parametrize(("reasoning", "prompt_end", "firsts", "wrong"), REASONINGS)
+@pytest.mark.parametrize("must_call", [True, False])
+def test_reasoning_stands_before_the_answer(tokenizer, reasoning, prompt_end, firsts, wrong, must_call):
+    answer = tagged("get_time", {})
+    options = {"tools": [TIME], "must_call": True}
+    if not must_call:
+        answer, options = '{"a": 1}', {"tools": [TIME], "text": StructuredOutputsParams(json_object=True)}
+    grammar = answer_grammar(ChatFormat("hermes", reasoning), prompt_end=prompt_end, marker_ids=IDS, **options)
+    for first in firsts:
+        assert takes(tokenizer, grammar, first + answer), first
+    for first in wrong:
+        assert not takes(tokenizer, grammar, first + answer), first
+
+
+TEXTS = [
+    ({"json": {"type": "integer"}}, "12", "a"),
+    ({"json": '{"type": "integer"}'}, "12", "a"),
+    ({"json_object": True}, '{"a": 1}', "[1]"),
+    ({"regex": r"[a/]\/\\+\n"}, "//\\\n", "a"),
+    ({"regex": "a\nb|x/"}, "a\nb", "ab"),
+    ({"regex": r"^\d[\d-]\w\$$"}, "1-a$", "1-é$"),
+    ({"regex": r"a|b\]\D"}, "b]x", "b]1"),
+    ({"choice": ["a", 'b"\n']}, 'b"\n', "ab"),
+]
+
+
+@each_tokenizer
+@pytest.mark.parametrize(("spec", "good", "bad"), TEXTS)
+def test_a_text_of_a_given_form_or_calls(tokenizer, spec, good, bad):
+    text = StructuredOutputsParams(**spec)
+    grammar = answer_grammar(ChatFormat("hermes", "qwen3"), text=text, tools=TOOLS, marker_ids=IDS)
+    for answer in (good, "<think>hm</think>\n\n" + good, tagged("get_time", {})):
+        assert takes(tokenizer, grammar, answer), answer
+    for answer in (bad, "", good + tagged("get_time", {})):
+        assert not takes(tokenizer, grammar, answer), answer
+
+
+def test_what_needs_no_grammar_of_ours():
+    text = StructuredOutputsParams(regex="a+")
+    assert answer_grammar(ChatFormat(), text=text) is text
+    assert answer_grammar(ChatFormat("hermes", "qwen3"), text=text, prompt_end="</think>") is text
+    assert answer_grammar(ChatFormat("hermes", "qwen3"), tools=TOOLS) is None
+    own = StructuredOutputsParams(grammar='start: "a"')
+    assert answer_grammar(ChatFormat("hermes", "qwen3"), text=own, tools=TOOLS) is own
+
+
+@pytest.mark.parametrize("key", ["a>b", "a\nb", " a", ""])
+def test_a_key_that_has_no_form_is_refused(key):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {key: {}}}}}
+    with pytest.raises(InvalidRequestError) as caught:
+        answer_grammar(ChatFormat("qwen3_coder"), tools=[tool], must_call=True)
+    assert caught.value.details["field"] == "tools"
+    assert repr(key) in caught.value.message
