@@ -210,7 +210,9 @@ class Machine(RuleBasedStateMachine):
     def wake(self, tags, rank, call, after) -> None:
         """rank: the one of which a call of the driver fails, after some; or nothing does."""
         waking = [tag for tag in BOTH if tag in (tags or BOTH) and getattr(self, tag) in AWAY]
-        has_room = not self.tenants or not waking
+        has_room = all(  # also where a tenant is: it has what was free when it came
+            worker.device.free_bytes >= sum(worker.mapped_bytes[tag] for tag in waking) for worker in self.workers
+        )
         if rank is not None:
             self.workers[rank].device.fail_after(call, after)
         try:

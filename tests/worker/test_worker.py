@@ -92,7 +92,7 @@ def test_memory_is_told_at_every_stage(tiny_llama: tuple[str, Any]) -> None:
 
 def test_read_only_methods_are_those_that_touch_nothing_of_a_step(tiny_llama: tuple[str, Any]) -> None:
     worker = Worker(make_config(tiny_llama[0]), 0, None)
-    assert read_only_names(worker) == ["health", "memory", "memory_states", "stack", "stats"]
+    assert read_only_names(worker) == ["compile_grammar", "health", "memory", "memory_states", "stack", "stats"]
 
 
 def test_the_stack_names_every_thread(tiny_llama: tuple[str, Any]) -> None:
