@@ -1,6 +1,6 @@
 """Answers in a form: a JSON schema, a regular expression, a choice; and a logits processor of one's own.
 
-    python examples/structured_answers.py --model path/to/model
+python examples/structured_answers.py --model path/to/model
 """
 
 from __future__ import annotations
