@@ -31,12 +31,3 @@ def expected(tiny_qwen2):
 def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
     with make_core(tiny_qwen2, tensor_parallel_size=size, max_num_batched_tokens=64, **OPTIONS) as core:
         assert tokens(generate(core, PROMPTS, GREEDY)) == expected
-
-
-def test_seeded_samples_do_not_depend_on_ranks_batch_or_depth(tiny_qwen2):
-    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=5 + i, max_tokens=12) for i in range(len(PROMPTS))]
-    results = []
-    for options in ({"tensor_parallel_size": 2}, {"steps_in_flight": 1}, {"max_num_seqs": 1}):
-        with make_core(tiny_qwen2, **OPTIONS, **options) as core:
-            results.append(tokens(generate(core, PROMPTS, params)))
-    assert results[0] == results[1] == results[2]
