@@ -129,7 +129,8 @@ class Mailbox:
             match message:
                 case OutputColumns():
                     self.stats = message.stats
-                    if outputs := self._reader.read(message):  # none, where requests have begun and no more
+                    outputs = self._reader.read(message)  # none, where requests have begun and no more
+                    if outputs and self.dead is None:  # after a close nobody is to get what another thread received
                         self._outputs.append(EngineCoreOutputs(outputs, message.stats))
                 case RpcResult():
                     if message.call_id in self._expected:
