@@ -174,7 +174,7 @@ def _finish(
 @triton.jit
 def _ask_for_weights(lines, first, last, num_inputs: tl.constexpr, block_inputs: tl.constexpr) -> None:
     """Into the L2 cache, in lines of 128 bytes; lines: [block_weights, 1], where rows of 16-bit numbers begin."""
-    steps = tl.arange(0, block_inputs // 64)[None, :] * 64
+    steps = tl.arange(0, (block_inputs + 63) // 64)[None, :] * 64
     for at in tl.range(first, last, block_inputs):
         addresses = lines + tl.minimum(at + steps, num_inputs - 1)
         tl.inline_asm_elementwise(
