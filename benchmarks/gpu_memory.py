@@ -13,7 +13,7 @@ _FORM = "csv,noheader,nounits"
 
 
 def device_used_bytes() -> int | None:
-    """Of all GPUs of this machine together. None where the driver does not tell."""
+    """Of all GPUs together that CUDA may use here. None where the driver does not tell."""
     return _total(ask_nvidia_smi("--query-gpu=memory.used", _FORM))
 
 

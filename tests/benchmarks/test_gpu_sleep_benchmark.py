@@ -76,6 +76,16 @@ def test_what_the_driver_says(gpu: None, tmp_path: Path, monkeypatch: pytest.Mon
     assert device_used_bytes() is None
 
 
+def test_the_driver_is_asked_of_the_gpus_that_cuda_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n[ $# = 3 ] || { echo 1; echo 2; echo 4; exit; }\n[ $3 = --id=1,2 ] && { echo 2; echo 4; }\n")
+    tool.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device_used_bytes() == 7 * MIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert device_used_bytes() == 6 * MIB
+
+
 def test_seconds_and_bytes_of_two_engines(gpu: None, fake: str) -> None:
     findings = run(GpuSleep, specs_of(fake, "", ""), *CPU, rounds=2)
     rows = samples_of(findings)
