@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import BENCHMARKS, report
 from benchmarks.harness import PEER_MODES, PEERS, Plan, engine_specs, load_benchmark, run_benchmark
 from benchmarks.machine import shown_path
-from benchmarks.result import merge_results, read_result, write_result
+from benchmarks.result import merge_results, read_result, with_condition, write_result
 from ringcore.errors import RingcoreError
 
 DEFAULT_MODEL = Path("~/.cache/ringcore/smollm2-135m")
@@ -77,6 +77,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"a model folder (default: {DEFAULT_MODEL})")
     parser.add_argument("--commit", metavar="HASH", help="the commit of the code, where it is a copy without git")
+    parser.add_argument("--beside", metavar="TEXT", help="what else ran on the machine meanwhile; told with the result")
     benchmark.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
@@ -88,6 +89,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     plan = Plan(specs, model, options.rounds, options)
     old = read_result(options.json) if options.merge and options.json is not None and options.json.exists() else None
     result = run_benchmark(name, plan, _shown_command(name, arguments), options.commit)
+    if options.beside:
+        result = with_condition(result, f"Meanwhile on this machine: {options.beside}.")
     print(report.render(result), end="")
     if options.json is not None:
         if old is not None:

@@ -37,7 +37,7 @@ def _gpus() -> list[str]:
 
 
 def ask_nvidia_smi(query: str, form: str) -> list[str]:
-    """The lines that NVIDIA's tool answers, of the GPUs that CUDA may use here; none where it is not there, or fails."""
+    """The lines that NVIDIA's tool answers, of the GPUs that CUDA may use; none where it is not there, or fails."""
     command = ["nvidia-smi", query, f"--format={form}"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")

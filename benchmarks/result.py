@@ -21,6 +21,7 @@ __all__ = [
     "Result",
     "merge_results",
     "read_result",
+    "with_condition",
     "write_result",
 ]
 
@@ -95,6 +96,12 @@ def write_result(path: Path, result: Result) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def with_condition(result: Result, sentence: str) -> Result:
+    findings = result.findings
+    findings = msgspec.structs.replace(findings, conditions=[*findings.conditions, sentence])
+    return msgspec.structs.replace(result, findings=findings)
 
 
 def merge_results(old: Result, new: Result) -> Result:

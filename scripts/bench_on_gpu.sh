@@ -7,6 +7,7 @@
 #     PEER       the interpreter of vLLM's environment; without it ringcore is measured alone
 #     PEER_ENV   settings of that environment, "VARIABLE=VALUE VARIABLE=VALUE"
 #     PARTS      some of "tests attention gpu tensor_parallel startup sleep service profile" (default: all; tensor_parallel needs two GPUs)
+#     BESIDE     what else runs on the machine meanwhile, e.g. where each GPU has a benchmark of its own
 #     COMMIT     the commit of the code, where it is a copy without git
 #     GPU        options of the gpu part, e.g. "--models Qwen3-8B --rounds 2 --seconds 400"
 #     SLEEP      options of the sleep part, e.g. "--rounds 1"
@@ -26,7 +27,7 @@ failed=0
 bench() { # NAME OPTIONS...: one benchmark, beside what its file holds already
   local name=$1
   shift
-  python3 -m benchmarks "$name" ${COMMIT:+--commit "$COMMIT"} --json "$results/$name.json" --merge "$@" || failed=1
+  python3 -m benchmarks "$name" ${COMMIT:+--commit "$COMMIT"} ${BESIDE:+--beside "$BESIDE"} --json "$results/$name.json" --merge "$@" || failed=1
 }
 
 has() { [[ "$parts" == *" $1 "* ]]; }

@@ -78,7 +78,7 @@ def test_what_the_driver_says(gpu: None, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_driver_is_asked_of_the_gpus_that_cuda_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n[ $# = 3 ] || { echo 1; echo 2; echo 4; exit; }\n[ $3 = --id=1,2 ] && { echo 2; echo 4; }\n")
+    tool.write_text('#!/bin/sh\n[ $# = 3 ] || echo 1\n[ $# = 2 ] || [ "$3" = --id=1,2 ] || exit 9\necho 2\necho 4\n')
     tool.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert device_used_bytes() == 7 * MIB

@@ -204,8 +204,10 @@ def test_the_command_merges_into_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         assert main(["gpu", "--merge", "--json", str(path)]) == 0
     assert [one.name for one in read_result(path).findings.measurements] == ["A, a step", "B, a step"]
-    assert main(["gpu", "--json", str(path)]) == 0
-    assert [one.name for one in read_result(path).findings.measurements] == ["C, a step"]
+    assert main(["gpu", "--json", str(path), "--beside", "a game"]) == 0
+    findings = read_result(path).findings
+    assert [one.name for one in findings.measurements] == ["C, a step"]
+    assert findings.conditions[-1] == "Meanwhile on this machine: a game."
 
 
 def test_the_command_checks_and_writes(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
