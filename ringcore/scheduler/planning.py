@@ -12,7 +12,10 @@ from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
 from ringcore.scheduler.step import StepPlan
 
-__all__ = ["num_victims_needed", "share_budget", "steps_at_once", "take_blocks", "victims"]
+__all__ = ["is_worth_starting", "num_victims_needed", "share_budget", "steps_at_once", "take_blocks", "victims"]
+
+
+_LEAST_SHARE = 8  # a prompt that does not fit begins with an eighth of a step, or later
 
 
 def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
@@ -28,6 +31,17 @@ def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_thres
     counts = np.clip(plan.token_budget - taken_before, 0, counts)
     plan.positions = np.flatnonzero(counts)
     plan.counts = counts[plan.positions]
+
+
+def is_worth_starting(plan: StepPlan, num_tokens: int, max_num_batched_tokens: int) -> bool:
+    """Whether one with `num_tokens` to compute should begin in this step: whole, or with a good part of the step, or
+    with what there is where the step computes no other prompt.
+
+    The few tokens that other prompts leave are better left alone: attention has a faster way for whole prompts, and the
+    rest would take the next step as long.
+    """
+    fits = num_tokens <= plan.token_budget
+    return fits or plan.token_budget * _LEAST_SHARE >= max_num_batched_tokens or not plan.computes_prompts
 
 
 def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:

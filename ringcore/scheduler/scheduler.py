@@ -47,7 +47,14 @@ from ringcore.protocol import (
 )
 from ringcore.scheduler.admission import Admission
 from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
-from ringcore.scheduler.planning import num_victims_needed, share_budget, steps_at_once, take_blocks, victims
+from ringcore.scheduler.planning import (
+    is_worth_starting,
+    num_victims_needed,
+    share_budget,
+    steps_at_once,
+    take_blocks,
+    victims,
+)
 from ringcore.scheduler.quarantine import Quarantine
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
@@ -279,6 +286,10 @@ class Scheduler:
         if prefix.is_awaited:
             self._may_start = True  # with every step that comes back there may be more of it
             return False
+        num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
+        if not is_worth_starting(plan, num_tokens, self._config.max_num_batched_tokens):
+            self._may_start = True
+            return False
         if not self._start(request, prefix, plan):
             return False
         if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.wants_prompt_logprobs:
@@ -293,15 +304,18 @@ class Scheduler:
 
     def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         """Lets a request run; False, and nothing changed, where its blocks are not free."""
-        num_tokens = min(len(request.tokens) - prefix.num_computed_tokens, plan.token_budget)
-        if (threshold := self._config.long_prefill_token_threshold) is not None:
-            num_tokens = min(num_tokens, threshold)
+        num_left = len(request.tokens) - prefix.num_computed_tokens
+        num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
         new_request = self._running.start(request, prefix, num_tokens, self._clock())
         if new_request is None:
             return False
         plan.add_new(new_request, num_tokens)
         self._started.append(request.to_started())
         return True
+
+    def _most_in_one_step(self, num_tokens: int) -> int:
+        threshold = self._config.long_prefill_token_threshold
+        return num_tokens if threshold is None else min(num_tokens, threshold)
 
     def _make_room_for_first_waiting(self) -> None:
         """Preempts those of worse priority, if that lets the first one waiting start."""

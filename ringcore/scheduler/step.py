@@ -67,6 +67,11 @@ class StepPlan:
         """Whether everyone who runs gets one token and nobody starts."""
         return self.positions is None and not self.new_requests
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether anyone gets more than one token, or starts."""
+        return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
+
     def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         if not self.new_blocks:
             self.new_blocks = [([], []) for _ in by_group]

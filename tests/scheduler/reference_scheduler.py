@@ -66,19 +66,26 @@ class ReferenceScheduler:
 
     def _start_waiting(self) -> None:
         limit, passed = self.config.max_skip_ahead, []
+        has_prompts = any(count > 1 for count in self.work.values())
         for request in sorted(self.waiting, key=place):
             has_row = len(self.running) < self.config.max_num_seqs
             may_pass = len(passed) <= limit and all(one.num_times_passed < limit for one in passed)
             if not has_row or not may_pass or sum(self.work.values()) == self.config.max_num_batched_tokens:
                 return
-            if not self._take_blocks(request, request.num_tokens):
+            if (has_prompts and self._would_be_a_sliver(request)) or not self._take_blocks(request, request.num_tokens):
                 passed.append(request)
                 continue
+            has_prompts = True
             self.waiting.remove(request)
             self.running.append(request)
             self._give_tokens(request)
             for one in passed:
                 one.num_times_passed += 1
+
+    def _would_be_a_sliver(self, request: ReferenceRequest) -> bool:
+        whole = self.config.max_num_batched_tokens
+        left = whole - sum(self.work.values())
+        return left < whole / 8 and left < min(request.num_tokens, self.config.long_prefill_token_threshold or whole)
 
     def _make_room(self, first: ReferenceRequest) -> None:
         lower = [request for request in sorted(self.running, key=victim_key) if request.priority > first.priority]

@@ -53,6 +53,41 @@ class TestTheGate:
         assert engine.tokens("b") == completion(B[:7], 9)
 
 
+class TestWhatIsLeftOfAStep:
+    """Steps of 16 tokens, of which an eighth are 2."""
+
+    def make(self, *lengths: int, **options) -> Driver:
+        engine = Driver(num_blocks=40, budget=16, caching=False, **options)
+        for seed, length in enumerate(lengths):
+            engine.add(str(seed), [1 + seed] * length, max_tokens=8, seed=seed)
+        return engine
+
+    def test_a_prompt_does_not_begin_with_a_token_that_others_left(self):
+        engine = self.make(15, 12)
+        assert [engine.step() for _ in range(2)] == [{0: 15}, {0: 1, 1: 12}]
+
+    def test_an_eighth_is_enough(self):
+        engine = self.make(14, 12)
+        assert [engine.step() for _ in range(2)] == [{0: 14, 1: 2}, {0: 1, 1: 10}]
+
+    def test_what_fits_begins_and_may_pass(self):
+        engine = self.make(15, 12, 1, max_skip_ahead=1)
+        engine.step()
+        assert engine.work_by_seed == {0: 15, 2: 1}
+        engine.step()
+        assert engine.work_by_seed == {0: 1, 2: 1, 1: 12}
+
+    def test_what_fits_of_a_threshold_begins(self):
+        engine = self.make(15, 12, chunk=1)
+        assert engine.step() == {0: 1, 1: 1}
+
+    def test_beside_those_that_only_decode_whatever_there_is(self):
+        engine = self.make(*[1] * 15, max_num_seqs=16)
+        engine.step()
+        engine.add("late", [30] * 3, max_tokens=1, seed=15)
+        assert engine.step() == dict.fromkeys(range(16), 1)
+
+
 class TestSkippingAhead:
     """a holds four of five blocks; b wants two, and c, d, e ... one each."""
 
