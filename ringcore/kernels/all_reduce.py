@@ -168,8 +168,8 @@ def _tile_of(index, row_words, tile: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_rows", "row_quads"])
 def _collective_kernel(
     part,  # [num_rows, row_quads * 16 bytes]
-    residual,  # where has_residual, as many numbers as part: of its dtype or float32
-    out,  # where it gathers, [num_rows, size, row_quads * 16 bytes]; else as residual or part, and may be that
+    residual,  # where has_residual, as many numbers as part has: of its dtype, or float32
+    out,  # where it gathers, [num_rows, size, row_quads * 16 bytes]; else as residual, or part without one; may be it
     addresses,
     calls,
     rank,
@@ -241,8 +241,8 @@ def all_reduce(
     """
     assert mailboxes.takes(partial), (partial.shape, partial.dtype, mailboxes.capacity_bytes)
     added = out if residual is None else residual
-    widens = residual is not None and out.dtype == torch.float32
-    assert widens or out.dtype == partial.dtype, (partial.dtype, out.dtype)
+    dtypes = (partial.dtype,) if residual is None else (partial.dtype, torch.float32)
+    assert out.dtype in dtypes, (partial.dtype, out.dtype)
     assert out.dtype == added.dtype, (out.dtype, added.dtype)
     for tensor in (partial, out, added):
         assert tensor.shape == partial.shape, (tensor.shape, partial.shape)

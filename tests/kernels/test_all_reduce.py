@@ -195,7 +195,8 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
         one.parts[1][0, 13] = float("inf")
         one.parts[0][0, 14] = -0.0
         one.parts[1][0, 14] = -0.0
-    wide = Call(False, call.parts, *2 * [[pair.put(torch.zeros(1, 32)) for _ in range(2)]])
+    streams = [pair.put(torch.zeros(1, 32)) for _ in range(2)]
+    wide = Call(False, call.parts, streams, streams)
     pair.run([call, gather, wide])
     empty = 8 // dtype.itemsize
     sums = torch.stack([part.float() for part in call.parts]).sum(0)
