@@ -98,7 +98,7 @@ def check_sums(tp: NcclCommunicator, device: torch.device) -> tuple[bool, str]:
             total = tp.all_reduce(parts[tp.rank].clone())
             with_residual = residual.clone()
             tp.all_reduce_add(parts[tp.rank].clone(), with_residual)
-            stream = residual.float()
+            stream = residual.to(torch.float32, copy=True)
             tp.all_reduce_add(parts[tp.rank].clone(), stream)
             assert (total.dtype, with_residual.dtype, stream.dtype) == (dtype, dtype, torch.float32)
             _assert_near(total, exact, whole, tp.size, dtype)
