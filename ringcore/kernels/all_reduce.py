@@ -1,4 +1,4 @@
-"""Small collectives between GPUs that write into each other's memory: sums over the ranks, and rows side by side.
+"""Collectives in one shot between GPUs that write into each other's memory: sums over the ranks, and rows side by side.
 
 Every rank has a mailbox in the memory of every GPU, and every place of a mailbox is empty (all bits set) until the word
 that belongs there arrives. A rank writes its words into the others' mailboxes, then looks at its own until no place is
@@ -11,7 +11,8 @@ Mailboxes are two deep, and a call takes the one or the other by the parity of i
 device, so that a replayed graph counts too. Why two are enough: let rank A begin call n + 2. It has ended call n + 1,
 so words of every rank B for call n + 1 have arrived, so B has begun that call, so B has ended call n: it has read, and
 emptied, what A overwrites now. This needs that calls of one rank follow each other: they must be on one stream, each
-behind the whole of the one before it (with dependent launch: nothing is written before the wait).
+behind the whole of the one before it (with dependent launch: nothing is written before the wait). How long the calls'
+messages are does not matter: a mailbox lies where it lies whatever is in it, and a call empties all that it reads.
 
 All ranks must make the same calls with the same shapes in the same order, eagerly or in graphs. A rank whose peer died
 waits for ever; whoever watches the processes has to end it.
@@ -60,6 +61,7 @@ class Mailboxes:
     capacity_bytes: int  # of the longest message; a multiple of 16
     addresses: torch.Tensor  # [size] int64: where each rank's `num_bytes` lie, as this rank's GPU finds them
     calls: torch.Tensor  # [programs] int32: how many there were, counted by each program
+    launches: bool = True  # False: kernels are compiled, or caught, and never run: see `precompile`
 
     @staticmethod
     def num_bytes(size: int, capacity_bytes: int) -> int:
@@ -146,6 +148,16 @@ def _sum(words, more, number: tl.constexpr, has_more: tl.constexpr):
 
 
 @triton.jit
+def _sum_in_float32(words, pairs, number: tl.constexpr):
+    """As `_sum` of numbers of 16 bits, with `pairs` [tile] int64, each of two float32 numbers, which it remains."""
+    first, second = _numbers(words, number)
+    first = tl.sum(first, axis=0) + pairs.to(tl.int32).to(tl.float32, bitcast=True)
+    second = tl.sum(second, axis=0) + (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
 def _tile_of(index, row_words, tile: tl.constexpr):
     """(row, columns [tile], which of them are in the row) of tile number `index` of a message."""
     row_tiles = tl.cdiv(row_words, tile)
@@ -156,8 +168,8 @@ def _tile_of(index, row_words, tile: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_rows", "row_quads"])
 def _collective_kernel(
     part,  # [num_rows, row_quads * 16 bytes]
-    residual,  # as part, read where has_residual
-    out,  # where it gathers, [num_rows, size, row_quads * 16 bytes]; else as part, and may be part or residual
+    residual,  # where has_residual, as many numbers as part has: of its dtype, or float32
+    out,  # where it gathers, [num_rows, size, row_quads * 16 bytes]; else as residual, or part without one; may be it
     addresses,
     calls,
     rank,
@@ -184,7 +196,10 @@ def _collective_kernel(
     call = tl.load(calls + program)
     to = peers[:, None] + ((call & 1) * size + rank) * capacity
     at = own + ((call & 1) * size + sender) * capacity
-    source, target = part.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
+    number: tl.constexpr = part.dtype.element_ty
+    widens: tl.constexpr = number.primitive_bitwidth < out.dtype.element_ty.primitive_bitwidth
+    result: tl.constexpr = tl.int64 if widens else tl.int32  # of as many numbers as a word has
+    source, target = part.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(result))
     row_words = row_quads * 4
     num_tiles = num_rows * tl.cdiv(row_words, tile)
     for index in range(program, num_tiles, tl.num_programs(0)):
@@ -198,13 +213,15 @@ def _collective_kernel(
         words = _read(source, offsets, mask[None, :] & (sender == rank))  # zeros elsewhere
         more = columns  # anything
         if has_residual:
-            more = tl.load(residual.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)  # on its way meanwhile
+            more = tl.load(residual.to(tl.pointer_type(result)) + columns, mask=mask, other=0)  # on its way meanwhile
         words |= _take(at + offsets, mask[None, :] & is_other)
         if gathers:
             places = (row * size + sender) * row_words + columns[None, :]
             tl.store(target + places, words, mask=mask[None, :] & (sender < size))
+        elif widens:
+            tl.store(target + columns, _sum_in_float32(words, more, number), mask=mask)
         else:
-            tl.store(target + columns, _sum(words, more, part.dtype.element_ty, has_residual), mask=mask)
+            tl.store(target + columns, _sum(words, more, number, has_residual), mask=mask)
     tl.store(calls + program, call + 1)
 
 
@@ -218,12 +235,17 @@ def all_reduce(
 ) -> torch.Tensor:
     """out = the sum of the ranks' `partial`, and of `residual` where it is given, which every rank has the same.
 
-    All of one shape and dtype (float32, bfloat16, float16), contiguous, such that `mailboxes.takes` them; `out` may be
-    `partial` or `residual`. Added in float32 in the same order on every rank, rounded once: the same bits everywhere.
+    All of one shape and dtype (float32, bfloat16, float16), contiguous, such that `mailboxes.takes` `partial`; or
+    `residual` and `out` float32 and `partial` of 16 bits. `out` may be `partial` or `residual`. Added in float32 in the
+    same order on every rank, rounded once, to the dtype of `out`: the same bits everywhere.
     """
     assert mailboxes.takes(partial), (partial.shape, partial.dtype, mailboxes.capacity_bytes)
-    for tensor in (partial, out) if residual is None else (partial, out, residual):
-        assert (tensor.shape, tensor.dtype) == (partial.shape, partial.dtype), (tensor.shape, tensor.dtype)
+    added = out if residual is None else residual
+    dtypes = (partial.dtype,) if residual is None else (partial.dtype, torch.float32)
+    assert out.dtype in dtypes, (partial.dtype, out.dtype)
+    assert out.dtype == added.dtype, (out.dtype, added.dtype)
+    for tensor in (partial, out, added):
+        assert tensor.shape == partial.shape, (tensor.shape, partial.shape)
         _check_place(tensor)
     _launch(partial, residual, out, mailboxes, num_rows=1, gathers=False, pdl=pdl)
     return out
@@ -232,9 +254,9 @@ def all_reduce(
 def all_reduce_reference(partials: Sequence[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
     """`all_reduce` in plain torch, of all ranks' partial sums in rank order."""
     total = torch.stack([partial.float() for partial in partials]).sum(0)
-    if residual is not None:
-        total += residual.float()
-    return total.to(partials[0].dtype)
+    if residual is None:
+        return total.to(partials[0].dtype)
+    return (total + residual.float()).to(residual.dtype)
 
 
 def all_gather_last_dim(
@@ -275,7 +297,7 @@ def _launch(
     programs = len(mailboxes.calls)
     share = -(-num_bytes // (4 * programs))
     tile, num_warps = next((tile for tile in _TILES if share <= tile[0]), _TILES[-1])
-    _collective_kernel[(programs,)](
+    _collective_kernel.run(
         part,
         part if residual is None else residual,
         out,
@@ -293,6 +315,8 @@ def _launch(
         pdl=pdl,
         num_warps=num_warps,
         num_stages=1,
+        grid=(programs,),
+        warmup=not mailboxes.launches,
         **launch_options(pdl),
     )
 

@@ -30,6 +30,14 @@ class TensorParallel(ABC):
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank."""
 
+    def apart(self) -> TensorParallel:
+        """A rank of the same number and size with nobody to talk to: the others may be elsewhere.
+
+        What its collectives return has the right shape and no meaning; their kernels are compiled or caught, and never
+        launched. It needs no `close`, and serves until this one's.
+        """
+        return _Apart(self.rank, self.size)
+
     def close(self) -> None:  # noqa: B027  a rank alone has nothing to give up
         """Gives up what connects the ranks, if anything does. Idempotent; no collective may follow."""
 
@@ -45,3 +53,16 @@ class SingleRank(TensorParallel):
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+
+class _Apart(TensorParallel):
+    """Of a group whose collectives have no kernels of ours."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1)

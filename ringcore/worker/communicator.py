@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,8 +59,8 @@ class GlooCommunicator(TensorParallel):
 class NcclCommunicator(TensorParallel):
     """Collectives between GPUs, on the stream that is current. A process group of its own, as gloo's.
 
-    Small messages go through mailboxes in each other's memory, where the GPUs reach it: NCCL takes 12 to 19 us however
-    few the bytes are (two H200). What is small is decided by shape and dtype, and so alike on every rank.
+    Messages up to some MiB go through mailboxes in each other's memory, where the GPUs reach it: NCCL takes 12 to 19 us
+    however few the bytes are (two H200). Shape and dtype decide which way, and so all ranks alike.
     """
 
     def __init__(
@@ -97,8 +99,7 @@ class NcclCommunicator(TensorParallel):
         """A small sum is rounded once, with the residual in it; a large one before it is added, too."""
         assert self._group is not None, "closed"
         contiguous = partial.contiguous()
-        is_alike = residual.is_contiguous() and residual.dtype == partial.dtype
-        if self._peers is not None and self._peers.reduces(contiguous) and is_alike:
+        if self._peers is not None and self._peers.adds(contiguous, residual):
             self._peers.all_reduce(contiguous, residual)
         else:
             super().all_reduce_add(contiguous, residual)
@@ -109,6 +110,15 @@ class NcclCommunicator(TensorParallel):
         if self._peers is not None and self._peers.gathers(contiguous):
             return self._peers.all_gather_last_dim(contiguous)
         return _all_gather_last_dim(self._group, self.size, contiguous)
+
+    def apart(self) -> TensorParallel:
+        return self._of(self.rank, self.size, _Nobody(), None if self._peers is None else self._peers.apart())
+
+    @classmethod
+    def _of(cls, rank: int, size: int, group: Any, peers: PeerCollectives | None) -> NcclCommunicator:
+        one = cls.__new__(cls)
+        one.rank, one.size, one._group, one._peers = rank, size, group, peers
+        return one
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -127,11 +137,29 @@ def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor) -> torch.T
     return parts.view(size, *tensor.shape).movedim(0, -2).reshape(*tensor.shape[:-1], size * tensor.shape[-1])
 
 
-class PeerCollectives:
-    """The collectives of small messages, through `PeerMemory`."""
+class _Nobody:
+    """In place of a process group: nothing is sent, and nothing comes."""
 
-    # One-shot: every rank sends its whole message to every other one. Beyond these a sum in two steps sends less.
-    _REDUCED_BYTES = 1 << 20  # through one link, divided by the number of ranks
+    def allreduce(self, tensors: list[torch.Tensor]) -> _Nobody:
+        return self
+
+    def _allgather_base(self, parts: torch.Tensor, part: torch.Tensor) -> _Nobody:
+        parts.zero_()
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class PeerCollectives:
+    """The collectives of messages that are not large, through `PeerMemory`."""
+
+    # One-shot: for a sum every rank sends its whole message to every other one. In two steps, a part's sum and then its
+    # result, it would send 2 / size of that: as much where there are two ranks, and less the more there are.
+    _SENT_BYTES = 8 << 20  # by a rank for a sum, to all others
     _GATHERED_BYTES = 2 << 20  # from each rank; to gather in one shot is to send no byte twice
 
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
@@ -140,8 +168,9 @@ class PeerCollectives:
 
         self._memory = memory
         self._kernels = all_reduce
-        self._mailboxes = all_reduce.Mailboxes.at(memory.addresses, rank, self._GATHERED_BYTES, device)
-        self._max_reduced_bytes = self._REDUCED_BYTES // len(memory.addresses)
+        size = len(memory.addresses)
+        self._mailboxes = all_reduce.Mailboxes.at(memory.addresses, rank, self.capacity_bytes(size), device)
+        self._max_reduced_bytes = self.max_reduced_bytes(size)
         self._pdl = overlaps_launches(device)
 
     @classmethod
@@ -151,12 +180,32 @@ class PeerCollectives:
 
         if size > MAX_RANKS:
             return None
-        num_bytes = Mailboxes.num_bytes(size, cls._GATHERED_BYTES)
+        num_bytes = Mailboxes.num_bytes(size, cls.capacity_bytes(size))
         memory = PeerMemory.connect(rank, size, store, num_bytes, EMPTY_BYTE, CudaPeerDriver(device))
         return None if memory is None else cls(memory, rank, device)
 
+    @classmethod
+    def max_reduced_bytes(cls, size: int) -> int:
+        """Of a message that is summed."""
+        return cls._SENT_BYTES // (size - 1) // _ALIGNMENT * _ALIGNMENT
+
+    @classmethod
+    def capacity_bytes(cls, size: int) -> int:
+        """Of a mailbox."""
+        return max(cls.max_reduced_bytes(size), cls._GATHERED_BYTES)
+
+    def apart(self) -> PeerCollectives:
+        """The same with kernels that are compiled or caught, not launched."""
+        apart = copy.copy(self)
+        apart._mailboxes = replace(self._mailboxes, launches=False)
+        return apart
+
     def reduces(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes(tensor) and tensor.numel() * tensor.itemsize <= self._max_reduced_bytes
+        return self._mailboxes.takes(tensor) and tensor.nbytes <= self._max_reduced_bytes
+
+    def adds(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
+        """Whether a sum and the addition to `residual` can be one kernel."""
+        return self.reduces(partial) and residual.is_contiguous() and residual.dtype in (partial.dtype, torch.float32)
 
     def all_reduce(self, partial: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`residual` with the sum added, where it is given; else the sum, in `partial` where that can be."""
@@ -167,7 +216,7 @@ class PeerCollectives:
         return self._kernels.all_reduce(partial, self._mailboxes, out=out, residual=residual, pdl=self._pdl)
 
     def gathers(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes_rows(tensor)
+        return self._mailboxes.takes_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
 
     def all_gather_last_dim(self, part: torch.Tensor) -> torch.Tensor:
         return self._kernels.all_gather_last_dim(_aligned(part), self._mailboxes, pdl=self._pdl)

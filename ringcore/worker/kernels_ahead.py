@@ -92,7 +92,7 @@ def has_room(config: EngineConfig, tp: TensorParallel, dtype: str, free_bytes: i
 
 def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
     spec = config.model.spec
-    model = model_class(spec.architecture)(spec, _Apart(tp), _DTYPES[dtype], config.model.context_len)
+    model = model_class(spec.architecture)(spec, tp.apart(), _DTYPES[dtype], config.model.context_len)
     return sum(weight.nbytes for weight in model.weights())
 
 
@@ -105,7 +105,7 @@ def catch_steps(
         torch.cuda.set_device(platform.device)
     config = _few_layers(config)
     spec = config.model.spec
-    model = model_class(spec.architecture)(spec, _Apart(tp), _DTYPES[dtype], config.model.context_len)
+    model = model_class(spec.architecture)(spec, tp.apart(), _DTYPES[dtype], config.model.context_len)
     with catch_launches() as caught:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)
@@ -131,19 +131,6 @@ def _few_layers(config: EngineConfig) -> EngineConfig:
     few = msgspec.structs.replace(spec, num_layers=num_layers, sliding_windows=windows)
     model = replace(config.model, spec=few, logits_processors=[])  # a user's code is not called for this
     return replace(config, model=model, device=replace(config.device, enforce_eager=True))
-
-
-class _Apart(TensorParallel):
-    """A rank with the shapes of its group and nobody to talk to: the others may be elsewhere."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        self.rank, self.size = tp.rank, tp.size
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor] * self.size, dim=-1)
 
 
 class _Plain:

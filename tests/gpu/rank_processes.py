@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from ringcore.worker.communicator import NcclCommunicator
+from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Numbers in a message: below, at and above what goes through mailboxes on 2 to 8 ranks, and some that never do.
-LENGTHS = (7, 8, 1000, 1024, 4096, 36864, 65536, 131072, 262144, 262152, 2_000_000)
+LENGTHS = (7, 8, 1000, 1024, 4096, 36864, 65536, 131072, 262144, 262152)  # numbers in a message
 
 
 def on_gpus(size: int, folder: Path, work: Callable[..., Any], *args: Any, deadline_s: float = 200) -> list[Any]:
@@ -81,10 +80,17 @@ def numbers(seed: int, rank: int, length: int, dtype: torch.dtype, device: torch
     return torch.randn(1, length, generator=generator).to(device, dtype)
 
 
+def lengths_at_the_limit(size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Numbers in the longest message that goes through mailboxes, and in the shortest above that could."""
+    longest = PeerCollectives.max_reduced_bytes(size)
+    return longest // dtype.itemsize, (longest + 16) // dtype.itemsize
+
+
 def check_sums(tp: NcclCommunicator, device: torch.device) -> tuple[bool, str]:
     """Every length and dtype -> (whether there is peer memory, a digest of all bits that came out)."""
     digest = hashlib.sha256()
-    for seed, (length, dtype) in enumerate((length, dtype) for length in LENGTHS for dtype in DTYPES):
+    cases = [(length, dtype) for dtype in DTYPES for length in (*LENGTHS, *lengths_at_the_limit(tp.size, dtype))]
+    for seed, (length, dtype) in enumerate(cases):
         for whole in (True, False):
             parts = [numbers(seed, rank, length, dtype, device, whole) for rank in range(tp.size)]
             residual = numbers(seed, 99, length, dtype, device, whole)
@@ -92,11 +98,16 @@ def check_sums(tp: NcclCommunicator, device: torch.device) -> tuple[bool, str]:
             total = tp.all_reduce(parts[tp.rank].clone())
             with_residual = residual.clone()
             tp.all_reduce_add(parts[tp.rank].clone(), with_residual)
-            _assert_near(total, exact, whole, tp.size)
-            _assert_near(with_residual, exact + residual.double(), whole, tp.size)
+            stream = residual.to(torch.float32, copy=True)
+            tp.all_reduce_add(parts[tp.rank].clone(), stream)
+            assert (total.dtype, with_residual.dtype, stream.dtype) == (dtype, dtype, torch.float32)
+            _assert_near(total, exact, whole, tp.size, dtype)
+            _assert_near(with_residual, exact + residual.double(), whole, tp.size, dtype)
+            is_fused = tp.has_peer_memory and length % 8 == 0 and length <= lengths_at_the_limit(tp.size, dtype)[0]
+            _assert_near(stream, exact + residual.double(), whole, tp.size, torch.float32 if is_fused else dtype)
             side_by_side = tp.all_gather_last_dim(parts[tp.rank].view(1, length))
             assert torch.equal(side_by_side, torch.cat(parts, dim=-1)), (length, dtype)
-            for tensor in (total, with_residual, side_by_side):
+            for tensor in (total, with_residual, stream, side_by_side):
                 digest.update(tensor.view(torch.uint8).cpu().numpy().tobytes())
     aside = [numbers(5, rank, 260, torch.bfloat16, device, True)[:, 4:] for rank in range(tp.size)]  # 8 bytes off
     assert torch.equal(tp.all_reduce(aside[tp.rank]).int(), torch.stack([one.int() for one in aside]).sum(0))
@@ -106,19 +117,20 @@ def check_sums(tp: NcclCommunicator, device: torch.device) -> tuple[bool, str]:
     return tp.has_peer_memory, digest.hexdigest()
 
 
-def _assert_near(ours: torch.Tensor, exact: torch.Tensor, whole: bool, num_ranks: int) -> None:
+def _assert_near(ours: torch.Tensor, exact: torch.Tensor, whole: bool, num_ranks: int, rounded_to: torch.dtype) -> None:
     """NCCL rounds after every rank, and once more with the residual: so many roundings of the largest part sum."""
     if whole:
         assert torch.equal(ours.double(), exact), (ours.shape, ours.dtype)
     else:
-        unit = torch.finfo(ours.dtype).eps
+        unit = torch.finfo(rounded_to).eps
         torch.testing.assert_close(ours.double(), exact, atol=8 * num_ranks * unit, rtol=unit)
 
 
 def hammer(tp: NcclCommunicator, device: torch.device, num_calls: int) -> int:
     """Calls of changing size, one behind the other, while ranks stop now and then -> how many numbers were wrong."""
     pauses = random.Random(tp.rank)
-    lengths = (8, 4096, 1024, 65536, 64, 16384, 300_000)
+    above = lengths_at_the_limit(tp.size, torch.bfloat16)[1]
+    lengths = (8, 4096, 1024, 65536, 64, 1 << 20, above)
     index = torch.arange(max(lengths), device=device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for call in range(num_calls):
@@ -127,10 +139,10 @@ def hammer(tp: NcclCommunicator, device: torch.device, num_calls: int) -> int:
         total = torch.stack([part.int() for part in parts]).sum(0)
         if pauses.random() < 0.2:
             torch.cuda._sleep(int(pauses.random() * 300_000))
-        if call % 4 == 3 and length < 300_000:
+        if call % 4 == 3 and length < above:
             wrong += (tp.all_gather_last_dim(parts[tp.rank]) != torch.cat(parts, dim=-1)).sum()
         elif call % 2:
-            residual = torch.full_like(parts[0], 100)
+            residual = torch.full_like(parts[0], 100, dtype=torch.float32 if call % 3 else torch.bfloat16)
             tp.all_reduce_add(parts[tp.rank], residual)
             wrong += (residual.int() != total + 100).sum()
         else:
@@ -140,17 +152,20 @@ def hammer(tp: NcclCommunicator, device: torch.device, num_calls: int) -> int:
     return int(wrong)
 
 
-def check_graph(tp: NcclCommunicator, device: torch.device, length: int, num_replays: int) -> int:
+def check_graph(tp: NcclCommunicator, device: torch.device, length: int | None, num_replays: int) -> int:
     """A graph of some layers' sums and a gather, replayed with eager calls between -> how many numbers were wrong.
 
-    Its calls are odd in number, so replays begin with one mailbox and with the other in turn.
+    length: None: above what goes through mailboxes. Its calls are odd in number where they all do, so replays begin
+    with one mailbox and with the other in turn.
     """
+    length = length or lengths_at_the_limit(tp.size, torch.bfloat16)[1]
     part = torch.zeros(1, length, dtype=torch.bfloat16, device=device)
-    residual = torch.zeros_like(part)
+    residual, stream = torch.zeros_like(part), torch.zeros_like(part, dtype=torch.float32)
 
     def layers() -> torch.Tensor:
-        for _ in range(10):
+        for _ in range(5):
             tp.all_reduce_add(part.clone(), residual)
+            tp.all_reduce_add(part.clone(), stream)
         return tp.all_gather_last_dim(part)
 
     layers()
@@ -163,9 +178,11 @@ def check_graph(tp: NcclCommunicator, device: torch.device, length: int, num_rep
         parts = [((index * (rank + 3) + replay) % 5 - 2).bfloat16()[None] for rank in range(tp.size)]
         part.copy_(parts[tp.rank])
         residual.fill_(3)
+        stream.fill_(3)
         graph.replay()
         total = torch.stack([one.int() for one in parts]).sum(0)
-        wrong += (residual.int() != 3 + 10 * total).sum() + (gathered != torch.cat(parts, dim=-1)).sum()
+        wrong += sum((one.int() != 3 + 5 * total).sum() for one in (residual, stream))
+        wrong += (gathered != torch.cat(parts, dim=-1)).sum()
         if replay % 3 == 0:
             wrong += (tp.all_reduce(parts[tp.rank]).int() != total).sum()
     return int(wrong)

@@ -41,7 +41,7 @@ def test_a_thousand_calls_of_ranks_that_are_late(size, tmp_path):
     assert on_gpus(size, tmp_path, hammer, 1000) == [0] * size
 
 
-@pytest.mark.parametrize("length", [1024, 32768, 600_000], ids=["small", "larger", "by NCCL"])
+@pytest.mark.parametrize("length", [1024, 32768, 600_000, None], ids=["small", "larger", "large", "by NCCL"])
 def test_graphs_of_collectives(size, tmp_path, length):
     assert on_gpus(size, tmp_path, check_graph, length, 60) == [0] * size
 

@@ -47,12 +47,12 @@ class Call:
 class Ranks:
     """Ranks that have mailboxes for each other. A series may be run after another one."""
 
-    def __init__(self, size: int, device: torch.device, programs: int) -> None:
+    def __init__(self, size: int, device: torch.device, programs: int, capacity: int = CAPACITY) -> None:
         self.size, self.device = size, device
-        num_bytes = Mailboxes.num_bytes(size, CAPACITY)
+        num_bytes = Mailboxes.num_bytes(size, capacity)
         self._memory = [shared(num_bytes, device).fill_(EMPTY_BYTE) for _ in range(size)]
         addresses = [memory.data_ptr() for memory in self._memory]
-        self.mailboxes = [Mailboxes.at(addresses, rank, CAPACITY, device, programs) for rank in range(size)]
+        self.mailboxes = [Mailboxes.at(addresses, rank, capacity, device, programs) for rank in range(size)]
         for index, mailboxes in enumerate(self.mailboxes):
             self.mailboxes[index] = replace(mailboxes, calls=self.put(mailboxes.calls))
         if device.type == "cuda":

@@ -45,13 +45,13 @@ def numbers(shape, seed, dtype, whole):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def reduction(ranks, shape, seed, dtype=torch.bfloat16, *, residual=False, in_place=False, whole=False):
-    """`in_place`: into the residual where there is one, else into the part."""
+def reduction(ranks, shape, seed, dtype=torch.bfloat16, *, residual=None, in_place=False, whole=False):
+    """`residual`: its dtype, if there is one. `in_place`: into the residual where there is one, else into the part."""
     parts = [ranks.put(numbers(shape, 100 * seed + rank, dtype, whole)) for rank in range(ranks.size)]
     residuals = None
-    if residual:
-        residuals = [ranks.put(numbers(shape, 100 * seed + 99, dtype, whole)) for _ in range(ranks.size)]
-    outs = (residuals or parts) if in_place else [ranks.empty(*shape, dtype=dtype) for _ in parts]
+    if residual is not None:
+        residuals = [ranks.put(numbers(shape, 100 * seed + 99, residual, whole)) for _ in range(ranks.size)]
+    outs = (residuals or parts) if in_place else [ranks.empty(*shape, dtype=residual or dtype) for _ in parts]
     return Call(False, parts, residuals, outs)
 
 
@@ -91,14 +91,27 @@ def test_sums_of_every_length(ranks):
     for seed in range(2 * len(SHAPES)):
         shape, dtype = SHAPES[seed % len(SHAPES)], DTYPES[(seed + seed // len(SHAPES)) % 3]
         if torch.Size(shape).numel() * dtype.itemsize <= CAPACITY:
-            calls.append(reduction(ranks, shape, seed, dtype, residual=seed % 2 == 1, in_place=seed % 5 < 3))
+            residual = dtype if seed % 2 else None
+            calls.append(reduction(ranks, shape, seed, dtype, residual=residual, in_place=seed % 5 < 3))
+    run_and_check(ranks, calls)
+
+
+def test_parts_of_16_bits_with_a_residual_of_32(ranks):
+    """Which is rounded as float32 is, and no further: what `assert_results` allows goes by its dtype."""
+    calls = []
+    for seed, shape in enumerate(SHAPES):
+        dtype = DTYPES[seed % 2]
+        calls.append(reduction(ranks, shape, seed, dtype, residual=torch.float32, in_place=seed % 3 != 2))
+    assert all(call.outs[0].dtype == torch.float32 for call in calls)
     run_and_check(ranks, calls)
 
 
 def test_whole_numbers_are_summed_exactly(ranks):
     calls = [
         reduction(ranks, (4, 96), seed, dtype, residual=residual, in_place=True, whole=True)
-        for seed, (dtype, residual) in enumerate((dtype, residual) for dtype in DTYPES for residual in (False, True))
+        for seed, (dtype, residual) in enumerate(
+            (dtype, residual) for dtype in DTYPES for residual in {None, dtype, torch.float32}
+        )
     ]
     results = [expected(call) for call in calls]
     ranks.run(calls)
@@ -121,6 +134,18 @@ def test_sizes_and_kinds_in_turn_and_ranks_that_are_late(pair):
     run_and_check(pair, calls, delay_s=0.01)
 
 
+def test_the_shortest_message_behind_the_longest(device):
+    """The same place is another program's in a message of another length, and may be in the same mailbox."""
+    capacity = 8 << 20 if device.type == "cuda" else 1 << 18
+    ranks = Ranks(2, device, 64 if device.type == "cuda" else 3, capacity)
+    calls = []
+    for seed, num_bytes in enumerate([capacity, 16, capacity, 4096, 16, capacity, capacity - 16, 48, capacity]):
+        dtype = DTYPES[seed % 3]
+        shape = (1, num_bytes // dtype.itemsize)
+        calls.append(reduction(ranks, shape, seed, dtype, residual=torch.float32, in_place=True))
+    run_and_check(ranks, calls, delay_s=0.002)
+
+
 def test_a_rank_that_is_ahead_overwrites_nothing(device):
     """A rank that comes late sends all its tiles before it reads the first: the others are a call ahead by then."""
     ranks = Ranks(2, device, 1)
@@ -130,7 +155,8 @@ def test_a_rank_that_is_ahead_overwrites_nothing(device):
 @large
 def test_a_thousand_calls(ranks):
     shapes = [(1, 8), (2, 4096), (1, 1024), (1, 16384), (1, 64), (3, 512)]
-    calls = [reduction(ranks, shapes[seed * 7 % 6], seed, residual=seed % 2 == 0) for seed in range(1000)]
+    residuals = (torch.bfloat16, None, torch.float32)
+    calls = [reduction(ranks, shapes[seed * 7 % 6], seed, residual=residuals[seed % 3]) for seed in range(1000)]
     run_and_check(ranks, calls, delay_s=0.0002, pdl=overlaps_launches(ranks.device))
 
 
@@ -143,7 +169,7 @@ def test_a_graph_counts_its_calls(ranks, pdl):
     calls = [
         reduction(ranks, (1, 4096), 1),
         gathering(ranks, (2, 1024), 2),
-        reduction(ranks, (2, 2048), 3, residual=True),
+        reduction(ranks, (2, 2048), 3, residual=torch.float32),
     ]
     results = [expected(call) for call in calls]
     ranks.run(calls, pdl=pdl)  # compiles, which a capture cannot
@@ -169,7 +195,9 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
         one.parts[1][0, 13] = float("inf")
         one.parts[0][0, 14] = -0.0
         one.parts[1][0, 14] = -0.0
-    pair.run([call, gather])
+    streams = [pair.put(torch.zeros(1, 32)) for _ in range(2)]
+    wide = Call(False, call.parts, streams, streams)
+    pair.run([call, gather, wide])
     empty = 8 // dtype.itemsize
     sums = torch.stack([part.float() for part in call.parts]).sum(0)
     nans = torch.zeros(32, dtype=torch.bool)
@@ -178,6 +206,7 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
         assert torch.equal(call.outs[rank][0].isnan().cpu(), nans)
         assert call.outs[rank][0, 13] == float("inf")
         torch.testing.assert_close(call.outs[rank].float(), sums, atol=1e-6, rtol=2e-2, equal_nan=True)
+        torch.testing.assert_close(wide.outs[rank], sums, atol=1e-6, rtol=1e-6, equal_nan=True)
         parts = torch.cat(gather.parts, dim=-1)
         assert torch.equal(gather.outs[rank].nan_to_num(7.0), parts.nan_to_num(7.0))
         assert gather.outs[rank].isnan().sum() == empty + 1
@@ -206,6 +235,14 @@ def test_numbers_must_lie_side_by_side(pair):
     apart = pair.empty(9, dtype=torch.float32)[1:]
     with pytest.raises(AssertionError, match="multiple of 16"):
         all_reduce(apart, pair.mailboxes[0], out=apart)
+
+
+def test_dtypes_that_do_not_go_together(pair):
+    part, wide = pair.empty(1, 32, dtype=torch.bfloat16), pair.empty(1, 32, dtype=torch.float32)
+    other = pair.empty(1, 32, dtype=torch.float16)
+    for partial, out, residual in [(part, wide, None), (part, wide, part), (wide, part, part), (part, other, other)]:
+        with pytest.raises(AssertionError, match=r"torch\.float"):
+            all_reduce(partial, pair.mailboxes[0], out=out, residual=residual)
 
 
 def test_memory_of_a_rank():

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from rank_series import in_processes, shared
 
 from ringcore.kernels.all_reduce import Mailboxes
-from ringcore.worker.communicator import PeerCollectives
+from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
 from ringcore.worker.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, ranks 
 
 @pytest.fixture(scope="module")
 def ranks():
-    num_bytes = Mailboxes.num_bytes(SIZE, PeerCollectives._GATHERED_BYTES)
+    num_bytes = Mailboxes.num_bytes(SIZE, PeerCollectives.capacity_bytes(SIZE))
     memory = [shared(num_bytes, CPU) for _ in range(SIZE)]
     addresses = [one.data_ptr() for one in memory]
     yield [PeerCollectives(PeerMemory(None, rank, addresses), rank, CPU) for rank in range(SIZE)]
@@ -58,13 +58,54 @@ def test_tensors_that_begin_between_two_multiples(ranks):
         assert torch.equal(gathered[rank], torch.cat([part(0, 64), part(1, 64)], dim=-1)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_goes_into_the_float32_stream_without_nccl(ranks, dtype):
+    """In one kernel: the group, which is none, is not asked. A residual between two multiples takes two."""
+    parts = [part(rank, 64).to(dtype) for rank in range(SIZE)]
+    streams = shared(SIZE * 2 * 272, CPU).view(torch.float32).view(SIZE, 2, 68)
+    streams.fill_(1 / 3)
+
+    def work(rank):
+        tp = NcclCommunicator._of(rank, SIZE, object(), ranks[rank])
+        tp.all_reduce_add(parts[rank].clone(), streams[rank, :1, :64])
+        tp.all_reduce_add(parts[rank].clone(), streams[rank, 1:, 2:66])
+
+    in_processes(SIZE, work, 60)
+    total = torch.stack([one.float() for one in parts]).sum(0) + 1 / 3
+    for rank in range(SIZE):
+        assert torch.equal(streams[rank, :1, :64], total)
+        assert torch.equal(streams[rank, 1:, 2:66], total)
+
+
+def test_which_sums_go_with_which_residual(ranks):
+    peers, part = ranks[0], torch.empty(1024, 4096, dtype=torch.bfloat16)
+    assert peers.adds(part, part)
+    assert peers.adds(part, part.float())
+    assert not peers.adds(part, part.half())
+    assert not peers.adds(part, torch.empty(1024, 4100)[:, :4096])
+    assert not peers.adds(part[:64].float(), part[:64])
+    longer = torch.empty(1025, 4096, dtype=torch.bfloat16)
+    assert not peers.adds(longer, longer.float())
+
+
+@pytest.mark.parametrize(
+    ("size", "reduced", "capacity"),
+    [(2, 8 << 20, 8 << 20), (3, 4 << 20, 4 << 20), (4, 2796192, 2796192), (8, 1198368, 2 << 20)],
+)
+def test_the_longest_sum_by_the_number_of_ranks(size, reduced, capacity):
+    """What a rank sends to all others is the same, within a multiple of 16 bytes to each."""
+    assert PeerCollectives.max_reduced_bytes(size) == reduced
+    assert PeerCollectives.capacity_bytes(size) == capacity
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "reduces", "gathers"),
     [
-        ((64, 4096), torch.bfloat16, True, True),
-        ((65, 4096), torch.bfloat16, False, True),
-        ((256, 4096), torch.bfloat16, False, True),
-        ((257, 4096), torch.bfloat16, False, False),
+        ((256, 4096), torch.bfloat16, True, True),
+        ((257, 4096), torch.bfloat16, True, False),
+        ((1024, 4096), torch.bfloat16, True, False),
+        ((1025, 4096), torch.bfloat16, False, False),
+        ((513, 4096), torch.float32, False, False),
         ((1, 75968), torch.float32, True, True),
         ((1, 12), torch.bfloat16, False, False),
         ((1, 8), torch.int32, False, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -59,6 +60,46 @@ def test_every_kernel_of_a_step_is_found(tiny_llama, tmp_path, max_num_seqs):
     num_caught, num_different = map(int, numbers.split())
     assert num_caught == num_different > 10
     assert list(tmp_path.iterdir()) == [], "something was compiled"
+
+
+RANKS_SCRIPT = """
+    import torch
+    import triton_for_sm90
+    from ringcore.attention.backends.triton import TritonBackend
+    from ringcore.model_executor import ops
+    ops.has_kernels = lambda device: True
+    TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
+
+    from ringcore import EngineConfig
+    from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
+    from ringcore.worker.gpu_model_runner import GPUModelRunner
+    from ringcore.worker.kernels_ahead import catch_steps
+    from ringcore.worker.peer_memory import PeerMemory
+    from ringcore.worker.platforms.cpu import CpuPlatform
+
+    config = EngineConfig.from_options(
+        model={model!r}, load_format="dummy", attention_backend="triton", tensor_parallel_size=2
+    )
+    peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
+    tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)
+    caught = catch_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
+    for name, specialization in sorted((variant.kernel.__name__, variant.specialization) for variant in caught):
+        if name == "_collective_kernel":
+            print(specialization)
+"""
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
+    """Of the embedding, and of parts of either kind into the stream. A launch would wait for ever."""
+    told = run(RANKS_SCRIPT.format(model=tiny_llama[0], has_peers=has_peers), tmp_path).splitlines()
+    assert list(tmp_path.iterdir()) == [], "something was compiled"
+    variants = [json.loads(line) for line in told]
+    if not has_peers:
+        assert variants == []
+        return
+    types = {tuple(one["signature"][name] for name in ("part", "residual", "out")) for one in variants}
+    assert types == {("*bf16", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp32"), ("*fp32", "*fp32", "*fp32")}
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 20, 128])
