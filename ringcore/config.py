@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, cast
 
 from ringcore.admin_keys import check_endpoint, read_server_keys
@@ -31,6 +31,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
 DEVICE_MEMORY = ("auto", "arena", "plain")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
+_TOKENS_A_STEP = {"cuda": 8192, "cpu": 2048}  # by device, where the user does not say
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
@@ -83,7 +84,9 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int = _option(256, "requests that run at once")
-    max_num_batched_tokens: int = _option(2048, "tokens computed in one step, prompts and completions together")
+    max_num_batched_tokens: int | None = _option(
+        None, "tokens computed in one step, prompts and completions together; None means 8192 on a GPU, 2048 on a CPU"
+    )
     long_prefill_token_threshold: int | None = _option(None, "the most tokens of one prompt in one step")
     scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")
     preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
@@ -96,10 +99,15 @@ class SchedulerConfig:
     structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
 
     @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens` once the device is known: see `EngineConfig.on_device`."""
+        assert self.max_num_batched_tokens is not None, "the device is not known yet"
+        return self.max_num_batched_tokens
+
+    @property
     def max_tokens_in_flight(self) -> int:
-        """The most tokens of one request that are scheduled and not confirmed."""
-        threshold = self.long_prefill_token_threshold or self.max_num_batched_tokens
-        return self.steps_in_flight * min(self.max_num_batched_tokens, threshold)
+        """The most tokens of one request that are scheduled and not confirmed; once the device is known."""
+        return self.steps_in_flight * min(self.token_budget, self.long_prefill_token_threshold or self.token_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +191,13 @@ class EngineConfig:
         }
         config = cls(**parts)
         _check_together(config)
-        return config
+        return config if config.device.device == "auto" else config.on_device(config.device.device)
+
+    def on_device(self, device: str) -> EngineConfig:
+        """With numbers where None leaves them to the device, "cuda" or "cpu". Which one "auto" is, the workers find."""
+        if self.scheduler.max_num_batched_tokens is not None:
+            return self
+        return replace(self, scheduler=replace(self.scheduler, max_num_batched_tokens=_TOKENS_A_STEP[device]))
 
 
 def _default(option: Field[Any]) -> Any:
@@ -222,9 +236,9 @@ def _check_values(options: Mapping[str, Any]) -> None:
     executor = options["executor"]
     if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
         raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'")
-    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+    for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
         _check_count(name, options[name], 1)
-    for name in ("kv_cache_bytes", "long_prefill_token_threshold"):
+    for name in ("kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
         if options[name] is not None:
             _check_count(name, options[name], 1)
     if options["max_model_len"] not in (None, "auto"):

@@ -326,6 +326,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     phase_seconds: dict[str, float]  # in order
     memory_bytes: list[dict[str, int]]  # one table a rank: total, weights, activations, kv_cache, ...
     pids: dict[str, int]  # "engine", "worker 0", ...
+    max_num_batched_tokens: int  # as the device has it, where the user did not say
+    num_graphs_left: int = 0  # CUDA graphs of each rank that are captured while the engine has nothing else to do
     admin_endpoint: str | None = None  # where AdminClients connect, its port as it was picked
 
 

@@ -237,7 +237,7 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def health(self) -> dict:
-        return {"rank": self.rank}
+        return {"rank": self.rank, "device": "cpu"}
 
     @rpc
     def shutdown(self) -> None:

@@ -120,6 +120,21 @@ def test_the_most_tokens_of_one_request_in_flight(folder, options, max_tokens_in
     assert make(folder, **options).scheduler.max_tokens_in_flight == max_tokens_in_flight
 
 
+@pytest.mark.parametrize(("device", "num_tokens"), [("cuda", 8192), ("cpu", 2048)])
+def test_the_device_says_how_many_tokens_a_step_has(folder, device, num_tokens):
+    assert make(folder, device=device).scheduler.token_budget == num_tokens
+    unknown = make(folder, device="auto")
+    assert unknown.scheduler.max_num_batched_tokens is None
+    with pytest.raises(AssertionError, match="not known"):
+        _ = unknown.scheduler.token_budget
+    known = unknown.on_device(device)
+    assert known.scheduler.max_num_batched_tokens == known.scheduler.token_budget == num_tokens
+    assert known.scheduler.max_tokens_in_flight == 2 * num_tokens
+    assert known.on_device("cpu") == known
+    given = make(folder, device=device, max_num_batched_tokens=100)
+    assert given.scheduler.token_budget == given.on_device("cpu").scheduler.token_budget == 100
+
+
 def test_preempting_by_priority_needs_priorities(folder):
     scheduler = make(folder, scheduling_policy="priority", preempt_lower_priority=True).scheduler
     assert scheduler.preempt_lower_priority

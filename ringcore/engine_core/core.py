@@ -76,7 +76,6 @@ class EngineCore(MemoryMethods):
         on_recovery: Callable[[EngineRecovering], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
         self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
@@ -90,6 +89,7 @@ class EngineCore(MemoryMethods):
         except BaseException:
             self._executor.shutdown()
             raise
+        self.config = config = self._supervisor.config
         self._scheduler = Scheduler(
             config.scheduler,
             kv_cache=kv_cache,
@@ -132,6 +132,11 @@ class EngineCore(MemoryMethods):
         """
         is_busy = bool(self._in_flight or self._untold or self._held or self._operations or self._grammars)
         return is_busy or self._scheduler.has_unfinished
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do, and its workers could compute: none is lost, and no memory is away or stale."""
+        return not self.has_unfinished and self._memory.states.serves and self._supervisor.lost is None
 
     @property
     def num_in_flight(self) -> int:
@@ -269,6 +274,11 @@ class EngineCore(MemoryMethods):
         the engine goes on.
         """
         return self.submit_rpc(method, args, kwargs, timeout, unique_reply_rank).result()
+
+    def capture_graph(self) -> RpcFuture:
+        """Has every rank capture one of the CUDA graphs that are not there; the value: how many are left, by rank. For
+        an engine that `is_idle`."""
+        return self._submit_timed("capture_graph", [])
 
     def check_workers(self) -> None:
         """Notices a worker that died while nothing was asked of it: raises `EngineDeadError`, or replaces the workers.

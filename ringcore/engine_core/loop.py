@@ -15,6 +15,7 @@ import msgspec
 from ringcore.engine_core.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.framing import Buffer
+from ringcore.engine_core.idle_work import IdleWork
 from ringcore.engine_core.memory_calls import arguments_of, wrong_arguments
 from ringcore.engine_core.memory_methods import OPERATIONS
 from ringcore.engine_core.output_reader import in_messages, output_columns
@@ -67,6 +68,8 @@ class EngineLoop:
     the one to wake up for. Only a call may overtake others (a read-only one does, or one that failed): so while any
     is pending the loop sleeps no longer than a tick.
 
+    Where it would sleep until something happens, it offers its time to `IdleWork` first.
+
     Recovery: the core says through `announce_recovery` that it is about to replace its workers. When it has, `ready`
     is another, which the client gets before anything that the new workers computed.
     """
@@ -76,6 +79,7 @@ class EngineLoop:
         self._stopping = False
         self._unsent: deque[OutputColumns] = deque()
         self._calls: deque[_PendingCall] = deque()
+        self._idle_work = IdleWork(core)
         self._engine_methods: dict[str, Callable[..., Any]] = {
             "pause": core.pause,
             "resume": core.resume,
@@ -120,6 +124,8 @@ class EngineLoop:
         """Until a message, a result, a worker's death, room for what waits to be sent, or a call's deadline."""
         if self._admin is not None and self._admin.has_messages:
             return  # its descriptor has told of them already
+        if not self._calls and self._idle_work.go_on():
+            return  # messages go first
         if self._core.is_operating or self._was_operating or self._polled is not self._core.ready:
             self._poll = self._make_poll()  # of new workers, or of others from turn to turn; it may replace the workers
             self._polled = self._core.ready

@@ -15,7 +15,16 @@ from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol import EngineReady
 
-__all__ = ["start_up"]
+__all__ = ["resolve_config", "start_up"]
+
+
+def resolve_config(config: EngineConfig, executor: Executor) -> EngineConfig:
+    """With what depends on the device, which the workers have by now: they resolve their own by the same rule."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    devices = {told["device"] for told in executor.collective_rpc("health")}
+    assert len(devices) == 1, f"ranks have different devices: {devices}"
+    return config.on_device(devices.pop())
 
 
 def start_up(
@@ -23,7 +32,7 @@ def start_up(
 ) -> tuple[EngineReady, KVCacheManager]:
     """The same after a start and after a restart.
 
-    phases: seconds of what was done so far, to which its own come.
+    config: resolved. phases: seconds of what was done so far, to which its own come.
     max_model_len: at a restart, the one that the engine was ready with. One that is "auto" is fitted again, and may
         become smaller with the memory that is free, never larger: the front end goes by the first.
 
@@ -47,16 +56,23 @@ def start_up(
         if max_model_len is not None:
             plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
     with timed(phases, "initialize_from_config"):
-        told = executor.collective_rpc("initialize_from_config", (plan,))
+        answers = executor.collective_rpc("initialize_from_config", (plan,))
+        told = msgspec.convert(answers, list[dict[str, float] | None])
     add_parts(phases, "initialize_from_config", told)
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )
-    return _describe(plan, tables, phases, executor.pids()), kv_cache
+    num_graphs_left = max(int((of_rank or {}).get("graphs_left", 0)) for of_rank in told)
+    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left), kv_cache
 
 
 def _describe(
-    plan: KVCacheConfig, tables: list[dict[str, int]], phases: dict[str, float], worker_pids: dict[str, int]
+    config: EngineConfig,
+    plan: KVCacheConfig,
+    tables: list[dict[str, int]],
+    phases: dict[str, float],
+    worker_pids: dict[str, int],
+    num_graphs_left: int,
 ) -> EngineReady:
     usable = plan.num_blocks - 1  # block 0 is the null block
     needed = plan.blocks_needed(plan.max_model_len)
@@ -69,4 +85,6 @@ def _describe(
         phase_seconds=phases,
         memory_bytes=[table | {"kv_cache": plan.total_bytes} for table in tables],
         pids={"engine": os.getpid()} | worker_pids,
+        max_num_batched_tokens=config.scheduler.token_budget,
+        num_graphs_left=num_graphs_left,
     )

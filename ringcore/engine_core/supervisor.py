@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.start_up import start_up
+from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, error_to_wire
 from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.ring_buffer import Buffer
@@ -45,7 +45,8 @@ class WorkerSupervisor:
     def __init__(
         self, config: EngineConfig, executor: Executor, on_recovery: Callable[[EngineRecovering], None] | None
     ) -> None:
-        self._config, self._executor, self._on_recovery = config, executor, on_recovery
+        self.config = config  # resolved once the workers have started
+        self._executor, self._on_recovery = executor, on_recovery
         self._max_restarts = config.parallel.max_worker_restarts
         self._max_model_len: int | None = None  # that of the first start; a restart must not raise one that is "auto"
         self._generation = 0  # of workers; a future of an older one has nothing to say of those that are here
@@ -55,7 +56,9 @@ class WorkerSupervisor:
         self.dead: EngineDeadError | None = None
 
     def start(self) -> tuple[EngineReady, KVCacheManager]:
-        ready, kv_cache = start_up(self._config, self._executor, self._executor.start())
+        phases = self._executor.start()
+        self.config = resolve_config(self.config, self._executor)
+        ready, kv_cache = start_up(self.config, self._executor, phases)
         self._max_model_len = ready.max_model_len
         return ready, kv_cache
 
@@ -128,7 +131,7 @@ class WorkerSupervisor:
         while True:
             self._announce(self.lost)
             try:
-                started = start_up(self._config, self._executor, self._executor.restart(), self._max_model_len)
+                started = start_up(self.config, self._executor, self._executor.restart(), self._max_model_len)
             except Exception as error:
                 self._lose(_not_replaced(cause, error), error)
             else:

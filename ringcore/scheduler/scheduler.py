@@ -190,7 +190,7 @@ class Scheduler:
         """
         if self.paused == "all" or self.is_frozen:
             return None
-        plan = StepPlan(token_budget=self._config.max_num_batched_tokens)
+        plan = StepPlan(token_budget=self._config.token_budget)
         if self._quarantine.is_open:
             self._schedule_trial(plan)
         else:
@@ -495,7 +495,7 @@ class Scheduler:
         running = self._table
         tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
         for step in self._in_flight:
-            step.check(self._config.max_num_batched_tokens)
+            step.check(self._config.token_budget)
             for sums, counts in ((tokens, step.tokens_by_run()), (samples, step.samples_by_run())):
                 for run, count in counts:
                     if run in sums:

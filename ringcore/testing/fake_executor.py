@@ -68,7 +68,8 @@ class FakeExecutor(Executor):
         faults: what goes wrong.
         hardware: whose memory the KV cache is planned for, a name of `testing.HARDWARE` or one of your own.
         worker_factory: "module:function", called as (config, rank, None), for workers of your own in place of fake
-        ones; tokens, cost and row errors are then their business.
+        ones; tokens, cost and row errors are then their business. Where device="auto" and max_num_batched_tokens is not
+        given, their `health` has to tell the "device".
 
         Raises `ConfigError`.
         """

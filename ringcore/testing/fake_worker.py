@@ -31,6 +31,7 @@ from ringcore.worker.thread_stacks import thread_stacks
 __all__ = ["FakeWorker"]
 
 _NO_WORK = StepWork(0, 0, 0)
+_DEVICE = "cuda"  # what `Hardware` describes
 
 
 class FakeWorker:
@@ -54,6 +55,7 @@ class FakeWorker:
 
     @rpc
     def init_device(self) -> None:
+        self.config = self.config.on_device(_DEVICE)
         self._stage = "device"
 
     @rpc
@@ -76,7 +78,7 @@ class FakeWorker:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Makes the rows. No pages: there is nothing to keep in them."""
         scheduler, spec = self.config.scheduler, self.config.model.spec
-        self._rows = FakeRows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, kv_cache_config)
+        self._rows = FakeRows(scheduler.max_num_seqs, scheduler.token_budget, kv_cache_config)
         self._tokens = make_token_source(self._script, spec.vocab_size, next(iter(spec.eos_token_ids), None))
         self._kv_cache_bytes = kv_cache_config.total_bytes
         self._stage = "ready"
@@ -239,11 +241,12 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and the process's resident bytes."""
+        """Counts since the start, no CUDA graphs, and the process's resident bytes."""
         return {
             "rank": self.rank,
             "num_steps": self._num_steps,
             "num_tokens": self._num_tokens,
+            "num_graphs_left": 0,
             "resident_bytes": _resident_bytes(),
         }
 
@@ -260,8 +263,8 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
-        """Who answers, and how far it has come: "new", "device", "model" or "ready"."""
-        return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage}
+        """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device."""
+        return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage, "device": _DEVICE}
 
     @rpc
     def shutdown(self) -> None:

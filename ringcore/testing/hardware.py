@@ -108,7 +108,7 @@ def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:
     spec, dtype = config.model.spec, model_dtype(config)
     weights = ModelSize.of(spec, dtype, config.parallel.tensor_parallel_size).weights_bytes
     wide = max(4 * spec.hidden_size, 3 * spec.intermediate_size // config.parallel.tensor_parallel_size)
-    activations = config.scheduler.max_num_batched_tokens * (4 * spec.hidden_size + wide) * DTYPE_BYTES[dtype]
+    activations = config.scheduler.token_budget * (4 * spec.hidden_size + wide) * DTYPE_BYTES[dtype]
     table = {"total_bytes": hardware.memory_bytes, "weights_bytes": weights, "activations_bytes": activations}
     if config.cache.kv_cache_bytes is not None:
         return table | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}

@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 MarkRows = Callable[[torch.Tensor, torch.Tensor], None]  # token ids [n] int64, ok [n] bool; may change them
 
-# The sizes that are there before the first request, of those that `graph_sizes` has; the others come when they are met.
+# The sizes that are there before the first request, of those that `graph_sizes` has; the others come while nothing else
+# is to be done, or when they are met.
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)  # tokens; above, launching takes less than what is launched
 
@@ -150,14 +151,19 @@ class DecodeGraphs(DecodeStep):
         started = time.monotonic()
         for size in reversed(self._sizes):
             if size in _COMMON_SIZES:
-                self._capture(size)
+                self.capture(size)
         _log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
+
+    @property
+    def missing(self) -> list[int]:
+        """Sizes of whole steps whose graph is not there, ascending."""
+        return [size for size in self._sizes if size not in self._graphs]
 
     def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         n = len(scheduled)
         size = self._size_of(n)
         if size not in self._graphs:
-            self._capture(size)
+            self.capture(size)
         self._set_rows(scheduled)
         self._ring.launched()
         captured = self._graphs[size]
@@ -188,17 +194,19 @@ class DecodeGraphs(DecodeStep):
         graphs = [*(captured.graph for captured in self._graphs.values()), *self._begun.values()]
         return graphs[0].pool() if graphs else None
 
-    def _capture(self, size: int) -> None:
-        self._set_rows(int_array())  # what is run before the capture must be a step of nobody
-        self._ring.launched()
-        graph, (logits, token_ids) = _captured(lambda: self._run(size), self._pool())
+    def capture(self, size: int) -> None:
+        """Between steps, one of which it is for rows and ring: what is run before the capture is a step of nobody."""
+        self._set_rows(int_array())
+        # Counted when it has run: a capture that fails must not leave a number that the device never comes to.
+        graph, (logits, token_ids) = _captured(lambda: self._run(size), self._pool(), self._ring.launched)
         self._graphs[size] = _Captured(graph, logits, token_ids)
 
 
 class MixedGraphs:
     """The forward pass of steps of up to `max_tokens` tokens, shared among sequences in any way, as graphs.
 
-    The host puts the batch together, and samples afterwards. A graph is captured when a step of its size is first met.
+    The host puts the batch together, and samples afterwards. A graph that is not there when a step of its size is met
+    is captured then.
     """
 
     def __init__(
@@ -229,12 +237,17 @@ class MixedGraphs:
     def max_tokens(self) -> int:
         return self._sizes[-1]
 
+    @property
+    def missing(self) -> list[int]:
+        """Sizes whose graph is not there, ascending."""
+        return [size for size in self._sizes if size not in self._graphs]
+
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """At most `max_tokens` tokens -> hidden states [num_tokens, hidden_size], until the next call."""
         num_tokens = batch.metadata[0].num_tokens
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
         if size not in self._graphs:
-            self._capture(size)
+            self.capture(size)
         self._fill(batch, size)
         graph, hidden = self._graphs[size]
         graph.replay()
@@ -259,7 +272,8 @@ class MixedGraphs:
             width = metadata.block_table_cpu.shape[1]
             table[:n, :width].copy_(upload(metadata.block_table_cpu, table.device))
 
-    def _capture(self, size: int) -> None:
+    def capture(self, size: int) -> None:
+        """Between steps."""
         for kept in (self._input_ids, self._positions, self._starts, self._seq_lens, self._decode_seq_lens):
             kept.zero_()  # padding alone
         for slots in self._slots:
@@ -279,12 +293,16 @@ class MixedGraphs:
         return self._model.forward(self._input_ids[:size], self._positions[:size], ctx)
 
 
-def _captured(run: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
-    """A graph of what `run` launches, and what it returned: tensors that every replay fills anew."""
+def _captured(
+    run: Callable[[], _Result], pool: Any, when_run: Callable[[], object] = lambda: None
+) -> tuple[torch.cuda.CUDAGraph, _Result]:
+    """A graph of what `run` launches, and what it returned: tensors that every replay fills anew. when_run: called when
+    it has been run once, before the capture, which runs nothing."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which a capture cannot
         run()
+    when_run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

@@ -111,13 +111,28 @@ class GPUModelRunner(ModelRunner):
             self._decode = DecodeStep(*parts, self.ring) if is_eager else DecodeGraphs(*parts, self.ring)
         plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in self._backends)
         if not is_eager and all(plan is not None for plan in plans):
-            self._mixed = MixedGraphs(*parts, config.scheduler.max_num_batched_tokens)
+            self._mixed = MixedGraphs(*parts, config.scheduler.token_budget)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         super().warm_up()
         if self._decode is not None:
             self._decode.prepare_common()
+
+    @property
+    def num_graphs_left(self) -> int:
+        return sum(len(graphs.missing) for graphs in self._all_graphs)
+
+    @torch.inference_mode()
+    def capture_graph(self) -> None:
+        """Those of decoding steps first: they are launched more often."""
+        graphs = next((graphs for graphs in self._all_graphs if graphs.missing), None)
+        if graphs is not None:
+            graphs.capture(graphs.missing[-1])
+
+    @property
+    def _all_graphs(self) -> list[DecodeGraphs | MixedGraphs]:
+        return [graphs for graphs in (self._decode, self._mixed) if isinstance(graphs, DecodeGraphs | MixedGraphs)]
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedOutput:

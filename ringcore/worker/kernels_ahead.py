@@ -163,7 +163,7 @@ def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iter
         ids = int_array([0] * num_tokens)
         return NewRequest(row, ids, num_tokens, num_computed, num_computed, blocks, params, 1, [0])
 
-    longest = min(config.model.context_len - 1, config.scheduler.max_num_batched_tokens)
+    longest = min(config.model.context_len - 1, config.scheduler.token_budget)
     if longest < 1:
         return
     max_rows, steps = config.scheduler.max_num_seqs, _Steps()

@@ -63,7 +63,7 @@ class StepPeaks:
 
 def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype: str) -> int:
     """The most that one step holds beside weights and pages, on one rank."""
-    num_tokens, ranks = config.scheduler.max_num_batched_tokens, config.parallel.tensor_parallel_size
+    num_tokens, ranks = config.scheduler.token_budget, config.parallel.tensor_parallel_size
     heads = 2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)
     inner = max(3 * spec.intermediate_size, heads * spec.head_dim) // ranks
     layer = num_tokens * (4 * spec.hidden_size + inner) * DTYPE_BYTES[dtype]

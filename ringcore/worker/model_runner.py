@@ -135,6 +135,15 @@ class ModelRunner:
             output.result()
         self.rows.clear()
 
+    @property
+    def num_graphs_left(self) -> int:
+        """CUDA graphs that steps may come to need and that are not there."""
+        return 0
+
+    def capture_graph(self) -> None:
+        """Captures one of those that are left, the largest first; between steps. With other ranks all must do so
+        together: what it runs is a step."""
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         """One message, of one step or several; the output on rank 0, None on the others."""

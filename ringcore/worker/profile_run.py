@@ -42,11 +42,11 @@ def profile_steps(
     """
     run = _ProfileRun(config, model, specs, platform)
     max_num_seqs, max_len = config.scheduler.max_num_seqs, config.model.context_len
-    num_tokens = min(config.scheduler.max_num_batched_tokens, max_num_seqs * max_len)
+    num_tokens = min(config.scheduler.token_budget, max_num_seqs * max_len)
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
     # A decoding step has one that samples, and one that ends with the logits.
-    num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.max_num_batched_tokens))
+    num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.token_budget))
     single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
     try:
         run.step(single)  # sets the libraries up: what that takes stays, and is no part of a step

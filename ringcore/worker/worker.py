@@ -66,6 +66,7 @@ class Worker:
         started = time.monotonic()
         device = self.config.device
         self._platform = choose_platform(device.device, self.rank, device.device_memory, device.enable_sleep_mode)
+        self.config = self.config.on_device(self._platform.device.type)
         self._platform.synchronize()  # by now the device has its context
         has_device = time.monotonic()
         self._tp = self._connect(self._platform)
@@ -118,8 +119,8 @@ class Worker:
 
     @rpc
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float]:
-        """Allocates the pages as planned and warms up; -> the seconds of each. Raises `CapacityError` or
-        `ConfigError`."""
+        """Allocates the pages as planned and warms up; -> the seconds of each, and "graphs_left", how often
+        `capture_graph` has something to do. Raises `CapacityError` or `ConfigError`."""
         started = time.monotonic()
         loaded = _made(self._loaded, "load_model")
         platform = _made(self._platform, "init_device")
@@ -131,20 +132,32 @@ class Worker:
         if self.config.device.enable_sleep_mode:
             ranks = self.config.parallel.tensor_parallel_size
             self._rank_memory = RankMemory.start(platform, self.config.device.sleep_directory, ranks)
-        return {"pages_s": has_pages - started, "warm_up_s": time.monotonic() - has_pages}
+        warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
+        return {"pages_s": has_pages - started, "warm_up_s": warm_up_s, "graphs_left": graphs_left}
 
     @rpc
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         """One step, or the several of one message; what they sampled on rank 0, None on the others. On a GPU they are
         launched, and what they sampled comes later."""
+        output = self._awake_runner().execute(scheduler_output)
+        num_steps, num_tokens = self._counts
+        self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
+        return output
+
+    def _awake_runner(self) -> ModelRunner:
         runner = _made(self._runner, "initialize_from_config")
         if self._rank_memory is not None and not self._rank_memory.is_resident:
             away = [tag for tag, state in self._rank_memory.states.items() if state != RESIDENT]
             raise SleepingError("the memory of weights or KV cache was given back; call wake_up() first", tags=away)
-        output = runner.execute(scheduler_output)
-        num_steps, num_tokens = self._counts
-        self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
-        return output
+        return runner
+
+    @rpc
+    def capture_graph(self) -> int:
+        """Captures one of the CUDA graphs that are not there, which else the first step of its size has to do; -> how
+        many are left. The engine calls it while it has nothing to do. All ranks must be called together."""
+        runner = self._awake_runner()
+        runner.capture_graph()
+        return runner.num_graphs_left
 
     @rpc
     def reset_rows(self) -> None:
@@ -232,12 +245,14 @@ class Worker:
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and the process's resident bytes."""
+        """Counts since the start, the CUDA graphs that are not there yet, and the process's resident bytes."""
         num_steps, num_tokens = self._counts
+        runner = self._runner
         return {
             "rank": self.rank,
             "num_steps": num_steps,
             "num_tokens": num_tokens,
+            "num_graphs_left": 0 if runner is None else runner.num_graphs_left,
             "resident_bytes": _resident_bytes(),
         }
 
@@ -264,10 +279,13 @@ class Worker:
 
     @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
-        """Who answers, and how far it has come: "new", "device", "model" or "ready"."""
-        stages = {"ready": self._runner, "model": self._loaded, "device": self._platform}
+        """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device: "cuda" or "cpu",
+        None while it is new."""
+        platform = self._platform
+        stages = {"ready": self._runner, "model": self._loaded, "device": platform}
         stage = next((name for name, made in stages.items() if made is not None), "new")
-        return {"rank": self.rank, "pid": os.getpid(), "stage": stage}
+        device = None if platform is None else platform.device.type
+        return {"rank": self.rank, "pid": os.getpid(), "stage": stage, "device": device}
 
     @rpc
     def shutdown(self) -> None:

@@ -72,7 +72,7 @@ class ChaosWorker(FakeWorker):
 
     @rpc(read_only=True)
     def health(self) -> dict:
-        return {"rank": self.rank}
+        return {"rank": self.rank, "device": "cpu"}
 
     @rpc
     def echo(self, value: object = None, times: int = 1) -> object:

@@ -122,7 +122,7 @@ def client_messages() -> list[ClientMessage]:
 def engine_messages() -> list[EngineMessage]:
     output = EngineCoreOutput("r", [1, 2], [TokenLogprobs([1], [-0.5], [1])], "length")
     return [
-        EngineReady(9, 8, 72, 64, 1.5, {"load_model": 1.0}, [{"total": 5}], {"engine": 1}),
+        EngineReady(9, 8, 72, 64, 1.5, {"load_model": 1.0}, [{"total": 5}], {"engine": 1}, 2048),
         OutputColumns(
             [StartedRequest(0, "r", 0, 1.5, 0)],
             int_array([0]),

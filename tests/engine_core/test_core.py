@@ -48,6 +48,7 @@ def test_start_up_is_in_order_and_described(folder):
     core = make_core(folder, kv_cache_bytes=40 * 256)  # a page of 4 tokens, 1 head of 4 floats, K and V: 128; 2 layers
     assert core._executor.calls == [
         "start",
+        "health",
         "get_kv_cache_spec",
         "determine_available_memory",
         "initialize_from_config",

@@ -121,7 +121,7 @@ class TestDeath:
         assert core.ready.pids["worker 0"] == 1002
         assert list(core.ready.phase_seconds) == list(before.phase_seconds)
         assert core._executor.calls == [
-            *("start", "get_kv_cache_spec", "determine_available_memory", "initialize_from_config"),
+            *("start", "health", "get_kv_cache_spec", "determine_available_memory", "initialize_from_config"),
             *("restart", "get_kv_cache_spec", "determine_available_memory", "initialize_from_config"),
         ]
 

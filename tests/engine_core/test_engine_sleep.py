@@ -130,6 +130,28 @@ class TestRequests:
         core.wake_up()
         check_serves(core)
 
+    def test_the_engine_is_idle_only_where_its_workers_could_compute(self, folder):
+        core = make_core(folder)
+        assert core.is_idle
+        core.add_request(request("a", [1]))
+        assert not core.is_idle
+        drain(core)
+        assert core.is_idle
+        for level in (0, 1, 2):
+            core.sleep(level)
+            assert not core.is_idle
+            core.wake_up()
+            assert core.is_idle is (level < 2)  # after level 2 the weights are stale
+        core.start_weight_update()
+        assert not core.is_idle
+        core.update_weights({"kind": "number", "number": 3})
+        assert not core.is_idle
+        core.finish_weight_update()
+        assert core.is_idle
+        operation = core.submit_operation("sleep", [1])
+        assert not core.is_idle
+        operation.result()
+
     def test_meanwhile_they_are_refused_and_with_level_0_they_queue(self, folder):
         core = make_core(folder)
         core.sleep(1)

@@ -330,8 +330,8 @@ STATS = EngineStats(0, 0, 0, 0, 0, 0, 0)
 RECOVERING = EngineRecovering(WireError("EngineDeadError", "worker 0 was killed", {"rank": 0}), 1)
 
 
-def ready(number):
-    return EngineReady(number, 8, 8, 8, 1.0, {}, [], {"worker 0": number})
+def ready(number, num_graphs_left=0):
+    return EngineReady(number, 8, 8, 8, 1.0, {}, [], {"worker 0": number}, 64, num_graphs_left)
 
 
 def output(number):
@@ -355,6 +355,8 @@ class ScriptedFuture:
             raise self.outcome
         return self.outcome
 
+    result = encoded_result
+
 
 class ScriptedCore:
     """`do` has a function called in the loop's next turn, by its thread; what it returns is what the turn put out."""
@@ -372,6 +374,8 @@ class ScriptedCore:
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
         self.is_operating = False
+        self.is_idle = True
+        self.captures: list[tuple[int, ScriptedFuture]] = []  # calls for a graph: in which turn, and the reply
         self.is_lost = False
         self.operations: list = []
 
@@ -385,8 +389,22 @@ class ScriptedCore:
         self.loop.announce_recovery(RECOVERING)
         self.is_lost = False
         self.fds.append(os.eventfd(0, os.EFD_NONBLOCK))
-        self.ready = ready(self.ready.num_blocks + 1)
+        self.ready = ready(self.ready.num_blocks + 1, self.num_graphs_of_new_workers)
         return came()
+
+    num_graphs_of_new_workers = 0
+
+    def capture_graph(self):
+        future = ScriptedFuture(None)
+        self.captures.append((self.num_turns, future))
+        return future
+
+    def reply(self, outcome) -> None:
+        """To the call for a graph that is under way."""
+        _, future = self.captures[-1]
+        assert not future.is_done, "no call is under way"
+        future.outcome, future.is_done = outcome, True
+        os.eventfd_write(self.fds[-1], 1)
 
     def advance(self):
         self.num_turns += 1
@@ -558,6 +576,159 @@ def test_a_call_under_which_the_engine_died_ends_the_loop():
         served.call(1, "echo")
         wait_until(lambda: served.core.calls)
         served.core.settle()
+        served.join()
+        assert served.error is dead
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Graphs that are captured while there is nothing to do.
+
+
+def serve_with_graphs(num_left: int) -> Served:
+    core = ScriptedCore()
+    core.ready = ready(1, num_left)
+    return serve(core)
+
+
+def is_asleep(core) -> bool:
+    """Whether it has taken no turn for a while."""
+    turns = core.num_turns
+    time.sleep(IDLE_S)
+    return core.num_turns == turns
+
+
+def test_graphs_are_captured_one_after_the_other_until_none_is_left():
+    with serve_with_graphs(3) as served:
+        core = served.core
+        for num_done in (1, 2, 3):
+            wait_until(lambda n=num_done: len(core.captures) == n)
+            wait_until(lambda: is_asleep(core))  # no second one while one is under way
+            assert len(core.captures) == num_done
+            core.reply([3 - num_done] * 2)
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 3
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 3
+
+
+def test_no_graph_is_captured_where_none_is_left():
+    with serve_with_graphs(0) as served:
+        core = served.core
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]
+        wait_until(lambda: is_asleep(core))
+        assert core.captures == []
+
+
+def test_no_graph_is_captured_while_the_engine_is_not_idle():
+    """It computes, sleeps, or its memory changes."""
+    with serve(ScriptedCore()) as served:
+        core = served.core
+        wait_until(lambda: is_asleep(core))
+
+        def begin():
+            core.is_idle, core.ready = False, ready(2, 5)
+
+        core.do(begin)
+        wait_until(lambda: core.ready.num_graphs_left)
+        core.do(lambda: came(output(1)))
+        while not isinstance(served.receive().message, OutputColumns):
+            pass
+        wait_until(lambda: is_asleep(core))
+        assert core.captures == []
+
+        def end():
+            core.is_idle = True
+
+        core.do(end)
+        wait_until(lambda: core.captures)
+
+
+def test_no_graph_is_captured_while_a_call_is_under_way():
+    with serve(ScriptedCore()) as served:
+        core = served.core
+        core.outcomes.append([encode_value("fine")])
+        served.call(1, "echo")
+        wait_until(lambda: core.calls)
+
+        def new_workers():
+            core.ready = ready(2, 5)
+
+        core.do(new_workers)
+        turns = core.num_turns
+        wait_until(lambda: core.num_turns > turns + 3)
+        assert core.captures == []
+        core.settle()
+        wait_until(lambda: core.captures)
+
+
+def test_what_arrives_while_a_graph_is_captured_goes_before_the_next():
+    with serve_with_graphs(5) as served:
+        core = served.core
+        wait_until(lambda: core.captures)
+        wait_until(lambda: is_asleep(core))
+        core.is_idle = False
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]  # before the reply
+        core.reply([4])
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 1  # its reply is taken later
+        core.is_idle = True
+        served.client.send(AbortRequests(["x"]))
+        assert served.receive().message.others[0].request_id == "x"
+        wait_until(lambda: len(core.captures) == 2)
+
+
+def test_messages_are_looked_for_between_two_graphs():
+    with serve_with_graphs(5) as served:
+        core = served.core
+        wait_until(lambda: core.captures)
+        wait_until(lambda: is_asleep(core))
+        core.reply([4])
+        wait_until(lambda: len(core.captures) == 2)
+        (first, _), (second, _) = core.captures
+        assert second - first >= 2  # the turn of the reply ends without a call
+
+
+def test_an_error_ends_the_capturing_and_nothing_else(caplog):
+    with serve_with_graphs(5) as served:
+        core = served.core
+        wait_until(lambda: core.captures)
+        with caplog.at_level("WARNING"):
+            core.reply(RingcoreError("CUDA out of memory"))
+            wait_until(lambda: "CUDA out of memory" in caplog.text)
+        assert "captured as they are met" in caplog.text
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 1
+
+
+def test_new_workers_begin_anew():
+    with serve_with_graphs(5) as served:
+        core = served.core
+        wait_until(lambda: core.captures)
+        core.num_graphs_of_new_workers = 2
+        core.reply(WorkerDiedError("worker 0 was killed", rank=0))
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 1
+        core.do(core.recover)
+        assert [type(served.receive().message) for _ in range(2)] == [EngineRecovering, EngineReady]
+        wait_until(lambda: len(core.captures) == 2)
+        core.reply([1])
+        wait_until(lambda: len(core.captures) == 3)
+        core.reply([0])
+        wait_until(lambda: is_asleep(core))
+        assert len(core.captures) == 3
+
+
+def test_a_capture_under_which_the_engine_died_ends_the_loop():
+    dead = EngineDeadError("worker 0 was killed", process="worker 0")
+    with serve_with_graphs(5) as served:
+        wait_until(lambda: served.core.captures)
+        served.core.reply(dead)
         served.join()
         assert served.error is dead
 

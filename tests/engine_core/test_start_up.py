@@ -6,7 +6,7 @@ import pytest
 from fake_engine import make_model_folder
 
 from ringcore import EngineConfig
-from ringcore.engine_core.start_up import start_up
+from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 
@@ -20,15 +20,20 @@ class ReportingExecutor:
 
     def __init__(self, available_bytes: list[int], layers) -> None:
         self.available_bytes, self.layers, self.plan = available_bytes, layers, None
+        self.devices: list[str] = []
+        self.num_graphs_left: int | None = None
 
     def collective_rpc(self, method, args=()):
         if method == "get_kv_cache_spec":
             return [self.layers for _ in self.available_bytes]
         if method == "determine_available_memory":
             return [{"total": 10**6, "available_kv_cache_bytes": available} for available in self.available_bytes]
+        if method == "health":
+            return [{"device": device} for device in self.devices]
         assert method == "initialize_from_config"
         (self.plan,) = args
-        return [None for _ in self.available_bytes]
+        left = self.num_graphs_left
+        return [None if left is None else {"pages_s": 0.5, "graphs_left": float(left)} for _ in self.available_bytes]
 
     def pids(self):
         return {"worker 0": 7}
@@ -64,6 +69,7 @@ def test_every_rank_gets_the_plan_of_the_smallest(start):
     assert ready.token_capacity == 76
     assert [table["kv_cache"] for table in ready.memory_bytes] == [20 * BLOCK_BYTES] * 2
     assert ready.pids["worker 0"] == 7
+    assert (ready.max_num_batched_tokens, ready.num_graphs_left) == (4, 0)
     assert list(ready.phase_seconds) == [
         "start",
         "get_kv_cache_spec",
@@ -71,6 +77,23 @@ def test_every_rank_gets_the_plan_of_the_smallest(start):
         "plan_kv_cache",
         "initialize_from_config",
     ]
+
+
+def test_what_workers_say_of_their_device_and_their_graphs(folder):
+    """The device's number of tokens is what the engine plans with; the workers are asked only where it is not known."""
+    executor = ReportingExecutor([200 * BLOCK_BYTES] * 2, {"layers.0": WINDOW, "layers.1": FULL})
+    config = EngineConfig.from_options(model=folder, load_format="dummy", block_size=4, max_model_len=40)
+    executor.devices = ["cuda", "cuda"]
+    resolved = resolve_config(config, executor)
+    assert resolved == config.on_device("cuda")
+    executor.devices = []
+    assert resolve_config(resolved, executor) is resolved
+    executor.num_graphs_left = 7
+    ready, _ = start_up(resolved, executor, {})
+    assert (ready.max_num_batched_tokens, ready.num_graphs_left) == (8192, 7)
+    assert executor.plan.max_tokens_in_flight == 2 * 8192
+    assert ready.phase_seconds["initialize_from_config.pages"] == 0.5
+    assert set(ready.phase_seconds) & {"initialize_from_config.graphs_left", "graphs_left"} == set()
 
 
 def test_a_model_with_windows(start):

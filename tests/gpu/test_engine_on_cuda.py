@@ -16,7 +16,7 @@ from engine import generate, make_core, tokens
 from near import assert_near
 from reference import differences, load
 
-from ringcore import SamplingParams
+from ringcore import LLM, SamplingParams
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
@@ -96,6 +96,26 @@ def test_a_thousand_mixed_requests_end_with_all_blocks_free(core):
         ended += sum(output.finish_reason is not None for output in core.step().outputs)
     assert ended > 0
     assert core.stats().num_free_blocks == free
+
+
+def test_graphs_are_captured_while_the_engine_is_idle(smollm2):
+    """With all of them there the tokens are the same."""
+    options = OPTIONS | {"max_num_seqs": 40, "max_num_batched_tokens": 128, "executor": "multiproc"}
+    with LLM(smollm2, dtype="float32", **options) as llm:
+        assert llm.ready.num_graphs_left == 2 + 4  # decoding steps of 24 and 40 rows; mixed ones of 16 to 128 tokens
+        deadline = time.monotonic() + 60
+        while llm.collective_rpc("stats")[0]["num_graphs_left"]:
+            assert time.monotonic() < deadline, "graphs are missing though the engine had nothing to do"
+            time.sleep(0.05)
+        outputs = llm.generate([entry.prompt_token_ids for entry in SHORT], GREEDY, use_tqdm=False)
+    assert differences(SHORT, [output.outputs[0].token_ids for output in outputs]) == []
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_step_has_8192_tokens(smollm2, enforce_eager):
+    with make_core(smollm2, dtype="bfloat16", enforce_eager=enforce_eager, **OPTIONS) as engine:
+        assert engine.config.scheduler.token_budget == engine.ready.max_num_batched_tokens == 8192
+        assert (engine.ready.num_graphs_left == 0) is enforce_eager
 
 
 def test_memory_returns_with_the_engine(smollm2):

@@ -57,6 +57,18 @@ def seeded():
     return [SamplingParams(temperature=0.8, top_p=0.9, seed=5 + i, max_tokens=12) for i in range(len(PROMPTS))]
 
 
+def test_graphs_that_are_captured_between_steps(tiny_qwen2, alone, size):
+    """All that are missing, on every rank the same ones."""
+    with make_core(tiny_qwen2, tensor_parallel_size=size, **OPTIONS) as core:
+        first = tokens(generate(core, PROMPTS, GREEDY))
+        left = core.ready.num_graphs_left
+        while max(told := core.collective_rpc("capture_graph")):
+            assert len(set(told)) == 1
+            assert told[0] < left
+            left = told[0]
+        assert first == tokens(generate(core, PROMPTS, GREEDY, salt="again")) == alone[0]
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_engines_give_the_tokens_of_one_gpu(size, tiny_qwen2, alone, enforce_eager):
     """On four ranks its two KV heads are on two ranks each."""

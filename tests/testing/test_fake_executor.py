@@ -175,6 +175,7 @@ def test_it_answers_for_every_rank(tmp_path):
 def test_the_worker_methods(model_folder):
     core = make_core(make_config(model_folder))
     assert core.collective_rpc("health")[0]["stage"] == "ready"
+    assert core.config.scheduler.max_num_batched_tokens == core.ready.max_num_batched_tokens == 8192  # a GPU's
     add(core, "a", [1, 2, 3], max_tokens=2)
     drain(core)
     stats = core.collective_rpc("stats")[0]

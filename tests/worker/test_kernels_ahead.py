@@ -36,7 +36,7 @@ SCRIPT = """
 
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
-    )
+    ).on_device("cuda")
     caught = catch_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
     print(*sorted({{variant.kernel.__name__ for variant in caught}}))
     print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
@@ -44,7 +44,7 @@ SCRIPT = """
 
 
 def config_of(folder: str, **options) -> EngineConfig:
-    return EngineConfig.from_options(model=folder, load_format="dummy", **options)
+    return EngineConfig.from_options(model=folder, load_format="dummy", **options).on_device("cpu")
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20])

@@ -4,14 +4,14 @@ loops over one row's logits find, however the rows are batched, chunked, preempt
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from adjusted_model import Arithmetic
 from adjusted_requests import EOS, PROCESSORS, Asked, Driver, expected, some_requests
 from device_runner import rows_on_device
+from fake_graphs import decode_graphs_on_cpu
 from step_driver import make_config, start
 
 from ringcore.sampling_params import SamplingParams
@@ -55,31 +55,10 @@ def test_every_row_writes_what_it_would_alone(
     assert not worker._runner.adjustments.needs_token_ids.any()
 
 
-class Replayed:
-    """In place of a captured graph: `replay` does the work again, into the tensors that the capture left."""
-
-    def __init__(self, work: Callable[[], Any], result: tuple[torch.Tensor, ...]) -> None:
-        self._work, self._result = work, result
-
-    def replay(self) -> None:
-        for kept, new in zip(self._result, self._work() or (), strict=True):
-            kept.copy_(new)
-
-    def pool(self) -> None:
-        return None
-
-
 def test_graphs_of_whole_steps_and_of_begun_ones(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding steps by what stands in for graphs, with adjusted rows and then without."""
     rows_on_device(monkeypatch, plans_on_device=True)
-    from ringcore.worker import cuda_graphs, gpu_model_runner
-
-    def captured(work: Callable[[], Any], pool: None) -> tuple[Replayed, Any]:
-        kept = tuple(tensor.clone() for tensor in work() or ())  # one run, the step of nobody before a capture
-        return Replayed(work, kept), kept
-
-    monkeypatch.setattr(cuda_graphs, "_captured", captured)
-    monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
+    decode_graphs_on_cpu(monkeypatch)
     worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=5, block_size=8), 0, None))
     adjusted = SamplingParams(temperature=0, frequency_penalty=2.0, allowed_token_ids=[5, 6, 7], max_tokens=None)
     for params in (adjusted, SamplingParams(temperature=0, max_tokens=None)):

@@ -75,6 +75,16 @@ def test_the_start_up_as_an_executor_does_it(
     assert worker.memory()["kv_cache_bytes"] == 0
 
 
+def test_the_device_says_how_many_tokens_a_step_has(tiny_llama: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny_llama[0], device="auto", max_num_batched_tokens=None), 0, None)
+    assert worker.health()["device"] is None
+    worker.init_device()
+    device = worker.health()["device"]
+    assert device == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert worker.config.scheduler.token_budget == {"cuda": 8192, "cpu": 2048}[device]
+    worker.shutdown()
+
+
 def test_memory_is_told_at_every_stage(tiny_llama: tuple[str, Any]) -> None:
     worker = Worker(make_config(tiny_llama[0]), 0, None)
     assert worker.memory().keys() == {"resident_bytes", "kv_cache_bytes"}

@@ -61,6 +61,8 @@ def test_level_1_and_the_same_tokens(worker: Worker, tiny_llama: tuple[str, Any]
         assert call_rpc(worker, "memory_states") == AWAY_1
         with pytest.raises(SleepingError, match="call wake_up"):
             generate(worker, 1)
+        with pytest.raises(SleepingError, match="call wake_up"):
+            worker.capture_graph()
         report = change(worker, BACK)
         assert report["mapped_bytes"] > report["copied_bytes"] >= weights_bytes
         worker.reset_rows()

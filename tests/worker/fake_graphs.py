@@ -1,0 +1,47 @@
+"""What stands in for CUDA graphs on a CPU: `replay` does the work again, into the tensors that the capture left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+__all__ = ["Replayed", "decode_graphs_on_cpu"]
+
+
+class Replayed:
+    """In place of a captured graph."""
+
+    def __init__(self, work: Callable[[], Any], result: tuple[torch.Tensor, ...]) -> None:
+        self._work, self._result = work, result
+
+    def replay(self) -> None:
+        for kept, new in zip(self._result, _as_tuple(self._work()), strict=True):
+            kept.copy_(new)
+
+    def pool(self) -> None:
+        return None
+
+
+def captured(
+    work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None
+) -> tuple[Replayed, Any]:
+    """One run, the step of nobody before a capture."""
+    result = work()
+    when_run()
+    kept = tuple(tensor.clone() for tensor in _as_tuple(result))
+    return Replayed(work, kept), kept[0] if isinstance(result, torch.Tensor) else kept
+
+
+def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result or ())
+
+
+def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding steps of GPU runners that are made from now on are `DecodeGraphs`. After `device_runner`."""
+    from ringcore.worker import cuda_graphs, gpu_model_runner
+
+    monkeypatch.setattr(cuda_graphs, "_captured", captured)
+    monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)

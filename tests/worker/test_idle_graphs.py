@@ -1,0 +1,121 @@
+"""Graphs that are captured between steps: the largest first, one a call, and no row, token or step notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import fake_graphs
+import pytest
+import torch
+from device_runner import rows_on_device
+from fake_graphs import decode_graphs_on_cpu
+from step_driver import admit, decode, make_config, run, sampled, start
+
+from ringcore.worker.rpc import call_rpc
+from ringcore.worker.worker import Worker
+
+PROMPTS = [[11, 60, 23, 8, 90], [4, 8, 15]]
+Reference = Callable[[Sequence[int], int], list[int]]
+
+
+@pytest.fixture
+def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """Five sizes of decoding steps, of which the smallest is there; no mixed ones: a CPU's backend plans none."""
+    rows_on_device(monkeypatch, plans_on_device=True)
+    decode_graphs_on_cpu(monkeypatch)
+    from ringcore.worker import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "_COMMON_SIZES", (1,))
+    worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
+    yield worker
+    worker.shutdown()
+
+
+def begin(worker: Worker) -> dict[int, list[int]]:
+    """Two rows with a token each."""
+    new = [admit(0, PROMPTS[0], range(1, 9)), admit(3, PROMPTS[1], range(9, 17))]
+    written = sampled(run(worker, {0: 5, 3: 3}, new=new))
+    return {row: [token] for row, token in written.items()}
+
+
+def go_on(worker: Worker, written: dict[int, list[int]], count: int) -> None:
+    for row, tokens in decode(worker, list(written), count).items():
+        written[row] += tokens
+
+
+def decode_sizes(worker: Worker) -> list[int]:
+    runner: Any = worker._runner
+    return list(runner._decode._graphs)
+
+
+def test_one_a_call_the_largest_first(worker: Worker, reference: Reference) -> None:
+    assert worker.stats()["num_graphs_left"] == 4
+    written = begin(worker)
+    assert call_rpc(worker, "capture_graph") == 3
+    go_on(worker, written, 1)  # captures the size of two rows itself
+    assert decode_sizes(worker) == [1, 9, 2]
+    assert [call_rpc(worker, "capture_graph") for _ in range(3)] == [1, 0, 0]
+    assert decode_sizes(worker) == [1, 9, 2, 8, 4]
+    assert worker.stats()["num_graphs_left"] == 0
+    go_on(worker, written, 6)
+    assert written == {0: reference(PROMPTS[0], 8), 3: reference(PROMPTS[1], 8)}
+
+
+def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Reference) -> None:
+    runner: Any = worker._runner
+    written = begin(worker)
+    with torch.inference_mode():
+        for _ in range(runner.ring.num_slots + 1):
+            runner._decode.capture(2)
+    go_on(worker, written, 5)
+    assert written == {0: reference(PROMPTS[0], 6), 3: reference(PROMPTS[1], 6)}
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["before it ran", "after it ran"])
+def test_a_capture_that_fails_disturbs_no_step(
+    worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    from ringcore.worker import cuda_graphs
+
+    def fail(work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None) -> Any:
+        if has_run:
+            fake_graphs.captured(work, pool, when_run)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    written = begin(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs, "_captured", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.capture_graph()
+    assert worker.stats()["num_graphs_left"] == 4
+    go_on(worker, written, 4)
+    assert written == {0: reference(PROMPTS[0], 5), 3: reference(PROMPTS[1], 5)}
+
+
+def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
+    from ringcore.worker.cuda_graphs import MixedGraphs
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, ctx: object) -> torch.Tensor:
+        assert not input_ids.any()
+        assert not positions.any()
+        lens.append(len(input_ids))
+        return torch.zeros(len(input_ids), 4)
+
+    lens: list[int] = []
+    runner: Any = worker._runner
+    model: Any = SimpleNamespace(forward=forward)
+    runner._mixed = MixedGraphs(model, [], (), (), runner._device_rows, 64)
+    assert worker.stats()["num_graphs_left"] == 7
+    left = [worker.capture_graph() for _ in range(7)]
+    assert left == [6, 5, 4, 3, 2, 1, 0]
+    assert decode_sizes(worker) == [1, 9, 8, 4, 2]
+    assert lens == [64, 32, 16]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_cpu_has_none(tiny_llama: tuple[str, Any], enforce_eager: bool) -> None:
+    worker = start(Worker(make_config(tiny_llama[0], device="cpu", enforce_eager=enforce_eager), 0, None))
+    assert worker.capture_graph() == worker.stats()["num_graphs_left"] == 0
+    worker.shutdown()
