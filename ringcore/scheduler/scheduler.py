@@ -287,7 +287,7 @@ class Scheduler:
             self._may_start = True  # with every step that comes back there may be more of it
             return False
         num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
-        if not is_worth_starting(plan, num_tokens, self._config.max_num_batched_tokens):
+        if not is_worth_starting(plan, num_tokens, self._config.token_budget):
             self._may_start = True
             return False
         if not self._start(request, prefix, plan):
