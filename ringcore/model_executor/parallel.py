@@ -27,8 +27,9 @@ class TensorParallel(ABC):
         residual.add_(self.all_reduce(partial))
 
     @abstractmethod
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank."""
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank; in `out`, contiguous
+        and of the same dtype, where it is given."""
 
     def close(self) -> None:  # noqa: B027  a rank alone has nothing to give up
         """Gives up what connects the ranks, if anything does. Idempotent; no collective may follow."""
@@ -43,5 +44,5 @@ class SingleRank(TensorParallel):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor if out is None or out is tensor else out.copy_(tensor)

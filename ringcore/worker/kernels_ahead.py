@@ -142,8 +142,8 @@ class _Apart(TensorParallel):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor] * self.size, dim=-1)
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1, out=out)
 
 
 class _Plain:
