@@ -58,8 +58,8 @@ class RankMemory:
 
     def prepare(self, target: Mapping[str, str]) -> dict[str, float]:
         """Takes what it needs to bring the tags of `target` into these states; -> "copied_bytes", "copy_s",
-        "mapped_bytes", "map_s", of that "weights_map_s" and "kv_cache_map_s", and "host_store_s" (waited for room), those
-        that there are.
+        "mapped_bytes", "map_s", of that "weights_map_s" and "kv_cache_map_s", and "host_store_s" (waited for room),
+        those that there are.
 
         What is mapped again holds its contents, zeros where it is the KV cache, and anything where weights were
         discarded. Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
