@@ -232,11 +232,20 @@ class _Sleeper:
         return rows
 
     def _sleep(self, level: int) -> float:
-        return float(self._driver.call("sleep", CALL_TIMEOUT_S, level=level))
+        seconds = float(self._driver.call("sleep", CALL_TIMEOUT_S, level=level))
+        self._note_parts(f"sleep of level {level}")
+        return seconds
 
     def _wake_up(self) -> list[float]:
         seconds: list[float] = self._driver.call("wake_up", CALL_TIMEOUT_S, then_ask=True)
+        self._note_parts("wake-up")
         return seconds
+
+    def _note_parts(self, call: str) -> None:
+        """To the log: where the seconds went."""
+        parts: dict[str, float] = self._driver.call("memory_parts", CALL_TIMEOUT_S)
+        if parts:
+            note(f"{call}: " + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()))
 
     def _greedy(self) -> list[list[int]]:
         tokens: list[list[int]] = self._driver.call("greedy", CALL_TIMEOUT_S, **PROMPTS)

@@ -378,7 +378,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     ranks: what each rank tells of it, bytes and seconds by name: `weights_freed_bytes`, `kv_cache_freed_bytes`,
     `cached_freed_bytes` (what torch's allocator held and did not use), `residue_bytes` (what the process has of the
     device afterwards), `copied_bytes`, `copy_s`, `mapped_bytes`, `map_s`, `host_store_s` (waited for memory of the
-    host); of an update `num_tensors`, `num_bytes`, `seconds`. A name is left out where it does not apply.
+    host), and the seconds of the other parts; of an update `num_tensors`, `num_bytes`, `seconds`. A name is left out
+    where it does not apply.
     """
 
     states: dict[str, MemoryState]  # by tag, from now on

@@ -60,6 +60,10 @@ class EngineChild(ABC):
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache has memory for."""
 
+    def memory_parts(self) -> dict[str, float]:
+        """What the last sleep or wake-up came to, bytes and seconds by name, where the engine tells."""
+        return {}
+
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of start-up, where the engine tells."""
         return {}
@@ -73,6 +77,7 @@ class EngineChild(ABC):
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = {"load": self.load, "first_token": self.first_token, "phases": self.phases}
         asleep = {"sleep": self.timed_sleep, "wake_up": self.timed_wake_up, "num_kv_tokens": self.num_kv_tokens}
+        asleep["memory_parts"] = self.memory_parts
         loads = {"greedy": self.greedy, "decode": self.decode, "offline": self.offline, "prefill": self.prefill}
         return {**own, **asleep, **loads}
 

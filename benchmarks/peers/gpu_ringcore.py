@@ -14,6 +14,7 @@ class RingcoreChild(EngineChild):
 
     def __init__(self) -> None:
         self._client: Any = None
+        self._report: Any = None  # of the last sleep or wake-up
         self._ids = count()
 
     def import_library(self) -> None:
@@ -58,10 +59,14 @@ class RingcoreChild(EngineChild):
             raise RuntimeError("the prefix cache was not emptied: a request still runs")
 
     def sleep(self, level: int) -> None:
-        self._client.sleep(level)
+        self._report = self._client.sleep(level)
 
     def wake_up(self) -> None:
-        self._client.wake_up()
+        self._report = self._client.wake_up()
+
+    def memory_parts(self) -> dict[str, float]:
+        """Of the first rank, and the engine's own "seconds" of the whole."""
+        return {} if self._report is None else {"seconds": self._report.seconds, **self._report.ranks[0]}
 
     def num_kv_tokens(self) -> int:
         return int(self._client.ready.num_blocks * self._client.ready.block_size)

@@ -32,10 +32,12 @@ class KernelProduct(Product):
         self._row_norm = skinny_linear.RowNorm
         self._skinny = skinny_linear.skinny_linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = None if self._out_dtype is None else x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """out: of the dtype that a product alone has."""
+        if out is None and self._out_dtype is not None:
+            out = x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
         done = self._by_kernel(x, out=out)
-        return self.multiply(x) if done is None else done
+        return self._by_library(x, out) if done is None else done
 
     def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
         done = self._by_kernel(hidden, norm)
@@ -90,10 +92,12 @@ class KernelProduct(Product):
             arrivals=self._arrivals,
         )
 
-    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_library(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._out_dtype is not None and x.is_cuda:
-            return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype)
+            return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype, out=out)
         product = torch.nn.functional.linear(x, self.weight, self._bias)
+        if out is not None:
+            return out.copy_(product)
         return product if self._out_dtype is None else product.to(self._out_dtype)
 
 

@@ -27,8 +27,9 @@ class TensorParallel(ABC):
         residual.add_(self.all_reduce(partial))
 
     @abstractmethod
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank."""
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank; in `out`, contiguous
+        and of the same dtype, where it is given."""
 
     def apart(self) -> TensorParallel:
         """A rank of the same number and size with nobody to talk to: the others may be elsewhere.
@@ -51,8 +52,8 @@ class SingleRank(TensorParallel):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor if out is None or out is tensor else out.copy_(tensor)
 
 
 class _Apart(TensorParallel):
@@ -64,5 +65,5 @@ class _Apart(TensorParallel):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor] * self.size, dim=-1)
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1, out=out)

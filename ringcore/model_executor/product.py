@@ -38,9 +38,10 @@ class Product:
     def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.multiply = multiply
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, in] -> [n, out]."""
-        return self.multiply(x)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [n, in] -> [n, out]; in `out`, of any float dtype, where it is given."""
+        product = self.multiply(x)
+        return product if out is None else out.copy_(product)
 
     def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, in] -> the product of the norm of it: [n, out]."""

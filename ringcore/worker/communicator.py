@@ -46,9 +46,9 @@ class GlooCommunicator(TensorParallel):
         self._group.allreduce([contiguous]).wait()
         return contiguous.to(tensor.dtype)
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._group is not None, "closed"
-        return _all_gather_last_dim(self._group, self.size, tensor.contiguous())
+        return _all_gather_last_dim(self._group, self.size, tensor.contiguous(), out)
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -104,12 +104,12 @@ class NcclCommunicator(TensorParallel):
         else:
             super().all_reduce_add(contiguous, residual)
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
         if self._peers is not None and self._peers.gathers(contiguous):
-            return self._peers.all_gather_last_dim(contiguous)
-        return _all_gather_last_dim(self._group, self.size, contiguous)
+            return self._peers.all_gather_last_dim(contiguous, out)
+        return _all_gather_last_dim(self._group, self.size, contiguous, out)
 
     def apart(self) -> TensorParallel:
         return self._of(self.rank, self.size, _Nobody(), None if self._peers is None else self._peers.apart())
@@ -129,12 +129,19 @@ class NcclCommunicator(TensorParallel):
             group.shutdown()
 
 
-def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor) -> torch.Tensor:
+def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Of a single row the parts lie side by side as they come; several rows are copied."""
     first, *others = tensor.shape
+    if out is not None and tensor.numel() == tensor.shape[-1]:
+        group._allgather_base(out.view(size * first, *others), tensor).wait()
+        return out
     parts = tensor.new_empty(size * first, *others)
     group._allgather_base(parts, tensor).wait()
-    return parts.view(size, *tensor.shape).movedim(0, -2).reshape(*tensor.shape[:-1], size * tensor.shape[-1])
+    rows = parts.view(size, *tensor.shape).movedim(0, -2)
+    if out is None:
+        return rows.reshape(*tensor.shape[:-1], size * tensor.shape[-1])
+    out.view(rows.shape).copy_(rows)
+    return out
 
 
 class _Nobody:
@@ -218,8 +225,8 @@ class PeerCollectives:
     def gathers(self, tensor: torch.Tensor) -> bool:
         return self._mailboxes.takes_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
 
-    def all_gather_last_dim(self, part: torch.Tensor) -> torch.Tensor:
-        return self._kernels.all_gather_last_dim(_aligned(part), self._mailboxes, pdl=self._pdl)
+    def all_gather_last_dim(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.all_gather_last_dim(_aligned(part), self._mailboxes, out=out, pdl=self._pdl)
 
     def close(self) -> None:
         self._memory.close()

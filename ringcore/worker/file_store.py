@@ -31,7 +31,7 @@ class FileStore(HostStore):
         self._buffers: list[torch.Tensor] = []
         self._registered: torch.Tensor | None = None
 
-    def _make(self) -> None:
+    def _make(self, is_awaited: bool) -> None:
         try:
             file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  it lives as long as this
         except OSError as error:

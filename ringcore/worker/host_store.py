@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ _PATIENCE_S = 300.0  # by then something is broken: 16 GiB take a second
 _PIECE_BYTES = 64 << 20  # of memory that is taken at once
 _COPY_BYTES = 256 << 20  # above 64 MiB a copy is as fast as the link
 _MAX_THREADS = 16
+_SHARE_AHEAD = 4  # this part of the cores: the others compile kernels and read weights meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +66,22 @@ class HostStore(ABC):
         self._is_closing = threading.Event()
 
     def make_ahead(self) -> None:
-        """Begins to make what `save` needs, in a thread. A failure goes to the log."""
-        assert self._making is None, "it is being made"
-        self._making = Future()
-        # A failed call of the device's runtime is remembered by the thread that made it: so it is none of ours.
-        threading.Thread(target=self._run, args=(self._making,), name="host store", daemon=True).start()
+        """Begins to make what `save` needs, in a thread, beside what else has to be done. A failure goes to the log."""
+        self._begin(is_awaited=False)
 
-    def _run(self, making: Future[None]) -> None:
+    def _begin(self, *, is_awaited: bool) -> Future[None]:
+        assert self._making is None, "it is being made"
+        making = self._making = Future()
+        # A failed call of the device's runtime is remembered by the thread that made it: so it is none of ours.
+        threading.Thread(target=self._run, args=(making, is_awaited), name="host store", daemon=True).start()
+        return making
+
+    def _run(self, making: Future[None], is_awaited: bool) -> None:
         started = time.monotonic()
         try:
-            self._make()
+            self._make(is_awaited)
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what was taken, and the error may be kept
             if not self._is_closing.is_set():
                 _log.warning("no room to keep weights in while the engine sleeps: %s; sleep tries again", error)
             making.set_exception(error)
@@ -87,11 +94,11 @@ class HostStore(ABC):
 
         Raises `CapacityError` where there is no room, RuntimeError where it takes too long.
         """
-        if self._making is None or (self._making.done() and self._making.exception() is not None):
+        making = self._making
+        if making is None or (making.done() and making.exception() is not None):
             self._making = None
-            self.make_ahead()
-        assert self._making is not None
-        self._await(self._making)
+            making = self._begin(is_awaited=True)
+        self._await(making)
 
     def _await(self, making: Future[None]) -> None:
         try:
@@ -102,8 +109,9 @@ class HostStore(ABC):
             raise RuntimeError(f"the room for weights is not made after {_PATIENCE_S:.0f} s") from error
 
     @abstractmethod
-    def _make(self) -> None:
-        """Makes all that `save` needs, or nothing. Ends early, by any error, where `_is_closing`."""
+    def _make(self, is_awaited: bool) -> None:
+        """Makes all that `save` needs, or nothing. Ends early, by any error, where `_is_closing`. is_awaited: somebody
+        waits for it, and has nothing else to do."""
 
     @abstractmethod
     def save(self, contents: torch.Tensor) -> None:
@@ -145,10 +153,11 @@ class MemoryStore(HostStore):
         self._link, self._budget = link, budget
         self._pages: HugePages | None = None
 
-    def _make(self) -> None:
+    def _make(self, is_awaited: bool) -> None:
         pages = HugePages(self.num_bytes)
         if self._link.wants_registered:
-            num_threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // self._budget.num_ranks))
+            cores = len(os.sched_getaffinity(0)) // self._budget.num_ranks
+            num_threads = min(_MAX_THREADS, max(1, cores if is_awaited else cores // _SHARE_AHEAD))
 
             def may_take(left: int) -> bool:
                 self._budget.check(self.num_bytes, left, num_threads * _PIECE_BYTES)

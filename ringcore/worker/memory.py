@@ -10,8 +10,9 @@ little about what it will need; there it is computed, as an upper bound:
     attention_gather  = one tensor's share of the pool: at most all blocks of a layer are copied together at a time;
                       nothing where the attention reads pages where they lie
 
-Graphs are captured when the pages stand, so theirs is an estimate: the peak of the largest step of single tokens, which
-all of them share, the workspace of cuBLAS, what the driver takes with the first graph, and an entry a node.
+Graphs are captured when the pages stand, so theirs is an estimate: the peak of the largest step of single tokens, its
+logits among it, which all of them share, the workspace of cuBLAS, what the driver takes with the first graph, and an
+entry a node.
 
     available_kv_cache_bytes = budget - activations - attention_gather - graphs - rows - margin
                       budget: `Platform.memory_budget_bytes`, of which what the process has already, the weights among
@@ -43,7 +44,7 @@ _PROMPT_LOGITS_ARRAYS = 3  # the logits, and two for their log-probabilities, of
 
 # Measured on an H200 with CUDA 13.
 _FIRST_GRAPH_BYTES = 70 << 20
-_GRAPH_WORKSPACE_BYTES = 32 << 20  # of cuBLAS, in the memory of the first graph
+_GRAPH_WORKSPACE_BYTES = 32 << 20  # of cuBLAS, for the stream on which graphs are captured
 _GRAPH_NODE_BYTES = 3500
 _NODES_A_LAYER = 12
 _NODES_BESIDE = 30
@@ -121,7 +122,7 @@ def _needs(
     return {
         "activations_bytes": peaks.largest_bytes,
         "graphs_bytes": _graphs_bytes(config, peaks),
-        "rows_bytes": _rows_bytes(config, plan, dtype),
+        "rows_bytes": _rows_bytes(config, plan),
         "margin_bytes": _MARGIN_BYTES,
     }
 
@@ -134,13 +135,12 @@ def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
     return _FIRST_GRAPH_BYTES + _GRAPH_WORKSPACE_BYTES + entries + peaks.decode_bytes
 
 
-def _rows_bytes(config: EngineConfig, plan: KVCacheConfig, dtype: str) -> int:
-    """The block tables: the rows' own, and a step's. What rows with adjusted logits may come to need: counts of tokens,
-    masks, and where graphs leave the logits."""
+def _rows_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:
+    """The block tables: the rows' own, and a step's. What rows with adjusted logits may come to need: counts of tokens
+    and masks."""
     max_num_seqs, vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
     blocks = sum(-(-config.model.context_len // group.spec.block_size) for group in plan.groups)
-    logits = 0 if config.device.enforce_eager else max_num_seqs * vocab_size * DTYPE_BYTES[dtype]
-    return 2 * 4 * max_num_seqs * blocks + table_bytes(max_num_seqs, vocab_size) + logits
+    return 2 * 4 * max_num_seqs * blocks + table_bytes(max_num_seqs, vocab_size)
 
 
 def planned_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,8 +50,11 @@ class LoadedModel:
 
     @classmethod
     @torch.inference_mode()
-    def load(cls, config: EngineConfig, platform: Platform, tp: TensorParallel) -> LoadedModel:
-        """Raises `ModelLoadError` where the checkpoint does not fit the model."""
+    def load(
+        cls, config: EngineConfig, platform: Platform, tp: TensorParallel, allocated: Callable[[], None] | None = None
+    ) -> LoadedModel:
+        """allocated: called once the weights have their place, which they are read to after that; never where they have
+        none that stays. Raises `ModelLoadError` where the checkpoint does not fit the model."""
         start = time.monotonic()
         spec = config.model.spec
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
@@ -59,7 +62,7 @@ class LoadedModel:
         weights = model.weights()
         # A CPU's are packed one by one, and dropped: they have no place that stays, unless they need one to sleep.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
-        allocate = None if is_packed else partial(platform.allocate, tag="weights")
+        allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
         with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
             final = tensors.final
@@ -69,6 +72,13 @@ class LoadedModel:
 
     def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
         return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
+
+
+def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_bytes: int) -> torch.Tensor:
+    memory = platform.allocate(num_bytes, "weights")
+    if allocated is not None:
+        allocated()
+    return memory
 
 
 class ModelRunner:

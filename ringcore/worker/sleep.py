@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.worker.arena import Arena
@@ -13,7 +13,7 @@ from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
 from ringcore.worker.platform import Platform
 from ringcore.worker.platforms.cpu import CpuPlatform
 
-__all__ = ["RESIDENT", "RankMemory"]
+__all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 
 RESIDENT, OFFLOADED, DISCARDED = "resident", "offloaded", "discarded"
 
@@ -38,27 +38,13 @@ class RankMemory:
     """
 
     def __init__(self, platform: Platform, store: HostStore) -> None:
-        """store: of the bytes that the weights use."""
+        """store: of the bytes that the weights use. It is its maker's to close, as the arenas are the platform's."""
         self._platform, self._store = platform, store
         self._arenas: Mapping[str, Arena] = platform.arenas
         assert self._arenas.keys() >= _STATES.keys(), sorted(self._arenas)
         # Replaced as a whole: other threads read it.
         self._states: Mapping[str, str] = dict.fromkeys(_STATES, RESIDENT)
         self._changes: dict[str, str] | None = None  # by tag, what is prepared; None: nothing
-
-    @classmethod
-    def start(cls, platform: Platform, directory: str | None, num_ranks: int) -> Self:
-        """When weights and pages are allocated; room for the weights is made in the background. directory: where it is
-        to be a file; None: in host memory. num_ranks: of this host."""
-        num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
-        store: HostStore
-        if directory is None:
-            store = MemoryStore(num_bytes, link, HostBudget(CpuPlatform().free_memory_bytes, num_ranks))
-        else:
-            store = FileStore(num_bytes, directory, link)
-        memory = cls(platform, store)
-        store.make_ahead()
-        return memory
 
     @property
     def states(self) -> dict[str, str]:
@@ -72,7 +58,8 @@ class RankMemory:
 
     def prepare(self, target: Mapping[str, str]) -> dict[str, float]:
         """Takes what it needs to bring the tags of `target` into these states; -> "copied_bytes", "copy_s",
-        "mapped_bytes", "map_s" and "host_store_s" (waited for room), those that there are.
+        "mapped_bytes", "map_s", of that "weights_map_s" and "kv_cache_map_s", and "host_store_s" (waited for room),
+        those that there are.
 
         What is mapped again holds its contents, zeros where it is the KV cache, and anything where weights were
         discarded. Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
@@ -108,15 +95,13 @@ class RankMemory:
         return {tag: state for tag, state in target.items() if state != self._states[tag]}
 
     def _save(self, report: dict[str, float]) -> None:
-        started = time.monotonic()
-        self._store.ready()
-        ready = time.monotonic()
+        with _timed(report, "host_store_s"):
+            self._store.ready()
         contents = self._arenas["weights"].contents()
-        self._store.save(contents)
-        self._store.finish()
-        report["host_store_s"] = ready - started
+        with _timed(report, "copy_s"):
+            self._store.save(contents)
+            self._store.finish()
         _add(report, "copied_bytes", len(contents))
-        _add(report, "copy_s", time.monotonic() - ready)
 
     def _map(self, tags: list[str], report: dict[str, float]) -> None:
         copying_since: float | None = None
@@ -127,6 +112,7 @@ class RankMemory:
             contents = self._arenas[tag].contents()
             _add(report, "mapped_bytes", self._arenas[tag].mapped_bytes)
             _add(report, "map_s", mapped - started)
+            report[f"{tag}_map_s"] = mapped - started
             if self._states[tag] == OFFLOADED:
                 copying_since = mapped
                 self._store.restore(contents)
@@ -151,20 +137,23 @@ class RankMemory:
 
     def commit(self) -> dict[str, float]:
         """Goes through with what is prepared; -> by tag what was unmapped, "weights_freed_bytes" and
-        "kv_cache_freed_bytes"; if anything was, "cached_freed_bytes" of the allocators, and "residue_bytes", what this
-        process still has of the device, where that is known."""
+        "kv_cache_freed_bytes", and "unmap_s"; if anything was, "cached_freed_bytes" of the allocators and "cached_s",
+        and "residue_bytes", what this process still has of the device, where that is known, and "residue_s"."""
         assert self._changes is not None, "no change is prepared"
         report: dict[str, float] = {}
         for tag in self._changes:
             if self._states[tag] == RESIDENT:
                 before = self._arenas[tag].mapped_bytes
-                self._arenas[tag].unmap()
+                with _timed(report, "unmap_s"):
+                    self._arenas[tag].unmap()
                 report[f"{tag}_freed_bytes"] = before - self._arenas[tag].mapped_bytes
             elif self._states[tag] == OFFLOADED:
                 self._store.drop()
         if report:
-            report["cached_freed_bytes"] = self._platform.release_cached()
-            residue = self._platform.process_memory()
+            with _timed(report, "cached_s"):
+                report["cached_freed_bytes"] = self._platform.release_cached()
+            with _timed(report, "residue_s"):
+                residue = self._platform.process_memory()
             if residue is not None:
                 report["residue_bytes"] = residue.own_bytes
         self._states, self._changes = {**self._states, **self._changes}, None
@@ -179,9 +168,28 @@ class RankMemory:
             elif state == OFFLOADED:
                 self._store.drop()
 
-    def close(self) -> None:
-        """Gives the store back; the arenas are the platform's. Idempotent."""
-        self._store.close()
+
+def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) -> HostStore:
+    """When the weights are allocated, and may yet have to be read: room for them is made in the background from now on.
+
+    directory: where it is to be a file; None: in host memory. num_ranks: of this host.
+    """
+    num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
+    store: HostStore
+    if directory is None:
+        store = MemoryStore(num_bytes, link, HostBudget(CpuPlatform().free_memory_bytes, num_ranks))
+    else:
+        store = FileStore(num_bytes, directory, link)
+    store.make_ahead()
+    return store
+
+
+@contextmanager
+def _timed(report: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds to the report."""
+    started = time.monotonic()
+    yield
+    _add(report, name, time.monotonic() - started)
 
 
 def _add(report: dict[str, float], name: str, value: float) -> None:

@@ -17,12 +17,13 @@ from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars import model_grammars
+from ringcore.worker.host_store import HostStore
 from ringcore.worker.memory import StepPeaks, format_table, memory_table
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.rpc import rpc
-from ringcore.worker.sleep import RESIDENT, RankMemory
+from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
 from ringcore.worker.thread_stacks import thread_stacks
 from ringcore.worker.weight_group import BroadcastGroup
 from ringcore.worker.weight_sources import WeightReceiver
@@ -52,7 +53,8 @@ class Worker:
         self._tp: TensorParallel | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
-        self._rank_memory: RankMemory | None = None  # where it can be given back
+        self._host_store: HostStore | None = None  # where memory can be given back, as the next
+        self._rank_memory: RankMemory | None = None
         self._new_weights = WeightReceiver()
         self._grammars = model_grammars(config)  # the runner's too
         self._peaks: StepPeaks | None = None  # until they are measured, where they are
@@ -89,11 +91,17 @@ class Worker:
         platform, tp = _made(self._platform, "init_device"), _made(self._tp, "init_device")
         kernels = _compile_kernels(self.config, platform, tp)
         try:
-            self._loaded = LoadedModel.load(self.config, platform, tp)
+            begin_store = self._begin_store if self.config.device.enable_sleep_mode else None
+            self._loaded = LoadedModel.load(self.config, platform, tp, begin_store)
         finally:
             kernels_s = None if kernels is None else kernels.finish()
         told = {"weights_bytes": float(self._loaded.weights_bytes), "weights_s": self._loaded.load_s}
         return told if kernels_s is None else told | {"kernels_s": kernels_s}
+
+    def _begin_store(self) -> None:
+        """Before anything else that takes long, so that the first sleep finds it made."""
+        size, directory = self.config.parallel.tensor_parallel_size, self.config.device.sleep_directory
+        self._host_store = begin_host_store(_made(self._platform, "init_device"), directory, size)
 
     @rpc
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -129,9 +137,8 @@ class Worker:
         has_pages = time.monotonic()
         self._runner.warm_up()
         self._kv_cache_bytes = kv_cache_config.total_bytes
-        if self.config.device.enable_sleep_mode:
-            ranks = self.config.parallel.tensor_parallel_size
-            self._rank_memory = RankMemory.start(platform, self.config.device.sleep_directory, ranks)
+        if self._host_store is not None:
+            self._rank_memory = RankMemory(platform, self._host_store)
         warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
         return {"pages_s": has_pages - started, "warm_up_s": warm_up_s, "graphs_left": graphs_left}
 
@@ -290,9 +297,10 @@ class Worker:
     @rpc
     def shutdown(self) -> None:
         """Gives back the pages, the weights and the connections. Idempotent."""
-        memory, self._rank_memory = self._rank_memory, None
-        if memory is not None:
-            memory.close()
+        self._rank_memory = None
+        store, self._host_store = self._host_store, None
+        if store is not None:
+            store.close()
         self._new_weights.close()
         self._runner, self._kv_cache_bytes = None, 0
         self._loaded = None

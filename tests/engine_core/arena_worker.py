@@ -54,9 +54,8 @@ class ArenaWorker(FakeWorker):
         num_slots = kv_cache_config.num_blocks * self.config.cache.block_size
         self.slots = self.platform.allocate(4 * num_slots, "kv_cache").view(torch.int32)
         link, budget = LocalLink(), HostBudget(lambda: self.host_bytes, 1)
-        self.rank_memory = RankMemory(
-            self.platform, MemoryStore(self.platform.arenas["weights"].used_bytes, link, budget)
-        )
+        self.store = MemoryStore(self.platform.arenas["weights"].used_bytes, link, budget)
+        self.rank_memory = RankMemory(self.platform, self.store)
         self.addresses = self.parameters.data_ptr(), self.slots.data_ptr()
         self.mapped_bytes = {tag: arena.mapped_bytes for tag, arena in self.platform.arenas.items()}
         self.total_bytes = self.device.free_bytes + sum(self.mapped_bytes.values())
@@ -148,7 +147,7 @@ class ArenaWorker(FakeWorker):
 
     @rpc
     def shutdown(self) -> None:
-        self.rank_memory.close()
+        self.store.close()
         self.platform.close()
         self.device.check_nothing_left()
 

@@ -146,6 +146,18 @@ def test_the_memory_is_free_meanwhile(llm, idle_bytes, level):
     assert abs(used_bytes() - before) <= NOISE + report["cached_freed_bytes"]
 
 
+def test_graphs_of_more_sizes_leave_little(llm):
+    """A workspace of cuBLAS for each of them alone would be 192 MiB."""
+    llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    before = llm.sleep().ranks[0]["residue_bytes"]
+    llm.wake_up()
+    for num_rows in (20, 36, 44, 52, 90, 150):
+        llm.generate(PROMPTS[:1] * num_rows, greedy(4), use_tqdm=False)
+    assert llm.sleep().ranks[0]["residue_bytes"] - before <= NOISE
+    llm.wake_up()
+    check_tokens(llm)
+
+
 def test_fifty_times_without_growth(llm):
     def cycle(num_times):
         for _ in range(num_times):

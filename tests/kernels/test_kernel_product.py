@@ -88,8 +88,13 @@ def test_added_to_the_stream(device, weight_and_bias, n):
 @pytest.mark.parametrize("n", ROWS)
 def test_logits_are_float32(device, n):
     weight, x = randn(40, INPUTS, seed=1, device=device), randn(n, INPUTS, seed=n, device=device)
-    logits = pack_logits(weight)(x)
+    product = pack_logits(weight)
+    logits = product(x)
     assert logits.dtype == torch.float32
+    place = torch.full((n + 1, 40), -7.0, device=device)
+    assert product(x, place[:n]).data_ptr() == place[:n].data_ptr()
+    assert torch.equal(place[:n], logits)
+    assert (place[n] == -7).all()
     if n < 70 or device.type == "cuda":  # the CPU has no product of 16 bits that is not rounded
         torch.testing.assert_close(logits, expected(x, weight, None), atol=1e-4, rtol=1e-5)
 

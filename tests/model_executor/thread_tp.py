@@ -29,8 +29,8 @@ class ThreadRank(TensorParallel):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(tensor), -1)
+    def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat(self._exchange(tensor), -1, out=out)
 
 
 def on_all_ranks(size: int, work: Callable[[TensorParallel], T]) -> list[T]:

@@ -104,6 +104,6 @@ class Rank:
         assert [tensor.data_ptr() for tensor in (*self.weights, self.pages)] == self.addresses
 
     def close(self) -> None:
-        self.memory.close()
+        self.store.close()
         self.platform.close()
         self.device.check_nothing_left()

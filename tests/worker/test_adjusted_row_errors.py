@@ -100,8 +100,8 @@ def test_logits_that_are_not_finite_are_no_bars(
     assert worker._runner is not None
     compute = worker._runner._model.compute_logits
 
-    def with_nan(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
+    def with_nan(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = compute(hidden, out)
         logits[0] = math.nan
         return logits
 

@@ -71,10 +71,19 @@ def test_all_gather_is_in_rank_order_and_the_same_everywhere(tmp_path: Path) -> 
         assert result.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
 
 
+@pytest.mark.parametrize("has_place", [False, True])
 @pytest.mark.parametrize("shape", [(3,), (1, 5), (2, 3, 4)])
-def test_all_gather_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_all_gather_of_any_shape(tmp_path: Path, shape: tuple[int, ...], has_place: bool) -> None:
     parts = [torch.arange(24.0)[: torch.Size(shape).numel()].view(shape) * (rank + 1) for rank in range(2)]
-    for result in on_two_ranks(tmp_path, lambda group: group.all_gather_last_dim(parts[group.rank])):
+    places = [torch.full((*shape[:-1], 2 * shape[-1]), -1.0) for _ in range(2)]
+
+    def work(group: GlooCommunicator) -> torch.Tensor:
+        place = places[group.rank] if has_place else None
+        gathered = group.all_gather_last_dim(parts[group.rank], place)
+        assert place is None or gathered is place
+        return gathered
+
+    for result in on_two_ranks(tmp_path, work):
         assert torch.equal(result, torch.cat(parts, dim=-1))
 
 

@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +109,25 @@ class TestCuda:
         store.ready()
         store.close()
         assert not runtime.registered
+
+    def test_a_registration_that_fails_keeps_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Though its error is kept for whoever sleeps."""
+        pages = []
+
+        class Pages(store_module.HugePages):
+            def __init__(self, num_bytes: int) -> None:
+                super().__init__(num_bytes)
+                pages.append(weakref.ref(self.tensor))
+
+        monkeypatch.setattr(store_module, "HugePages", Pages)
+        runtime, link = cuda_link()
+        store = MemoryStore(4 * MIB, link, PLENTY)
+        runtime.code = 801
+        store.make_ahead()
+        assert store._making is not None
+        assert "error 801" in str(store._making.exception(20))
+        wait_until(lambda: pages[0]() is None)
+        store.close()
 
     def test_a_file_whose_buffers_cannot_be_registered(self, tmp_path: Path) -> None:
         runtime, link = cuda_link()

@@ -23,6 +23,10 @@ PLENTY = HostBudget(lambda: 1 << 40, 1)
 AWAY_1 = {"weights": "offloaded", "kv_cache": "discarded"}
 AWAY_2 = {"weights": "discarded", "kv_cache": "discarded"}
 BACK = {"weights": "resident", "kv_cache": "resident"}
+# What a change tells of memory that goes, and of memory that comes.
+FREED = {f"{what}_freed_bytes" for what in ("weights", "kv_cache", "cached")}
+FREED |= {"residue_bytes", "unmap_s", "cached_s", "residue_s"}
+MAPPED = {"mapped_bytes", "map_s", "weights_map_s", "kv_cache_map_s"}
 
 
 class RegisteredLink(LocalLink):
@@ -71,7 +75,7 @@ def test_level_1_keeps_the_weights(kind: str, store: str, tmp_path: Path) -> Non
         report = rank.change(**AWAY_1)
         assert report.keys() == {
             *("copied_bytes", "copy_s", "host_store_s"),
-            *("weights_freed_bytes", "kv_cache_freed_bytes", "cached_freed_bytes", "residue_bytes"),
+            *FREED,
         }
         assert (report["copied_bytes"], report["cached_freed_bytes"], report["residue_bytes"]) == (used, 33, 7)
         assert {tag: report[f"{tag}_freed_bytes"] for tag in rank.bytes} == rank.bytes
@@ -81,7 +85,8 @@ def test_level_1_keeps_the_weights(kind: str, store: str, tmp_path: Path) -> Non
         tenant = rank.device.create(60 * PAGE)  # somebody else has it meanwhile
         rank.device.release(tenant)
         report = rank.change(**BACK)
-        assert report.keys() == {"mapped_bytes", "map_s", "copied_bytes", "copy_s"}
+        assert report.keys() == {*MAPPED, "copied_bytes", "copy_s"}
+        assert report["map_s"] == pytest.approx(sum(report[f"{tag}_map_s"] for tag in rank.bytes))
         assert (report["mapped_bytes"], report["copied_bytes"]) == (sum(rank.bytes.values()), used)
         assert rank.memory.is_resident
         rank.check()
@@ -93,10 +98,10 @@ def test_level_1_keeps_the_weights(kind: str, store: str, tmp_path: Path) -> Non
 
 def test_level_2_keeps_nothing(rank: Rank) -> None:
     report = rank.change(**AWAY_2)
-    assert report.keys() == {"weights_freed_bytes", "kv_cache_freed_bytes", "cached_freed_bytes", "residue_bytes"}
+    assert report.keys() == FREED
     rank.check()
     report = rank.change(**BACK)
-    assert report.keys() == {"mapped_bytes", "map_s"}
+    assert report.keys() == MAPPED
     rank.check()
     assert not rank.pages.any()
     rank.write(5)

@@ -87,9 +87,13 @@ class ParallelLMHead(WeightedLayer):
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
         self._product = pack_logits(table, stay)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank."""
-        logits = self._tp.all_gather_last_dim(self._product(hidden))
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank; in `out` where it is
+        given, without a copy where every rank has as many of the logits."""
+        part = self._product(hidden, out if self._tp.size == 1 else None)
+        if out is not None and out.dtype == part.dtype and part.shape[-1] * self._tp.size == self._vocab_size:
+            return self._tp.all_gather_last_dim(part, out)
+        logits = self._tp.all_gather_last_dim(part)
         if logits.shape[-1] != self._vocab_size:
-            logits = logits[:, : self._vocab_size].contiguous()
-        return logits.float()
+            logits = logits[:, : self._vocab_size]
+        return logits.float().contiguous() if out is None else out.copy_(logits)

@@ -20,6 +20,7 @@ __all__ = ["CausalLM"]
 class CausalLM(ABC):
     """A decoder-only language model on one rank. Built without weights; `weights()` says what to load where."""
 
+    vocab_size: int
     attention_layers: Sequence[Attention]
 
     @abstractmethod
@@ -45,5 +46,6 @@ class CausalLM(ABC):
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
 
     @abstractmethod
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank; in `out`,
+        contiguous, where it is given."""

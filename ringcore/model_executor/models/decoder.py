@@ -171,6 +171,7 @@ class DenseDecoder(CausalLM):
 
     def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
         size = spec.hidden_size
+        self.vocab_size = spec.vocab_size
         self.embed_tokens = VocabParallelEmbedding(
             "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
         )
@@ -222,6 +223,7 @@ class DenseDecoder(CausalLM):
             layer(hidden, rotations[which], ctx)
         return self.norm(hidden)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank; in `out`,
+        contiguous, where it is given."""
+        return self.lm_head(hidden, out)

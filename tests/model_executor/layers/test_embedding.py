@@ -15,8 +15,8 @@ DUMMY = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
 HIDDEN = 16
 
 
-def bound(tp, vocab_size, tied):
-    options = {"dtype": torch.float32, "tp": tp}
+def bound(tp, vocab_size, tied, dtype=torch.float32):
+    options = {"dtype": dtype, "tp": tp}
     embedding = VocabParallelEmbedding("embed", "model.embed", vocab_size, HIDDEN, **options)
     head = ParallelLMHead("head", "head", vocab_size, HIDDEN, **options, tied=embedding if tied else None)
     tensors = load_weights([*embedding.weights(), *head.weights()], DUMMY, 3, torch.device("cpu"))
@@ -42,6 +42,25 @@ def test_ranks_agree_with_one(vocab_size, size, tied):
     for ours, our_logits, _ in on_all_ranks(size, both_ends):
         assert torch.equal(ours, looked_up)
         torch.testing.assert_close(our_logits, logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "size"), [(10, 1), (10, 2), (11, 2), (13, 4)])
+def test_logits_go_where_they_are_wanted(vocab_size, size, dtype):
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def both_ways(tp):
+        _, head = bound(tp, vocab_size, False, dtype)
+        place = torch.full((5, vocab_size), -7.0)
+        returned = head(hidden, place[:3])
+        return head(hidden), returned, place
+
+    for logits, returned, place in on_all_ranks(size, both_ways) if size > 1 else [both_ways(SingleRank())]:
+        assert logits.dtype == torch.float32
+        assert returned.data_ptr() == place.data_ptr()
+        assert torch.equal(returned, logits)
+        assert torch.equal(place[:3], logits)
+        assert (place[3:] == -7).all()
 
 
 def test_padding_is_zero_and_at_the_end():

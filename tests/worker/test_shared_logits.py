@@ -1,0 +1,125 @@
+"""Graphs of all sizes leave their logits in one place; tokens and log-probabilities are those without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_runner import rows_on_device
+from step_driver import admit, make_config, run, start
+
+from ringcore.protocol import ModelRunnerOutput, encoder
+from ringcore.sampling_params import SamplingParams
+from ringcore.worker.worker import Worker
+
+PLAIN = SamplingParams(temperature=0, logprobs=3)
+DRAWN = SamplingParams(temperature=1.0, top_k=20, seed=5, logprobs=1)
+ADJUSTED = SamplingParams(temperature=0, frequency_penalty=2.0, logprobs=2)
+# The rows of each step after the prompts: all sizes, up and down, with and without the row that is adjusted.
+STEPS = ([0, 1, 2, 3, 4], [0], [0, 1, 2], [3, 4], [0, 1, 2, 3], [3], [0, 4], [0, 1, 2, 3, 4])
+
+
+class Replayed:
+    """In place of a captured graph: `replay` does the work again."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.replay = work
+
+    def pool(self) -> None:
+        return None
+
+
+def outputs(worker: Worker) -> list[ModelRunnerOutput]:
+    params = [PLAIN, DRAWN, PLAIN, ADJUSTED, PLAIN]
+    prompts = [[9, 12, 30 + row][: 1 + row % 3] for row in range(5)]
+    new = [admit(row, prompts[row], [1 + 4 * row + i for i in range(4)], params=params[row]) for row in range(5)]
+    steps = [run(worker, {row: len(prompt) for row, prompt in enumerate(prompts)}, new=new)]
+    return steps + [run(worker, dict.fromkeys(rows, 1)) for rows in STEPS]
+
+
+@pytest.fixture
+def worker_of(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worker]:
+    rows_on_device(monkeypatch, plans_on_device=True)
+    return lambda: start(Worker(make_config(tiny_llama[0], max_num_seqs=5), 0, None))
+
+
+def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringcore.worker import cuda_graphs, gpu_model_runner
+
+    eager = worker_of()
+    expected = outputs(eager)
+    eager.shutdown()
+    monkeypatch.setattr(cuda_graphs, "_captured", lambda work, pool: (Replayed(work), work()))
+    monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
+    worker = worker_of()
+    found = outputs(worker)
+    assert [encoder().encode(output) for output in found] == [encoder().encode(output) for output in expected]
+    assert all(output.logprobs for output in found)
+    graphs: Any = worker._runner
+    graphs = graphs._decode
+    assert (set(graphs._graphs), set(graphs._begun)) == ({1, 2, 4}, {1, 2, 4, 5})
+    assert graphs._logits.shape == (5, 97)
+    for size, captured in graphs._graphs.items():
+        assert captured.logits.shape == (size, 97)
+        assert captured.logits.data_ptr() == graphs._logits.data_ptr()
+    worker.shutdown()
+
+
+def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's cuBLAS has a workspace for every stream that it was ever used on, and keeps it."""
+    from ringcore.worker import cuda_graphs
+
+    seen: list[Any] = []
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    for pool in (None, "a pool"):
+        graph, result = cuda_graphs._captured(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
+        assert (graph, result) == ("graph", "out")
+    assert seen == [("side", False), ("side", True)] * 2
+    assert fake.pools == [None, "a pool"]
+    assert fake.waits == [("side", "main"), ("main", "side")] * 2
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._cuda.waits.append((self.name, other.name))
+
+    def __enter__(self) -> None:
+        self._cuda.current = self.name
+
+    def __exit__(self, *error: object) -> None:
+        self._cuda.current = "main"
+
+
+class FakeCuda:
+    """Of torch.cuda what a capture needs. It has no other stream than torch's own for captures."""
+
+    def __init__(self) -> None:
+        self.current, self.is_capturing = "main", False
+        self.pools: list[Any] = []
+        self.waits: list[tuple[str, str]] = []
+        self.capture_stream = FakeStream(self, "side")
+
+    def CUDAGraph(self) -> str:
+        return "graph"
+
+    def graph(self, graph: str, pool: Any = None) -> FakeCuda:
+        self.pools.append(pool)
+        return self
+
+    def current_stream(self) -> FakeStream:
+        return FakeStream(self, self.current)
+
+    def stream(self, stream: FakeStream) -> FakeStream:
+        return stream
+
+    def __enter__(self) -> None:
+        self.current, self.is_capturing = self.capture_stream.name, True
+
+    def __exit__(self, *error: object) -> None:
+        self.current, self.is_capturing = "main", False
