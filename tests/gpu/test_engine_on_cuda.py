@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,18 @@ def test_chunks_and_preemption(smollm2, depth):
         check(engine, SHORT)
         assert engine.stats().num_preemptions > 0
         assert engine.stats().num_free_blocks == 59
+
+
+def test_a_row_that_stops_leaves_the_others_alone(core):
+    """When the host learns of it, the step behind is under way, with a place of no tokens in the middle of its batch."""
+    params, expected = [], []
+    for i, entry in enumerate(SHORT):
+        stops = [entry.token_ids[2 + i // 2]] if i % 2 == 0 else []
+        count = entry.token_ids.index(stops[0]) + 1 if stops else len(entry.token_ids)
+        params.append(SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=stops))
+        expected.append(replace(entry, token_ids=entry.token_ids[:count], gaps=entry.gaps[:count]))
+    outputs = generate(core, [entry.prompt_token_ids for entry in SHORT], params, salt="stops")
+    assert differences(expected, tokens(outputs)) == []
 
 
 def test_graphs_off_gives_the_same_tokens(smollm2):
