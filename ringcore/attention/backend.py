@@ -50,8 +50,8 @@ class AttentionBackend(ABC):
         block_table: torch.Tensor,  # [num_seqs, max_num_blocks] int32
     ) -> object | None:
         """`plan` for one token a sequence, of numbers that the device alone knows, and that a CUDA graph reads anew in
-        every replay; a sequence of no tokens is padding, whose row `forward` may leave as it is. None: it needs them on
-        the host.
+        every replay. A sequence of no tokens, wherever it stands, is padding or has stopped: `forward` may leave its
+        row as it is, and gives the others what they would get without it. None: it needs them on the host.
         """
         return None
 

@@ -69,7 +69,8 @@ def _plan_decode(
     _, _, tiles = context_tiles(seq_len, window, tile_tokens)
     counted = index < num_seqs
     if skips_empty:
-        counted &= seq_len > 0
+        # Those before the last one that has tokens count: a run goes from one sequence to the next, and passes none.
+        counted = index <= tl.max(tl.where(counted & (seq_len > 0), index, -1), 0)
     tiles = tl.where(counted, tiles * num_kv_heads, 0)
     ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
@@ -179,7 +180,8 @@ class DecodeWork:
     def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
         """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.
 
-        skips_empty: there is no work for sequences of 0 tokens, which must come last; else they have one tile.
+        A sequence of 0 tokens has one tile. skips_empty: but for those behind the last one that has tokens, for which
+        there is no work: padding comes last, while a row that stopped may stand anywhere.
 
         The kernel is launched and ends as an ordinary one, so that all that stands before it and its own records are
         written when any kernel behind it starts, dependent launch or not.

@@ -186,8 +186,8 @@ def paged_attention_decode(
     query: [num_seqs, num_heads, head_size]; tokens may lie apart, the heads of one may not.
     kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
     block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as `work.plan` got them; a sequence
-    of 0 tokens, which is padding, gives zeros, or is left alone where the plan skips such. scale: of the scores, above
-    0. out: as query, contiguous. Returns `out`.
+    of 0 tokens gives zeros, or is left alone where the plan has no work for it. scale: of the scores, above 0.
+    out: as query, contiguous. Returns `out`.
     `work.plan` read the same numbers in the same step: what is written to the tables after it may not be seen.
     """
     num_seqs, num_heads, head_size = check_rows(query)

@@ -142,13 +142,18 @@ def test_the_cut_is_even_and_whole(device, num_programs, window, lens) -> None:
         at += count
 
 
-@pytest.mark.parametrize("lens", [[70, 1, 300, 0, 0, 0, 0], [5, 0], [0, 0, 0]])
-def test_a_plan_that_skips_sequences_of_no_tokens(device, lens) -> None:
-    """Their rows are left alone, for whoever has them."""
+@pytest.mark.parametrize(
+    "lens",
+    [[70, 1, 300, 0, 0, 0, 0], [5, 0], [0, 0, 0], [9, 10, 0, 16, 0, 0, 23, 0], [0, 0, 0, 70], [300, 0, 300, 0, 0, 300]],
+)
+@pytest.mark.parametrize("num_programs", [5, 40])
+def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_programs) -> None:
+    """Their rows are left alone, for whoever has them. Before the last sequence that has tokens they give zeros: a row
+    that has stopped stands where it stood, and those behind it go on."""
     batch = PagedBatch.make([(1, n) for n in lens], device=device, head_size=16)
-    work, decoding = work_of(batch, 5), sum(n > 0 for n in lens)
+    work, decoding = work_of(batch, num_programs), max((i + 1 for i, n in enumerate(lens) if n), default=0)
     work.plan(batch.seq_lens, skips_empty=True)
-    assert work.starts[:, 3].sum() == len(pairs_of([n for n in lens if n], work))
+    assert work.starts[:, 3].sum() == len(pairs_of(lens[:decoding], work))
     out = decode(batch, work)
     tables = (batch.block_table, batch.seq_lens)
     expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)

@@ -78,7 +78,7 @@ RANKS_SCRIPT = """
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
-        model={model!r}, load_format="dummy", attention_backend="triton", tensor_parallel_size=2
+        model={model!r}, load_format="dummy", attention_backend="triton", tensor_parallel_size=2, device="cpu"
     )
     peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
     tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)

@@ -51,7 +51,13 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     eager = worker_of()
     expected = outputs(eager)
     eager.shutdown()
-    monkeypatch.setattr(cuda_graphs, "_captured", lambda work, pool: (Replayed(work), work()))
+
+    def captured(work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None) -> Any:
+        result = work()
+        when_run()
+        return Replayed(work), result  # what it returned itself, not a copy
+
+    monkeypatch.setattr(cuda_graphs, "_captured", captured)
     monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
     worker = worker_of()
     found = outputs(worker)
@@ -61,9 +67,9 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     graphs = graphs._decode
     assert (set(graphs._graphs), set(graphs._begun)) == ({1, 2, 4}, {1, 2, 4, 5})
     assert graphs._logits.shape == (5, 97)
-    for size, captured in graphs._graphs.items():
-        assert captured.logits.shape == (size, 97)
-        assert captured.logits.data_ptr() == graphs._logits.data_ptr()
+    for size, graph in graphs._graphs.items():
+        assert graph.logits.shape == (size, 97)
+        assert graph.logits.data_ptr() == graphs._logits.data_ptr()
     worker.shutdown()
 
 

@@ -146,8 +146,8 @@ class TritonBackend(AttentionBackend):
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
     ) -> _Decodes:
-        """skips_empty: the kernel leaves the rows of sequences of no tokens alone, and takes no time for them. They are
-        the last ones, and the programs that got them would be the last to end."""
+        """skips_empty: the kernel leaves the rows of sequences of no tokens alone that come last, and takes no time for
+        them: the programs that got them would be the last to end."""
         work = self._work_for(len(seq_lens), seq_lens.device)
         work.plan(seq_lens, skips_empty=skips_empty)
         return _Decodes(seq_lens, block_table, work)
