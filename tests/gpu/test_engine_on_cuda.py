@@ -81,10 +81,11 @@ def test_bfloat16_is_near_the_reference(smollm2):
     """Log-probabilities of the reference's own tokens against float32's: 8 bits of mantissa in every layer.
 
     In the mean below 0.01, in the 0.95 quantile at most half of what transformers 5.23 itself is off in bfloat16 with
-    the same entries (0.0758; its mean is 0.0250), and in the 0.99 quantile no more than it (0.112). With every rounding that the GPU's path has
-    simulated in float32, and the same numbers rounded in a dozen other ways, these are 0.0087 to 0.0098, 0.026 to 0.031
-    and 0.039 to 0.056; of the seven errors that make the last, six are of tokens with a probability below a third. With
-    the residual stream in 16 bits they are 0.0154, 0.046 and 0.087, with such logits 0.0191, 0.051 and 0.078.
+    the same entries (0.0758; its mean is 0.0250), and in the 0.99 quantile no more than it (0.112). With every rounding
+    that the GPU's path has simulated in float32, and the same numbers rounded in a dozen other ways, these are 0.0087
+    to 0.0098, 0.026 to 0.031 and 0.039 to 0.056; of the seven errors that make the last, six are of tokens with a
+    probability below a third. With the residual stream in 16 bits they are 0.0154, 0.046 and 0.087, with such logits
+    0.0191, 0.051 and 0.078.
     """
     with make_core(smollm2, dtype="bfloat16", **OPTIONS) as engine:
         outputs = generate(engine, [entry.prompt_token_ids for entry in SHORT], GREEDY)

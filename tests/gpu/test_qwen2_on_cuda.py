@@ -51,10 +51,10 @@ def test_ranks(qwen2, size):
 
 
 def test_bfloat16_is_near_the_reference(qwen2):
-    """In the mean below 0.01, where transformers 5.23 itself has 0.0161 in bfloat16 with the same entries, and within its
-    quantiles, 0.0474 and 0.0947. In a simulation of every rounding, done in six ways,
-    these are 0.0084 to 0.0090, 0.028 to 0.033 and 0.049 to 0.062, and 0.0073, 0.026 and 0.054 if nothing but queries
-    and keys is rounded, as they stand in the cache: their biases make them large.
+    """In the mean below 0.01, where transformers 5.23 itself has 0.0161 in bfloat16 with the same entries, and within
+    its quantiles, 0.0474 and 0.0947. In a simulation of every rounding, done in six ways, these are 0.0084 to 0.0090,
+    0.028 to 0.033 and 0.049 to 0.062, and 0.0073, 0.026 and 0.054 if nothing but queries and keys is rounded, as they
+    stand in the cache: their biases make them large.
     """
     with make_core(qwen2, dtype="bfloat16", **OPTIONS) as engine:
         outputs = generate(engine, [entry.prompt_token_ids for entry in SHORT], GREEDY)
