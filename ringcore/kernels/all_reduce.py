@@ -48,8 +48,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread moves at once
 # The same number in every call, whatever its size: a program counts the calls for itself, and so all count the same.
 # Few enough to run at once on any GPU that has peers, beside what else runs there.
-_PROGRAMS = 64
-_TILES = ((128, 1), (512, 4), (2048, 8))  # (words, warps): the smallest with which one tile a program is enough
+_PROGRAMS = 128
+# (words, warps): the smallest with which one tile a program is enough
+_TILES = ((128, 1), (512, 4), (2048, 16), (4096, 16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that pair
 RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
-_FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are most of it
+_FEW_SEQS = 2  # up to here a step is short, so that ramping up and merging are most of it
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
 
 
@@ -111,23 +111,24 @@ class DecodeTiling(NamedTuple):
 
     @classmethod
     def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
-        """For at most `num_seqs` sequences over caches of `dtype`; measured on H200, in us of one launch.
+        """For at most `num_seqs` sequences over caches of `dtype`; measured on H200s, for 8 KV heads of 128 numbers in
+        bfloat16. First us of whole passes of Qwen3-0.6B and 8B, then of one launch for 16 query heads:
 
-            | tiling              | 1 x 640 | 1 x 640, 32 heads | 256 x 545 | 256 x ~1000 | 32 x ~1150, 32 heads |
-            | (128, 8, 3, 1, 1)   |     7.8 |               7.4 |       186 |             |                      |
-            | (64, 4, 3, 2, 1)    |     8.1 |               9.4 |           |             |                      |
-            | (64, 4, 3, 2, 2)    |     9.0 |               8.3 |       147 |         260 |                   44 |
-            | (64, 4, 4, 2, 2)    |         |                   |       147 |         265 |                   46 |
-            | (64, 4, 3, 3, 2)    |         |                   |       180 |         310 |                   55 |
+            | tiling           | 8B: 1 x 640 | 1 x 8,000 | 4 x 640 | 8 x 640 | 8 x 8,000 | 0.6B: 1 x 640 | 4 x 640 |
+            | (64, 8, 3, 1, 2) |       4,009 |     4,456 |   4,860 |   4,747 |     7,026 |           636 |     999 |
+            | (128, 8, 3, 1, 1)|       4,019 |     4,532 |   4,907 |   4,847 |     6,760 |           623 |   1,032 |
+            | (64, 4, 3, 2, 2) |       4,320 |           |   4,877 |   4,842 |     6,742 |           715 |     987 |
 
-        16 query heads where not said otherwise, of 8 KV heads of 128 numbers in bfloat16. With heads of 64 numbers a
-        tile of 128 tokens is slower also for one sequence.
+            | tiling           | 256 x 545 | 256 x ~1000 | 32 x ~1150, 32 query heads |
+            | (64, 4, 3, 2, 2) |       147 |         260 |                         44 |
+            | (64, 4, 4, 2, 2) |       147 |         265 |                         46 |
+            | (64, 4, 3, 3, 2) |       180 |         310 |                         55 |
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
-        if num_seqs > _FEW_SEQS:
-            return cls(tile_tokens, 4, 3, 2, 2)
-        return cls(2 * tile_tokens, 8, 3, 1, 1) if token_bytes >= 256 else cls(tile_tokens, 4, 3, 2, 1)
+        if num_seqs <= _FEW_SEQS:
+            return cls(tile_tokens, 8, 3, 1, 2)
+        return cls(tile_tokens, 4, 3, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from ringcore.kernels.decode_work import (
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
+from ringcore.kernels.shared_memory import set_aside_for_one_program
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
@@ -206,7 +207,7 @@ def paged_attention_decode(
     assert out.is_contiguous()
     width, merge_rows = padded_head_size(head_size), triton.next_power_of_2(work.group)
     pdl = overlaps_launches(query.device)
-    _paged_attention_decode[(work.num_programs,)](
+    kernel = _paged_attention_decode[(work.num_programs,)](
         query,
         kv_cache,
         block_table,
@@ -233,6 +234,8 @@ def paged_attention_decode(
         num_warps=work.tiling.num_warps,
         **launch_options(pdl),
     )
+    if pdl and work.tiling.programs_per_sm == 1:
+        set_aside_for_one_program(kernel, query.device)
     return out
 
 

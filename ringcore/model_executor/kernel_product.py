@@ -45,7 +45,7 @@ class KernelProduct(Product):
 
     def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
         done = self._by_kernel(hidden, norm, gate.activation)
-        return gate(self.after_norm(norm, hidden)) if done is None else done
+        return gate(self.multiply(norm(hidden))) if done is None else done
 
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         if self._by_kernel(x, add_to=hidden) is not None:

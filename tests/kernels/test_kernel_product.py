@@ -76,6 +76,17 @@ def test_gated(device, weight_and_bias, norm, n, activation):
     assert_close(ours, activated * up)
 
 
+def test_a_gate_that_the_library_computes_asks_no_other_kernel(device, weight_and_bias, norm, monkeypatch):
+    """The table knows the gated product. As one of twice the outputs it would be a shape that nobody measured."""
+    asked = []
+    monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: asked.append((shape, is_gated)))
+    product, x = pack_linear(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
+    gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
+    ours = product.gated_after_norm(norm, x, bind_activation("silu", device))
+    assert_close(ours, torch.nn.functional.silu(gate) * up)
+    assert asked == [((OUTPUTS, INPUTS, 3), True)]
+
+
 @pytest.mark.parametrize("n", ROWS)
 def test_added_to_the_stream(device, weight_and_bias, n):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)

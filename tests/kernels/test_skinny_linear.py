@@ -231,6 +231,18 @@ def test_every_shape_has_a_configuration_that_its_kernel_takes(is_gated):
     assert isinstance(choose(1000, 1000, 1), FmaConfig)
 
 
+def test_few_rows_of_a_large_weight_are_computed_like_more():
+    """By FMA each of them would cost as much again as reading the weight."""
+    for shape in ((6144, 4096), (4096, 12288), (2048, 8192), (5000, 5000)):
+        assert choose(*shape, 2) == choose(*shape, 4) == choose(*shape, 32)
+        assert isinstance(choose(*shape, 32), DotConfig)
+        assert isinstance(choose(*shape, 1), FmaConfig)
+    assert isinstance(choose(576, 576, 4), FmaConfig)
+    assert choose(12288, 4096, 16, is_gated=True) == choose(12288, 4096, 2, is_gated=True)
+    assert choose(12288, 4096, 17, is_gated=True) is None
+    assert choose(4096, 4096, 33) is None
+
+
 @large
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 24, 64])

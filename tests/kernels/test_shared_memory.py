@@ -1,0 +1,93 @@
+"""The part of an SM's memory that is set aside for a kernel of one program an SM."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+import triton.language as tl
+
+from ringcore.kernels import shared_memory
+from ringcore.kernels.shared_memory import set_aside_for_one_program
+
+GPU = torch.device("cuda", 0)
+CARVE_OUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that notes what is asked, for a GPU of 233,472 bytes an SM."""
+    asked: list[tuple] = []
+    code = [0]
+
+    def set_attribute(function, attribute, value):
+        asked.append((function, attribute, value))
+        return (code[0],)
+
+    fake = SimpleNamespace(
+        asked=asked,
+        code=code,
+        CUfunction=lambda handle: ("function", handle),
+        CUfunction_attribute=SimpleNamespace(**{CARVE_OUT: 9}),
+        cuFuncSetAttribute=set_attribute,
+    )
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = fake
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=233472)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(shared_memory, "_prefer", shared_memory._prefer.__wrapped__)
+    return fake
+
+
+def kernel(shared):
+    return SimpleNamespace(function=77, metadata=SimpleNamespace(shared=shared))
+
+
+@pytest.mark.parametrize(("shared", "percent"), [(143360, 62), (233472, 100), (0, 0), (1, 1)])
+def test_as_much_as_one_program_has(driver, shared, percent):
+    set_aside_for_one_program(kernel(shared), GPU)
+    assert driver.asked == [(("function", 77), 9, percent)]
+
+
+def test_no_kernel_has_no_wish(driver):
+    set_aside_for_one_program(None, GPU)
+    assert not driver.asked
+
+
+def test_what_the_driver_says_is_told(driver):
+    driver.code[0] = 400
+    with pytest.raises(RuntimeError, match="carve-out of 62%: 400"):
+        set_aside_for_one_program(kernel(143360), GPU)
+
+
+def test_without_a_driver_nothing_happens(driver, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    set_aside_for_one_program(kernel(143360), GPU)
+    assert not driver.asked
+
+
+@triton.jit
+def _add_one(x, size: tl.constexpr):
+    at = x + tl.arange(0, size)
+    tl.store(at, tl.load(at) + 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu(device):
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    numbers = torch.zeros(64, device=device)
+    launched = _add_one[(1,)](numbers, size=64)
+    set_aside_for_one_program(launched, device)
+    _add_one[(1,)](numbers, size=64)
+    assert (numbers == 2).all()
+    attribute = getattr(bindings.CUfunction_attribute, CARVE_OUT)
+    code, percent = bindings.cuFuncGetAttribute(attribute, bindings.CUfunction(launched.function))
+    assert (int(code), percent) == (0, 0)  # it has no shared memory
