@@ -379,7 +379,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     `cached_freed_bytes` (what torch's allocator held and did not use), `residue_bytes` (what the process has of the
     device afterwards), `copied_bytes`, `copy_s`, `mapped_bytes`, `map_s`, `host_store_s` (waited for memory of the
     host), and the seconds of the other parts; of an update `num_tensors`, `num_bytes`, `seconds`. A name is left out
-    where it does not apply.
+    where it does not apply. In a wake-up copies go on while memory is mapped: `copy_s`, from the first one's begin to
+    the last one's end, and `map_s` overlap.
     """
 
     states: dict[str, MemoryState]  # by tag, from now on

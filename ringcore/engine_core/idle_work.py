@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import EngineDeadError, WorkerDiedError
@@ -13,9 +15,15 @@ __all__ = ["IdleWork"]
 
 _log = logging.getLogger(__name__)
 
+# What comes next would wait for the graph that is being captured, 50 to 100 ms for a model of 8B. Who has just asked
+# for something often asks for more at once: the first request after a wake-up, a sleep after the last answer.
+_QUIET_S = 0.5
+
 
 class IdleWork:
-    """One graph at a time, so that a request that comes meanwhile waits for no more than one.
+    """One graph at a time, so that a request that comes meanwhile waits for no more than one. At the start it begins at
+    once; after anything that the engine did, only when it has been quiet for a while. Captures are no such thing: they
+    follow each other at once. An engine that is asked something more often than that captures graphs as they are met.
 
     A step that meets a size whose graph is missing captures it itself; so nothing depends on this work, and an error in
     it is logged and ends it. New workers have it before them again.
@@ -24,8 +32,9 @@ class IdleWork:
     only while the engine is idle: asking any future takes in the replies of all, which others sleep on.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._core, self._clock = core, clock
+        self._quiet_at = float("-inf")  # from then on it may begin, by the clock
         self._begin()
 
     def _begin(self) -> None:
@@ -33,22 +42,39 @@ class IdleWork:
         self._num_left = self._ready.num_graphs_left
         self._future: RpcFuture | None = None
 
+    def postpone(self) -> None:
+        """The engine has just done something that it was asked for."""
+        self._quiet_at = self._clock() + _QUIET_S
+
+    def wait_s(self) -> float | None:
+        """Until it has something to begin, if nothing happens before; None: nothing, or the engine's descriptors tell.
+        0 is told only where `go_on` begins it."""
+        if not self._has_work() or self._future is not None:
+            return None
+        return max(0.0, self._quiet_at - self._clock())
+
     def go_on(self) -> bool:
         """For a loop that would sleep now until something happens: begins the next call, or takes in the reply of the
-        one under way. False where that is all that can be done before the engine's descriptors tell of something.
+        one under way. False where that is all that can be done before `wait_s` has passed or the engine's descriptors
+        tell of something.
 
         Raises `EngineDeadError` where the workers died and are not replaced.
         """
-        if self._ready is not self._core.ready:
-            self._begin()
-        if not self._num_left or not self._core.is_idle:
+        if not self._has_work():
             return False
         if self._future is None:
+            if self._clock() < self._quiet_at:
+                return False
             self._future = self._core.capture_graph()
         if not self._future.done():
             return False
         self._take_reply(self._future)
         return True
+
+    def _has_work(self) -> bool:
+        if self._ready is not self._core.ready:
+            self._begin()
+        return self._num_left > 0 and self._core.is_idle
 
     def _take_reply(self, future: RpcFuture) -> None:
         self._future = None

@@ -68,7 +68,8 @@ class EngineLoop:
     the one to wake up for. Only a call may overtake others (a read-only one does, or one that failed): so while any
     is pending the loop sleeps no longer than a tick.
 
-    Where it would sleep until something happens, it offers its time to `IdleWork` first.
+    Where it would sleep until something happens, it offers its time to `IdleWork` first, and tells it of every turn in
+    which it did something else.
 
     Recovery: the core says through `announce_recovery` that it is about to replace its workers. When it has, `ready`
     is another, which the client gets before anything that the new workers computed.
@@ -105,23 +106,25 @@ class EngineLoop:
     def run(self) -> None:
         """Raises `EngineDeadError` once the engine cannot go on."""
         while True:
-            self._take_messages()
+            asked = self._take_messages()
             if self._stopping:
                 return
-            self._take_admin_calls()
+            asked |= self._take_admin_calls()
             answered = self._answer_settled_calls()
             outputs = self._core.advance()
             self._send_outputs()  # those of the turn before: by now the workers have their next step
             answered |= self._answer_oldest_calls()
             self._channel.flush()
-            if outputs is not None:
-                if not outputs.is_empty:
-                    self._unsent.append(outputs)
-            elif not answered:
+            if outputs is not None and not outputs.is_empty:
+                self._unsent.append(outputs)
+            if asked or answered or outputs is not None:
+                self._idle_work.postpone()
+            if not answered and outputs is None:
                 self._sleep()
 
     def _sleep(self) -> None:
-        """Until a message, a result, a worker's death, room for what waits to be sent, or a call's deadline."""
+        """Until a message, a result, a worker's death, room for what waits to be sent, a call's deadline, or the time
+        for idle work."""
         if self._admin is not None and self._admin.has_messages:
             return  # its descriptor has told of them already
         if not self._calls and self._idle_work.go_on():
@@ -140,7 +143,8 @@ class EngineLoop:
 
     def _patience_ms(self) -> float | None:
         if not self._calls and not self._core.is_operating:
-            return None
+            quiet_s = self._idle_work.wait_s()
+            return None if quiet_s is None else quiet_s * 1e3
         deadlines = [call.deadline for call in self._calls if call.deadline is not None]
         left_s = min(deadlines, default=float("inf")) - time.monotonic()
         return max(0.0, min(left_s, _CALL_TICK_S)) * 1e3
@@ -148,15 +152,16 @@ class EngineLoop:
     # -----------------------------------------------------------------------------------------------------------
     # In.
 
-    def _take_messages(self) -> None:
-        for _ in range(_MESSAGES_A_TURN):
+    def _take_messages(self) -> bool:
+        """-> whether there were any."""
+        for index in range(_MESSAGES_A_TURN):
             try:
                 received = self._channel.receive()
             except StreamClosed:
                 self._stopping = True
-                return
+                return True
             if received is None:
-                return
+                return index > 0
             match received.message:
                 case AddRequests(requests):
                     self._add(requests)
@@ -166,18 +171,21 @@ class EngineLoop:
                     self._call(call, received.buffers, self._send)
                 case Shutdown():
                     self._stopping = True
-                    return
+                    return True
                 case _:
                     assert_never(received.message)
+        return True
 
-    def _take_admin_calls(self) -> None:
+    def _take_admin_calls(self) -> bool:
+        """-> whether there were any."""
         if self._admin is None:
-            return
-        for _ in range(_MESSAGES_A_TURN):
+            return False
+        for index in range(_MESSAGES_A_TURN):
             received = self._admin.receive()
             if received is None:
-                return
+                return index > 0
             self._call(received.call, received.parts, partial(self._admin.send, received.identity))
+        return True
 
     def _add(self, requests: list[EngineCoreRequest]) -> None:
         """A wrong request is an output with an error; its neighbours go on."""

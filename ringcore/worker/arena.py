@@ -16,17 +16,17 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ringcore.errors import CapacityError
 
-__all__ = ["ALIGNMENT", "Arena", "TensorView", "VirtualMemory"]
+__all__ = ["ALIGNMENT", "Arena", "PieceUse", "TensorView", "VirtualMemory"]
 
 ALIGNMENT = 256  # bytes: of a tensor's address, as torch's own allocators and the copy engines like it
 _MIN_PIECE_BYTES = 64 << 20
-_MAX_PIECE_BYTES = 1 << 30
+_MAX_PIECE_BYTES = 1 << 30  # 16 handles of it take the driver no longer than one of 16 GiB
 _SMALL_SHARE = 8  # a piece for small tensors is at most this part of what is mapped already
 
 
@@ -38,6 +38,10 @@ class VirtualMemory(ABC):
     """
 
     granularity: int
+
+    # Whether `create` may wait until so much is cleared. CUDA's driver clears what was released in the background, at a
+    # few hundred GB/s: one large handle has to wait for all of it, the first of several for its own share.
+    waits_to_create: ClassVar[bool] = True
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> int:
@@ -75,6 +79,9 @@ class VirtualMemory(ABC):
 # (address, bytes, owner) -> a uint8 tensor over mapped addresses, which keeps `owner` alive
 TensorView = Callable[[int, int, object], torch.Tensor]
 
+# (uint8 [n] of an arena's contents, the first of these bytes) -> None
+PieceUse = Callable[[torch.Tensor, int], None]
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -86,7 +93,8 @@ class _Piece:
 class Arena:
     """The tensors of one purpose, on one device. They are carved and never given back one by one.
 
-    pieces: contiguous from offset 0; `_end` is where the last one ends, `used_bytes` <= `_end` <= `capacity`.
+    pieces: contiguous from offset 0; `_end` is where the last one ends, `used_bytes` <= `_end` <= `capacity`. A part of
+    each, at least, is used. A tensor may lie in several.
     A tensor keeps its arena alive. `close` does not wait for tensors: after it they must not be touched.
     """
 
@@ -130,7 +138,7 @@ class Arena:
         return self._view(self._address + begin, length, self)[:num_bytes]
 
     def _grow(self, num_bytes: int) -> None:
-        """Maps one more piece of `num_bytes` or more. One that is asked for alone gets what it needs; many small ones
+        """Maps `num_bytes` or more. A large tensor gets what it needs, in as many pieces as that takes; many small ones
         share pieces that grow with the arena: few handles, since each costs, and little that nobody uses."""
         left = self.capacity - self._end
         if num_bytes > left:
@@ -141,11 +149,17 @@ class Arena:
                 available_bytes=left,
             )
         shared = min(max(self._end // _SMALL_SHARE, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
-        wanted = _round_up(max(num_bytes, shared), self._memory.granularity)
-        piece = _Piece(self._end, min(wanted, left), None)
-        self._map_piece(piece)
-        self._pieces.append(piece)
-        self._end += piece.num_bytes
+        wanted = min(_round_up(max(num_bytes, shared), self._memory.granularity), left)
+        pieces = self._cut(wanted)
+        self._map_all(pieces, "to grow")
+        self._pieces += pieces
+        self._end += wanted
+
+    def _cut(self, num_bytes: int) -> list[_Piece]:
+        """-> pieces of so much in all, behind those that there are, and without memory."""
+        largest = _round_up(_MAX_PIECE_BYTES, self._memory.granularity) if self._memory.waits_to_create else num_bytes
+        end = self._end + num_bytes
+        return [_Piece(at, min(largest, end - at), None) for at in range(self._end, end, largest)]
 
     def contents(self) -> torch.Tensor:
         """uint8 [used_bytes]: all its tensors, and what lies between them, in the order of their addresses."""
@@ -162,30 +176,45 @@ class Arena:
         for piece in self._pieces:
             self._unmap_piece(piece)
 
-    def map(self) -> None:
+    def map(self, use: PieceUse | None = None) -> None:
         """Puts new memory behind all addresses; what it holds is not said. Idempotent.
 
-        Raises `CapacityError`, with what it needs in all, where the device does not have it, and then takes none.
+        use: given the part of `contents` that lies in a piece as soon as that is mapped, in the order of addresses.
+        What it begins, a copy say, goes on while the next piece is waited for.
+
+        Raises `CapacityError`, with what it needs in all, where the device does not have it. Whatever it raises, or
+        `use` does, it has waited for the device then and takes none.
         """
-        absent = [piece for piece in self._pieces if piece.handle is None]
-        before = self.mapped_bytes
+        self._map_all([piece for piece in self._pieces if piece.handle is None], "to have memory again", use)
+
+    def _map_all(self, pieces: list[_Piece], purpose: str, use: PieceUse | None = None) -> None:
+        """All of them, or none. purpose: what the error says that the memory is for."""
         try:
-            for piece in absent:
+            for piece in pieces:
                 self._map_piece(piece)
-        except Exception as error:
-            taken = self.mapped_bytes - before
-            for piece in absent:
+                if use is not None:
+                    use(self._used_part(piece), piece.offset)
+        except BaseException as error:
+            taken = sum(piece.num_bytes for piece in pieces if piece.handle is not None)
+            self._memory.synchronize()
+            for piece in pieces:
                 self._unmap_piece(piece)
             if isinstance(error, CapacityError):
-                raise self._no_room(sum(piece.num_bytes for piece in absent), taken, error) from error
+                raise self._no_room(purpose, sum(piece.num_bytes for piece in pieces), taken, error) from error
             raise
 
-    def _no_room(self, needed: int, taken: int, error: CapacityError) -> CapacityError:
+    def _used_part(self, piece: _Piece) -> torch.Tensor:
+        assert self._address is not None, f"arena {self.tag} is closed"
+        num_bytes = min(piece.num_bytes, self.used_bytes - piece.offset)
+        assert num_bytes > 0, f"arena {self.tag} has a piece that nobody uses"
+        return self._view(self._address + piece.offset, num_bytes, self)
+
+    def _no_room(self, purpose: str, needed: int, taken: int, error: CapacityError) -> CapacityError:
         """taken: what was mapped before the device said no, and is given back."""
         available = error.details.get("available_bytes", 0) + taken
         return CapacityError(
-            f"{self.tag}: to have memory again it needs {needed / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are "
-            f"free; end what else uses this device, and try again ({error.message})",
+            f"{self.tag}: {purpose} it needs {needed / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; end what "
+            f"else uses this device, and try again ({error.message})",
             needed_bytes=needed,
             available_bytes=available,
         )
@@ -205,15 +234,11 @@ class Arena:
         handle = memory.create(piece.num_bytes)
         try:
             memory.map(address, piece.num_bytes, handle)
-        except Exception:
+        except BaseException:
             memory.release(handle)
             raise
-        piece.handle = handle
-        try:
-            memory.set_access(address, piece.num_bytes)
-        except Exception:
-            self._unmap_piece(piece)
-            raise
+        piece.handle = handle  # from here on `_unmap_piece` takes it back
+        memory.set_access(address, piece.num_bytes)
 
     def _unmap_piece(self, piece: _Piece) -> None:
         assert self._address is not None, f"arena {self.tag} is closed"

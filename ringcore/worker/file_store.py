@@ -29,6 +29,8 @@ class FileStore(HostStore):
         self._directory, self._link = directory, link
         self._file: IO[bytes] | None = None
         self._buffers: list[torch.Tensor] = []
+        self._copied: list[Any] = [None, None]  # by buffer, the last copy that `restore` began out of it; None: ended
+        self._turn = 0  # the buffer that it takes next
         self._registered: torch.Tensor | None = None
 
     def _make(self, is_awaited: bool) -> None:
@@ -96,22 +98,23 @@ class FileStore(HostStore):
                 raise OSError(errno.EIO, f"the file in {self._directory} ends at {at} of {self.num_bytes} bytes")
             left, at = left[count:], at + count
 
-    def restore(self, out: torch.Tensor) -> None:
-        """Raises OSError where the disk does not give back what it took."""
-        assert len(out) == self.num_bytes, (len(out), self.num_bytes)
+    def restore(self, out: torch.Tensor, at: int) -> None:
+        """Has read all of it when it returns; the last two copies may be under way. Raises OSError where the disk does
+        not give back what it took."""
+        assert 0 <= at <= at + len(out) <= self.num_bytes, (at, len(out), self.num_bytes)
         fd = self._fd()
-        copied: list[Any] = [None, None]  # the last copy out of each buffer
-        for index, at in enumerate(range(0, self.num_bytes, _PIECE_BYTES)):
-            turn = index % 2
-            piece = out[at : at + _PIECE_BYTES]
-            buffer = self._buffers[turn][: len(piece)]
-            if index >= 2:
-                self._link.wait(copied[turn])
-            self._read(fd, buffer, at)
-            copied[turn] = self._link.copy(buffer, piece)
+        for begin in range(0, len(out), _PIECE_BYTES):
+            piece = out[begin : begin + _PIECE_BYTES]
+            buffer = self._buffers[self._turn][: len(piece)]
+            if self._copied[self._turn] is not None:
+                self._link.wait(self._copied[self._turn])
+            self._read(fd, buffer, at + begin)
+            self._copied[self._turn] = self._link.copy(buffer, piece)
+            self._turn = 1 - self._turn
 
     def finish(self) -> None:
         self._link.finish()
+        self._copied = [None, None]
 
     def drop(self) -> None:
         """The room is kept."""

@@ -121,8 +121,8 @@ class HostStore(ABC):
         """
 
     @abstractmethod
-    def restore(self, out: torch.Tensor) -> None:
-        """Begins to write what is kept to `out`, uint8 [num_bytes] on the device."""
+    def restore(self, out: torch.Tensor, at: int) -> None:
+        """Begins to write what is kept, from byte `at` on, to `out`: uint8 on the device, all of it or a part."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -176,15 +176,15 @@ class MemoryStore(HostStore):
         assert len(contents) == self.num_bytes, (len(contents), self.num_bytes)
         self._copy(contents, self._memory(), is_new=not self._link.wants_registered)
 
-    def restore(self, out: torch.Tensor) -> None:
-        assert len(out) == self.num_bytes, (len(out), self.num_bytes)
-        self._copy(self._memory(), out, is_new=False)
+    def restore(self, out: torch.Tensor, at: int) -> None:
+        assert 0 <= at <= at + len(out) <= self.num_bytes, (at, len(out), self.num_bytes)
+        self._copy(self._memory()[at : at + len(out)], out, is_new=False)
 
     def _copy(self, source: torch.Tensor, out: torch.Tensor, *, is_new: bool) -> None:
         """is_new: pages of `out` are taken by the copy."""
         size = _PIECE_BYTES if is_new else _COPY_BYTES
         try:
-            for at in range(0, self.num_bytes, size):
+            for at in range(0, len(source), size):
                 if is_new:
                     self._budget.check(self.num_bytes, self.num_bytes - at, size)
                 self._link.copy(source[at : at + size], out[at : at + size])

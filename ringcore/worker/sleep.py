@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.worker.arena import Arena
+from ringcore.worker.arena import Arena, PieceUse
 from ringcore.worker.file_store import FileStore
 from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
 from ringcore.worker.platform import Platform
@@ -17,7 +19,8 @@ __all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 
 RESIDENT, OFFLOADED, DISCARDED = "resident", "offloaded", "discarded"
 
-# In the order in which memory is mapped: what has to be copied comes first, and is on its way while the rest is mapped.
+# In the order in which memory is mapped: what has to be copied comes first. Each piece of it is on its way as soon as
+# its memory is there, while the rest is mapped.
 _STATES: Mapping[str, tuple[str, ...]] = {
     "weights": (RESIDENT, OFFLOADED, DISCARDED),
     "kv_cache": (RESIDENT, DISCARDED),
@@ -62,7 +65,10 @@ class RankMemory:
         those that there are.
 
         What is mapped again holds its contents, zeros where it is the KV cache, and anything where weights were
-        discarded. Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
+        discarded. "map_s" is what mapping took, without what was begun in between; "copy_s" is from the first copy's
+        begin to the last one's end. Copies go on while memory is mapped: both together may be more than it all took.
+
+        Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
         """
         assert self._changes is None, "a change is prepared already"
         changes = self._check(target)
@@ -105,30 +111,45 @@ class RankMemory:
 
     def _map(self, tags: list[str], report: dict[str, float]) -> None:
         copying_since: float | None = None
+
+        def restore(part: torch.Tensor, at: int) -> None:
+            nonlocal copying_since
+            if copying_since is None:
+                copying_since = time.monotonic()
+            self._store.restore(part, at)
+            _add(report, "copied_bytes", len(part))
+
+        def clear(part: torch.Tensor, at: int) -> None:
+            self._platform.clear_new(part)
+
         for tag in tags:
-            started = time.monotonic()
-            self._map_arena(tag, int(report.get("mapped_bytes", 0)))
-            mapped = time.monotonic()
-            contents = self._arenas[tag].contents()
-            _add(report, "mapped_bytes", self._arenas[tag].mapped_bytes)
-            _add(report, "map_s", mapped - started)
-            report[f"{tag}_map_s"] = mapped - started
-            if self._states[tag] == OFFLOADED:
-                copying_since = mapped
-                self._store.restore(contents)
-                _add(report, "copied_bytes", len(contents))
-            elif tag == "kv_cache":
-                self._platform.clear_new(contents)
+            fill = restore if self._states[tag] == OFFLOADED else clear if tag == "kv_cache" else None
+            self._map_arena(tag, fill, report)
         if copying_since is not None:
             self._store.finish()
             _add(report, "copy_s", time.monotonic() - copying_since)
         if tags:
             self._platform.synchronize()
 
-    def _map_arena(self, tag: str, taken: int) -> None:
+    def _map_arena(self, tag: str, fill: PieceUse | None, report: dict[str, float]) -> None:
+        arena, filling = self._arenas[tag], {"s": 0.0}
+
+        def timed_fill(part: torch.Tensor, at: int) -> None:
+            if fill is not None:
+                with _timed(filling, "s"):
+                    fill(part, at)
+
+        started = time.monotonic()
+        self._try_to_map(tag, timed_fill, int(report.get("mapped_bytes", 0)))
+        map_s = time.monotonic() - started - filling["s"]
+        _add(report, "mapped_bytes", arena.mapped_bytes)
+        _add(report, "map_s", map_s)
+        report[f"{tag}_map_s"] = map_s
+
+    def _try_to_map(self, tag: str, fill: PieceUse, taken: int) -> None:
         """taken: bytes that this change has mapped before."""
         try:
-            self._arenas[tag].map()
+            self._arenas[tag].map(fill)
         except CapacityError as error:
             if not taken:
                 raise

@@ -3,119 +3,35 @@
 from __future__ import annotations
 
 import os
-import select
-import threading
 import time
 from collections import deque
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_engine import FakeWorker, expected, make_model_folder
+from served_loop import RECOVERING, ScriptedCore, Served, came, output, ready, serve, value_of, wait_until
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import loop as loop_module
-from ringcore.engine_core.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
+from ringcore.engine_core.channel import FrameLimits, StreamClosed
 from ringcore.engine_core.framing import lay_out
-from ringcore.engine_core.loop import EngineLoop
-from ringcore.engine_core.output_reader import OutputReader, output_columns
+from ringcore.engine_core.output_reader import OutputReader
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
-from ringcore.executor.value_codec import decode_request, decode_value, encode_request, encode_value
+from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol import (
     AbortRequests,
     AddRequests,
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineHealth,
     EngineReady,
     EngineRecovering,
-    EngineStats,
     OutputColumns,
     RpcCall,
     RpcResult,
     Shutdown,
-    WireError,
 )
 from ringcore.worker.rpc import call_rpc
-
-WAIT_S = 30.0
-IDLE_S = 0.05
-
-
-class Served:
-    """A loop in a thread of its own, and its client's end of the channel."""
-
-    def __init__(self, core, limits=None) -> None:
-        self.core = core
-        ours, theirs = channel_pair()
-        self.raw = ours
-        self._never = os.eventfd(0)
-        self.client = ClientChannel(ours, self._never, self._never)
-        self._engine = EngineChannel(theirs.detach(), limits)
-        self.loop = EngineLoop(core, self._engine)
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except Exception as error:
-            self.error = error
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc) -> None:
-        if self.is_running:
-            self.client.send(Shutdown())
-        self.join()
-        self.core.shutdown()
-        self._engine.close()
-        self.client.close()
-        os.close(self._never)
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-    def call(self, call_id, method, *args, buffers=None, **fields) -> None:
-        parts = encode_request(method, args, {}) if buffers is None else buffers
-        self.client.send(RpcCall(call_id, fields.pop("target", "workers"), method, **fields), parts)
-
-    def receive(self, when_idle=lambda: None):
-        """The next message and its buffers; `when_idle` is called where none comes for a while."""
-        while (received := self.client.receive()) is None:
-            if not is_readable(self.client, IDLE_S):
-                when_idle()
-                assert is_readable(self.client, WAIT_S), "the loop sleeps though it has something to do"
-        return received
-
-
-def is_readable(channel, timeout_s):
-    return bool(select.select([channel], [], [], timeout_s)[0])
-
-
-def value_of(received):
-    """The value of an answer of one rank."""
-    result, buffers = received
-    assert isinstance(result, RpcResult)
-    assert result.error is None
-    assert result.num_parts == [len(buffers)]
-    return decode_value(buffers)
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
 
 # ---------------------------------------------------------------------------------------------------------------
 # Replies that arrive while a future is being asked.
@@ -323,154 +239,6 @@ def test_a_call_may_overtake_a_step(folder):
         assert isinstance(served.receive().message, OutputColumns)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# A core that does what the test says.
-
-STATS = EngineStats(0, 0, 0, 0, 0, 0, 0)
-RECOVERING = EngineRecovering(WireError("EngineDeadError", "worker 0 was killed", {"rank": 0}), 1)
-
-
-def ready(number, num_graphs_left=0):
-    return EngineReady(number, 8, 8, 8, 1.0, {}, [], {"worker 0": number}, 64, num_graphs_left)
-
-
-def output(number):
-    return EngineCoreOutput("a", [number])
-
-
-def came(*outputs: EngineCoreOutput) -> OutputColumns:
-    return output_columns(list(outputs), STATS)
-
-
-class ScriptedFuture:
-    def __init__(self, outcome) -> None:
-        self.outcome = outcome
-        self.is_done = False
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def encoded_result(self):
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    result = encoded_result
-
-
-class ScriptedCore:
-    """`do` has a function called in the loop's next turn, by its thread; what it returns is what the turn put out."""
-
-    def __init__(self, allow_callables: bool = False) -> None:
-        self.config = SimpleNamespace(parallel=SimpleNamespace(allow_callables=allow_callables))
-        self.ready = ready(1)
-        self.num_steps_taken = self.num_steps_launched = self.num_in_flight = 0
-        self.fds = [os.eventfd(0, os.EFD_NONBLOCK)]
-        self.script: deque = deque()
-        self.calls: list[tuple[EncodedCall, ScriptedFuture]] = []
-        self.outcomes: deque = deque()  # of the next calls
-        self.on_check = lambda: None
-        self.num_turns = 0
-        self.aborted: list[str] = []
-        self.refuse: Exception | None = None
-        self.is_operating = False
-        self.is_idle = True
-        self.captures: list[tuple[int, ScriptedFuture]] = []  # calls for a graph: in which turn, and the reply
-        self.is_lost = False
-        self.operations: list = []
-
-    def do(self, action) -> None:
-        self.script.append(action)
-        os.eventfd_write(self.fds[-1], 1)
-
-    def recover(self):
-        """New workers, on other descriptors."""
-        self.is_lost = True
-        self.loop.announce_recovery(RECOVERING)
-        self.is_lost = False
-        self.fds.append(os.eventfd(0, os.EFD_NONBLOCK))
-        self.ready = ready(self.ready.num_blocks + 1, self.num_graphs_of_new_workers)
-        return came()
-
-    num_graphs_of_new_workers = 0
-
-    def capture_graph(self):
-        future = ScriptedFuture(None)
-        self.captures.append((self.num_turns, future))
-        return future
-
-    def reply(self, outcome) -> None:
-        """To the call for a graph that is under way."""
-        _, future = self.captures[-1]
-        assert not future.is_done, "no call is under way"
-        future.outcome, future.is_done = outcome, True
-        os.eventfd_write(self.fds[-1], 1)
-
-    def advance(self):
-        self.num_turns += 1
-        return self.script.popleft()() if self.script else None
-
-    def check_workers(self) -> None:
-        os.eventfd_read(self.fds[-1])  # it is asked only where there was something to read
-        self.on_check()
-
-    def wait_fds(self):
-        assert not self.is_lost, "asking for descriptors replaces the workers, which is under way"
-        return [self.fds[-1]]
-
-    def forward_rpc(self, call):
-        future = ScriptedFuture(self.outcomes.popleft())
-        self.calls.append((call, future))
-        return future
-
-    def submit_operation(self, name, args, kwargs, timeout):
-        self.operations.append((name, args, kwargs, timeout))
-        future = ScriptedFuture(self.outcomes.popleft())
-        self.calls.append((None, future))
-        return future
-
-    def is_sleeping(self) -> bool:
-        return bool(self.operations)
-
-    def settle(self) -> None:
-        for _, future in self.calls:
-            future.is_done = True
-
-    def add_request(self, added) -> None:
-        if self.refuse is not None:
-            raise self.refuse
-
-    def abort(self, request_ids):
-        self.aborted += request_ids
-        return [EngineCoreOutput(request_id, [], finish_reason="abort") for request_id in request_ids]
-
-    def stats(self):
-        return STATS
-
-    def health(self):
-        return EngineHealth("ready", step=7)
-
-    def pause(self, mode="new") -> None:
-        self.paused = mode
-
-    def resume(self) -> None:
-        self.paused = None
-
-    def reset_prefix_cache(self, preempt_running=False) -> bool:
-        return not preempt_running
-
-    def shutdown(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
-def serve(core=None, **kwargs) -> Served:
-    core = core or ScriptedCore()
-    served = Served(core, **kwargs)
-    core.loop = served.loop
-    return served
-
-
 def test_a_recovery_is_told_after_what_came_before_and_before_what_comes_after():
     with serve() as served:
         core = served.core
@@ -576,159 +344,6 @@ def test_a_call_under_which_the_engine_died_ends_the_loop():
         served.call(1, "echo")
         wait_until(lambda: served.core.calls)
         served.core.settle()
-        served.join()
-        assert served.error is dead
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Graphs that are captured while there is nothing to do.
-
-
-def serve_with_graphs(num_left: int) -> Served:
-    core = ScriptedCore()
-    core.ready = ready(1, num_left)
-    return serve(core)
-
-
-def is_asleep(core) -> bool:
-    """Whether it has taken no turn for a while."""
-    turns = core.num_turns
-    time.sleep(IDLE_S)
-    return core.num_turns == turns
-
-
-def test_graphs_are_captured_one_after_the_other_until_none_is_left():
-    with serve_with_graphs(3) as served:
-        core = served.core
-        for num_done in (1, 2, 3):
-            wait_until(lambda n=num_done: len(core.captures) == n)
-            wait_until(lambda: is_asleep(core))  # no second one while one is under way
-            assert len(core.captures) == num_done
-            core.reply([3 - num_done] * 2)
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 3
-        core.do(lambda: came(output(1)))
-        assert served.receive().message.others == [output(1)]
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 3
-
-
-def test_no_graph_is_captured_where_none_is_left():
-    with serve_with_graphs(0) as served:
-        core = served.core
-        core.do(lambda: came(output(1)))
-        assert served.receive().message.others == [output(1)]
-        wait_until(lambda: is_asleep(core))
-        assert core.captures == []
-
-
-def test_no_graph_is_captured_while_the_engine_is_not_idle():
-    """It computes, sleeps, or its memory changes."""
-    with serve(ScriptedCore()) as served:
-        core = served.core
-        wait_until(lambda: is_asleep(core))
-
-        def begin():
-            core.is_idle, core.ready = False, ready(2, 5)
-
-        core.do(begin)
-        wait_until(lambda: core.ready.num_graphs_left)
-        core.do(lambda: came(output(1)))
-        while not isinstance(served.receive().message, OutputColumns):
-            pass
-        wait_until(lambda: is_asleep(core))
-        assert core.captures == []
-
-        def end():
-            core.is_idle = True
-
-        core.do(end)
-        wait_until(lambda: core.captures)
-
-
-def test_no_graph_is_captured_while_a_call_is_under_way():
-    with serve(ScriptedCore()) as served:
-        core = served.core
-        core.outcomes.append([encode_value("fine")])
-        served.call(1, "echo")
-        wait_until(lambda: core.calls)
-
-        def new_workers():
-            core.ready = ready(2, 5)
-
-        core.do(new_workers)
-        turns = core.num_turns
-        wait_until(lambda: core.num_turns > turns + 3)
-        assert core.captures == []
-        core.settle()
-        wait_until(lambda: core.captures)
-
-
-def test_what_arrives_while_a_graph_is_captured_goes_before_the_next():
-    with serve_with_graphs(5) as served:
-        core = served.core
-        wait_until(lambda: core.captures)
-        wait_until(lambda: is_asleep(core))
-        core.is_idle = False
-        core.do(lambda: came(output(1)))
-        assert served.receive().message.others == [output(1)]  # before the reply
-        core.reply([4])
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 1  # its reply is taken later
-        core.is_idle = True
-        served.client.send(AbortRequests(["x"]))
-        assert served.receive().message.others[0].request_id == "x"
-        wait_until(lambda: len(core.captures) == 2)
-
-
-def test_messages_are_looked_for_between_two_graphs():
-    with serve_with_graphs(5) as served:
-        core = served.core
-        wait_until(lambda: core.captures)
-        wait_until(lambda: is_asleep(core))
-        core.reply([4])
-        wait_until(lambda: len(core.captures) == 2)
-        (first, _), (second, _) = core.captures
-        assert second - first >= 2  # the turn of the reply ends without a call
-
-
-def test_an_error_ends_the_capturing_and_nothing_else(caplog):
-    with serve_with_graphs(5) as served:
-        core = served.core
-        wait_until(lambda: core.captures)
-        with caplog.at_level("WARNING"):
-            core.reply(RingcoreError("CUDA out of memory"))
-            wait_until(lambda: "CUDA out of memory" in caplog.text)
-        assert "captured as they are met" in caplog.text
-        core.do(lambda: came(output(1)))
-        assert served.receive().message.others == [output(1)]
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 1
-
-
-def test_new_workers_begin_anew():
-    with serve_with_graphs(5) as served:
-        core = served.core
-        wait_until(lambda: core.captures)
-        core.num_graphs_of_new_workers = 2
-        core.reply(WorkerDiedError("worker 0 was killed", rank=0))
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 1
-        core.do(core.recover)
-        assert [type(served.receive().message) for _ in range(2)] == [EngineRecovering, EngineReady]
-        wait_until(lambda: len(core.captures) == 2)
-        core.reply([1])
-        wait_until(lambda: len(core.captures) == 3)
-        core.reply([0])
-        wait_until(lambda: is_asleep(core))
-        assert len(core.captures) == 3
-
-
-def test_a_capture_under_which_the_engine_died_ends_the_loop():
-    dead = EngineDeadError("worker 0 was killed", process="worker 0")
-    with serve_with_graphs(5) as served:
-        wait_until(lambda: served.core.captures)
-        served.core.reply(dead)
         served.join()
         assert served.error is dead
 

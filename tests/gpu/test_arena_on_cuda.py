@@ -67,6 +67,41 @@ def test_tensors_lie_where_they_should(platform):
     assert not pages.any()
 
 
+def test_a_tensor_in_several_pieces(platform):
+    """Products and copies go over their borders, also of memory that was filled piece by piece."""
+    platform.allocate(1000, "weights")
+    rows, columns = 65536, 20480  # 2.5 GiB
+    matrix = platform.allocate(2 * rows * columns, "weights").view(torch.bfloat16).view(rows, columns).normal_()
+    arena = arena_of(platform, "weights")
+    x = torch.randn(8, columns, device="cuda", dtype=torch.bfloat16)
+    expected = x @ matrix.t()
+    torch.testing.assert_close(expected, x @ matrix.clone().t())
+    host = torch.empty(arena.used_bytes, dtype=torch.uint8)
+    link = platform.host_link()
+    link.register(host)
+    link.copy(arena.contents(), host)
+    link.finish()
+    arena.unmap()
+    parts = []
+
+    def restore(part, at):
+        parts.append((at, len(part)))
+        link.copy(host[at : at + len(part)], part)
+
+    arena.map(restore)
+    link.finish()
+    assert len(parts) >= 3
+    assert max(size for _, size in parts) <= GIB
+    assert [at for at, _ in parts[1:]] == [at + size for at, size in parts[:-1]]
+    assert torch.equal(x @ matrix.t(), expected)
+    arena.contents().zero_()
+    platform.synchronize()
+    link.copy(host, arena.contents())  # at once, over all of them
+    link.finish()
+    assert torch.equal(x @ matrix.t(), expected)
+    link.unregister(host)
+
+
 def test_a_graph_survives_its_memory(platform):
     """Captured over tensors of arenas, whose memory goes to somebody else and comes back: the same bits."""
     rows, size = 16, 4096

@@ -129,7 +129,7 @@ def test_graphs_are_captured_while_the_engine_is_idle(smollm2):
         deadline = time.monotonic() + 60
         while llm.collective_rpc("stats")[0]["num_graphs_left"]:
             assert time.monotonic() < deadline, "graphs are missing though the engine had nothing to do"
-            time.sleep(0.05)
+            time.sleep(2.0)  # whoever asks more often keeps it from capturing them
         outputs = llm.generate([entry.prompt_token_ids for entry in SHORT], GREEDY, use_tqdm=False)
     assert differences(SHORT, [output.outputs[0].token_ids for output in outputs]) == []
 

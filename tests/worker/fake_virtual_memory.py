@@ -75,6 +75,7 @@ class FakeDevice(ABC):
 
 class FakeVirtualMemory(FakeDevice, VirtualMemory):
     """`physical_bytes` of memory. `fail_after(name, count)`: the call of that name raises after `count` more of them.
+    "copy" is such a name too.
 
     New memory holds 0xA5 in every byte, as if another tenant had left it there.
     """
@@ -91,6 +92,7 @@ class FakeVirtualMemory(FakeDevice, VirtualMemory):
         self.calls: list[str] = []
         self._failing: dict[str, int] = {}
         self._numbers = itertools.count(1)
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # begun, not ended: from, to
 
     def fail_after(self, name: str, count: int) -> None:
         self._failing[name] = count
@@ -181,7 +183,22 @@ class FakeVirtualMemory(FakeDevice, VirtualMemory):
 
     def synchronize(self) -> None:
         self._called("synchronize")
+        self.end_copies()
         self.is_busy = False
+
+    def begin_copy(self, source: torch.Tensor, out: torch.Tensor) -> int:
+        """A copy that ends, with all before it, when somebody waits; -> its number."""
+        self._called("copy")
+        number = next(self._numbers)
+        self._copies[number] = source, out
+        self.is_busy = True
+        return number
+
+    def end_copies(self, last: int | None = None) -> None:
+        """Those up to a number, or all."""
+        for number in [n for n in self._copies if last is None or n <= last]:
+            source, out = self._copies.pop(number)
+            out.copy_(source)
 
 
 def view(address: int, num_bytes: int, owner: object) -> torch.Tensor:

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from device_kinds import PAGE, make_device
-from fake_virtual_memory import view
+from fake_virtual_memory import FakeDevice, FakeVirtualMemory, view
 
 from ringcore.worker.arena import Arena, VirtualMemory
 from ringcore.worker.device_memory import ArenaMemory, MemoryTag
+from ringcore.worker.host_link import LocalLink
 from ringcore.worker.host_store import HostStore
 from ringcore.worker.platform import ProcessMemory
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.sleep import RankMemory
 
-__all__ = ["ArenaPlatform", "Rank"]
+__all__ = ["ArenaPlatform", "LateLink", "Rank"]
 
 KV_CACHE_PAGES = 12
+
+
+class LateLink(LocalLink):
+    """As a GPU's: a copy ends when somebody waits for it, or for the device; host memory is taken once and stays."""
+
+    wants_registered: ClassVar[bool] = True
+
+    def __init__(self, device: FakeDevice) -> None:
+        assert isinstance(device, FakeVirtualMemory)
+        self._device = device
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Any:
+        return self._device.begin_copy(source, out)
+
+    def wait(self, copied: Any) -> None:
+        self._device.end_copies(copied)
+
+    def finish(self) -> None:
+        self._device.end_copies()
 
 
 class ArenaPlatform(CpuPlatform):
@@ -60,7 +80,7 @@ class Rank:
     """Weights of a few tensors, of which `written` is what they held when they were last whole; and pages."""
 
     def __init__(self, kind: str, make_store: Any, num_pages: int = 64, weights: Sequence[int] = (1000, 5 * PAGE, 300)):
-        """make_store: bytes -> HostStore"""
+        """make_store: bytes, device -> HostStore"""
         self.device, memory = make_device(kind, num_pages)
         self.platform = ArenaPlatform(memory, is_zero=kind == "host")
         self.weights = [self.platform.allocate(size, "weights") for size in weights]
@@ -69,7 +89,7 @@ class Rank:
         self.arenas = self.platform.arenas
         self.bytes = {tag: arena.mapped_bytes for tag, arena in self.arenas.items()}
         self.total_bytes = self.device.free_bytes + sum(self.bytes.values())
-        self.store: HostStore = make_store(self.arenas["weights"].used_bytes)
+        self.store: HostStore = make_store(self.arenas["weights"].used_bytes, self.device)
         self.memory = RankMemory(self.platform, self.store)
         self.written: list[torch.Tensor] = []
         self.write(0)

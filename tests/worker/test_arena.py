@@ -74,12 +74,18 @@ def test_views_of_other_dtypes(arena: Arena) -> None:
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_large_tensor_has_one_piece_of_its_size(arena: Arena, device: FakeVirtualMemory) -> None:
-    arena.allocate(9 * PAGE - 100)
-    assert pieces(device) == [9]
-    arena.allocate(12 * PAGE)  # of which a hundred bytes, less the alignment, are there
-    assert pieces(device) == [9, 12]
+def test_a_large_tensor_has_pieces_of_its_size(arena: Arena, device: FakeDevice, memory: VirtualMemory) -> None:
+    """One where nothing is gained by several."""
+    large = arena.allocate(9 * PAGE - 100)
+    nine = [4, 4, 1] if memory.waits_to_create else [9]
+    assert pieces(device) == nine
+    larger = arena.allocate(12 * PAGE)  # of which a hundred bytes, less the alignment, are there
+    assert pieces(device) == [*nine, *([4, 4, 4] if memory.waits_to_create else [12])]
     assert arena.mapped_bytes == 21 * PAGE
+    for tensor in (large, larger):
+        device.check_access(tensor)
+        tensor.fill_(3)
+        assert int(tensor.sum(dtype=torch.int64)) == 3 * len(tensor)
 
 
 def test_small_tensors_share_pieces_that_grow(arena: Arena, device: FakeVirtualMemory) -> None:
@@ -92,7 +98,7 @@ def test_small_tensors_share_pieces_that_grow(arena: Arena, device: FakeVirtualM
 def test_the_capacity_is_the_end(arena: Arena, device: FakeVirtualMemory) -> None:
     arena.allocate(31 * PAGE)
     arena.allocate(PAGE)
-    assert pieces(device) == [31, 1]
+    assert arena.mapped_bytes == sum(pieces(device)) * PAGE == 32 * PAGE
     with pytest.raises(CapacityError, match=r"weights: .* do not fit into an arena") as error:
         arena.allocate(1)
     assert error.value.details["available_bytes"] == 0
@@ -102,10 +108,12 @@ def test_more_than_the_device_has(memory: VirtualMemory, device: FakeVirtualMemo
     arena = Arena("kv_cache", 100 * PAGE, memory, view)
     first = arena.allocate(40 * PAGE)
     first.fill_(1)
-    with pytest.raises(CapacityError) as error:
+    before = pieces(device)
+    with pytest.raises(CapacityError, match=r"kv_cache: to grow it needs .* are free; .* asked") as error:
         arena.allocate(30 * PAGE)
-    assert error.value.details["needed_bytes"] == 30 * PAGE
-    assert pieces(device) == [40]
+    assert error.value.details == {"needed_bytes": 30 * PAGE, "available_bytes": 24 * PAGE}
+    assert pieces(device) == before
+    assert device.free_bytes == 24 * PAGE
     assert bool((arena.allocate(10 * PAGE).fill_(2) == 2).all())
     assert bool((first == 1).all())
     arena.close()
@@ -175,6 +183,63 @@ def test_a_call_that_fails_leaves_nothing_half_done(device: FakeVirtualMemory, c
     arena.map()
     for tensor in [*kept, arena.allocate(3 * PAGE)]:
         device.check_access(tensor)
+    arena.close()
+    device.check_nothing_left()
+
+
+@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize("call", ["create", "map", "set_access"])
+def test_a_large_tensor_has_all_its_pieces_or_none(device: FakeVirtualMemory, call: str, count: int) -> None:
+    arena = Arena("weights", 32 * PAGE, device, view)
+    kept = arena.allocate(PAGE).fill_(1)
+    free = device.free_bytes
+    device.fail_after(call, count)
+    with pytest.raises(RuntimeError, match=f"{call} fails"):
+        arena.allocate(15 * PAGE)
+    assert (device.free_bytes, pieces(device)) == (free, [2])
+    device.check_access(arena.allocate(15 * PAGE))
+    assert pieces(device) == [2, 4, 4, 4, 2]
+    assert bool((kept == 1).all())
+    arena.close()
+    device.check_nothing_left()
+
+
+def test_each_piece_is_given_away_as_soon_as_it_is_mapped(arena: Arena, device: FakeDevice) -> None:
+    for value, size in enumerate((100, 9 * PAGE, 3 * PAGE, 70)):
+        arena.allocate(size).fill_(value)
+    kept = arena.contents().clone()
+    num_pieces = len(device.mapped)
+    assert num_pieces > 2
+    arena.unmap()
+    num_mapped = []
+
+    def restore(part: torch.Tensor, at: int) -> None:
+        num_mapped.append(len(device.mapped))
+        device.check_access(part)
+        part.copy_(kept[at : at + len(part)])
+
+    arena.map(restore)
+    assert num_mapped == list(range(1, num_pieces + 1))
+    assert torch.equal(arena.contents(), kept)
+    arena.map(restore)
+    assert len(num_mapped) == num_pieces, "they were there"
+
+
+@pytest.mark.parametrize("count", range(3))
+def test_a_use_that_fails_is_waited_for_and_takes_nothing(device: FakeVirtualMemory, count: int) -> None:
+    arena = Arena("weights", 32 * PAGE, device, view)
+    arena.allocate(9 * PAGE)
+    arena.unmap()
+
+    def use(part: torch.Tensor, at: int) -> None:
+        if at == count * 4 * PAGE:
+            raise OSError("the disk is gone")
+        device.launch(part)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        arena.map(use)
+    assert not device.handles
+    arena.map()
     arena.close()
     device.check_nothing_left()
 

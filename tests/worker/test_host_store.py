@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from fake_drivers import FakeRuntime
+from fake_virtual_memory import FakeVirtualMemory
+from rank_memory import LateLink
 
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.worker import file_store as file_module
@@ -66,7 +68,7 @@ class TestCuda:
             store.finish()
             assert runtime.is_idle
             out = torch.empty_like(held)
-            store.restore(out)
+            store.restore(out, 0)
             store.finish()
             assert torch.equal(out, held)
             store.drop()
@@ -138,6 +140,33 @@ class TestCuda:
             store.ready()
         assert len(os.listdir("/proc/self/fd")) == before
         store.close()
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_parts_that_are_restored_one_by_one(tmp_path: Path, is_file: bool) -> None:
+    """Copies of one are under way while the next is read; what one cycle has left disturbs no other."""
+    num_bytes, page = 9 * MIB + 123, 4096
+    device = FakeVirtualMemory()
+    link = LateLink(device)
+    store = FileStore(num_bytes, str(tmp_path), link) if is_file else MemoryStore(num_bytes, link, PLENTY)
+    store.ready()
+    for seed, ends in enumerate(([page, MIB, 4 * MIB + page, num_bytes], [num_bytes], [3 * MIB, 9 * MIB, num_bytes])):
+        held = contents(num_bytes, seed)
+        store.save(held)
+        store.finish()
+        out = torch.zeros_like(held)
+        store.restore(out[:page], 0)  # a wake-up that ended early
+        device.synchronize()
+        begin = 0
+        for end in ends:
+            store.restore(out[begin:end], begin)
+            begin = end
+        assert not torch.equal(out, held), "it is only begun"
+        store.finish()
+        assert torch.equal(out, held)
+    with pytest.raises(AssertionError):
+        store.restore(out, 1)
+    store.close()
 
 
 class TestMadeAhead:
@@ -292,7 +321,7 @@ class TestFile:
         store.save(contents(store.num_bytes))
         os.ftruncate(store._fd(), MIB)
         with pytest.raises(OSError, match="ends at 1048576 of 5242957 bytes"):
-            store.restore(torch.empty(store.num_bytes, dtype=torch.uint8))
+            store.restore(torch.empty(store.num_bytes, dtype=torch.uint8), 0)
 
     def test_no_such_directory(self, tmp_path: Path) -> None:
         store = FileStore(MIB, str(tmp_path / "gone"), LocalLink())
@@ -306,7 +335,7 @@ def check_works(store: HostStore) -> None:
     held = contents(store.num_bytes, 4)
     store.save(held)
     out = torch.empty_like(held)
-    store.restore(out)
+    store.restore(out, 0)
     store.finish()
     assert torch.equal(out, held)
 

@@ -6,15 +6,19 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from device_kinds import DEVICES, PAGE, WatchedHost
 from fake_ascendcl import FakeAscend
-from rank_memory import KV_CACHE_PAGES, Rank
+from fake_virtual_memory import FakeDevice, FakeVirtualMemory
+from rank_memory import KV_CACHE_PAGES, LateLink, Rank
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.worker import arena as arena_module
+from ringcore.worker import sleep as sleep_module
 from ringcore.worker.file_store import FileStore
 from ringcore.worker.host_link import LocalLink
 from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
@@ -35,18 +39,23 @@ class RegisteredLink(LocalLink):
     wants_registered = True
 
 
-def in_memory(num_bytes: int) -> HostStore:
+def in_memory(num_bytes: int, device: FakeDevice) -> HostStore:
     return MemoryStore(num_bytes, LocalLink(), PLENTY)
 
 
-def in_registered_memory(num_bytes: int) -> HostStore:
+def in_registered_memory(num_bytes: int, device: FakeDevice) -> HostStore:
     return MemoryStore(num_bytes, RegisteredLink(), PLENTY)
 
 
-STORES: dict[str, Callable[[str], Callable[[int], HostStore]]] = {
+MakeStore = Callable[[int, FakeDevice], HostStore]
+STORES: dict[str, Callable[[str], MakeStore]] = {
     "memory": lambda folder: in_memory,
     "registered": lambda folder: in_registered_memory,
-    "file": lambda folder: lambda num_bytes: FileStore(num_bytes, folder, LocalLink()),
+    "file": lambda folder: lambda num_bytes, device: FileStore(num_bytes, folder, LocalLink()),
+}
+LATE_STORES: dict[str, Callable[[str], MakeStore]] = {
+    "memory": lambda folder: lambda num_bytes, device: MemoryStore(num_bytes, LateLink(device), PLENTY),
+    "file": lambda folder: lambda num_bytes, device: FileStore(num_bytes, folder, LateLink(device)),
 }
 
 
@@ -256,6 +265,93 @@ def test_whichever_call_fails_the_rank_is_as_before(rank: Rank, call: str) -> No
     if call == "synchronize":
         expected = 0 if isinstance(rank.device, WatchedHost) else 2  # before, and after
     assert num_failed == expected
+
+
+@pytest.fixture(params=["fake", "cuda"])
+def late_rank(request: pytest.FixtureRequest, late_store: str, tmp_path: Path) -> Iterator[Rank]:
+    """Its copies are under way until somebody waits. The weights are one tensor, in three pieces; so are the pages."""
+    rank = Rank(request.param, LATE_STORES[late_store](str(tmp_path)), weights=(9 * PAGE,))
+    yield rank
+    rank.close()
+
+
+@pytest.mark.parametrize("late_store", LATE_STORES)
+def test_a_piece_is_copied_before_the_next_is_there(late_rank: Rank) -> None:
+    device = late_rank.device
+    assert isinstance(device, FakeVirtualMemory)
+    late_rank.change(**AWAY_1)
+    device.calls.clear()
+    report = late_rank.change(**BACK)
+    assert [call for call in device.calls if call in ("create", "copy")] == [*["create", "copy"] * 3, *["create"] * 3]
+    assert report["copied_bytes"] == 9 * PAGE
+    late_rank.check()
+    late_rank.check_weights()
+    assert not late_rank.pages.any()
+
+
+@pytest.mark.parametrize("late_store", LATE_STORES)
+@pytest.mark.parametrize("call", ["create", "map", "set_access", "copy"])
+def test_copies_have_ended_before_their_memory_goes(late_rank: Rank, call: str) -> None:
+    """Whichever call fails while the pieces before it are filled. The device refuses to unmap what it still writes."""
+    rank, num_failed = late_rank, 0
+    rank.change(**AWAY_1)
+    while True:
+        rank.device.fail_after(call, num_failed)
+        try:
+            rank.memory.prepare(BACK)
+        except RuntimeError:
+            num_failed += 1
+        else:
+            break
+        assert rank.memory.states == AWAY_1
+        assert not rank.device.mapped
+        rank.check()
+    rank.device.fail_after(call, 1000)  # never
+    rank.memory.commit()
+    rank.check_weights()
+    assert num_failed == (3 if call == "copy" else 6)
+
+
+@pytest.mark.parametrize("late_store", LATE_STORES)
+@pytest.mark.parametrize("room", range(0, 21, 3))
+def test_memory_that_ends_amid_a_tensor(late_rank: Rank, room: int) -> None:
+    late_rank.change(**AWAY_1)
+    tenant = late_rank.device.create((64 - room) * PAGE)
+    with pytest.raises(CapacityError) as error:
+        late_rank.memory.prepare(BACK)
+    needed = 9 if room < 9 else 9 + KV_CACHE_PAGES
+    assert error.value.details == {"needed_bytes": needed * PAGE, "available_bytes": room * PAGE}
+    assert late_rank.device.free_bytes == room * PAGE
+    late_rank.device.release(tenant)
+    late_rank.change(**BACK)
+    late_rank.check()
+    late_rank.check_weights()
+
+
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_copying_and_mapping_are_timed_apart(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that every call of the device moves on, and so does a copy."""
+    now = [0.0]
+    rank = Rank("fake", STORES[store](str(tmp_path)), weights=(9 * PAGE,))
+    assert isinstance(rank.device, FakeVirtualMemory)
+    rank.change(**AWAY_1)
+    create, copy = rank.device.create, LocalLink.copy
+
+    def slow_create(num_bytes: int) -> int:
+        now[0] += 1
+        return create(num_bytes)
+
+    def slow_copy(self: LocalLink, source: torch.Tensor, out: torch.Tensor) -> None:
+        now[0] += 10
+        copy(self, source, out)
+
+    monkeypatch.setattr(rank.device, "create", slow_create)
+    monkeypatch.setattr(LocalLink, "copy", slow_copy)
+    monkeypatch.setattr(sleep_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    report = rank.change(**BACK)
+    times = {name: report[name] for name in ("map_s", "weights_map_s", "kv_cache_map_s", "copy_s")}
+    assert times == {"map_s": 6, "weights_map_s": 3, "kv_cache_map_s": 3, "copy_s": 3 * 10 + 2 + 3}
+    rank.close()
 
 
 def test_a_failure_before_the_copy_leaves_everything(rank: Rank) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from device_kinds import PAGE
+from fake_virtual_memory import FakeDevice
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rank_memory import Rank
+from rank_memory import LateLink, Rank
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.worker import arena as arena_module
@@ -24,28 +25,33 @@ TARGETS = st.fixed_dictionaries({}, optional={tag: st.sampled_from(states) for t
 class RankMemoryMachine(RuleBasedStateMachine):
     """`states` is what the rank must say; `is_whole`: the weights hold, or will again, what was written last."""
 
+    is_late = False  # whether copies are under way until somebody waits for them
+
     def __init__(self) -> None:
         super().__init__()
         self.host_free = 1 << 40
         self.copies_left: int | None = None  # until one fails; None: none does
-        self.rank = Rank("fake", self._make_store, weights=(300, 3 * PAGE + 7, 4 * PAGE, 50))
+        self.rank = Rank("fake", self._make_store, weights=(300, 9 * PAGE + 7, 4 * PAGE, 50))
         self.states = dict.fromkeys(STATES, "resident")
         self.target: dict[str, str] | None = None  # what is prepared
         self.is_whole, self.seed = True, 0
         self.tenants: list[Any] = []
         self.taken = 0
 
-    def _make_store(self, num_bytes: int) -> MemoryStore:
-        machine = self
+    def _make_store(self, num_bytes: int, device: FakeDevice) -> MemoryStore:
+        link = LateLink(device) if self.is_late else LocalLink()
+        copy = link.copy
 
-        class FailingLink(LocalLink):
-            def copy(self, source: Any, out: Any) -> None:
-                if machine.copies_left == 0:
-                    machine.copies_left = None
+        def failing_copy(source: Any, out: Any) -> Any:
+            if self.copies_left is not None:
+                self.copies_left -= 1
+                if self.copies_left < 0:
+                    self.copies_left = None
                     raise RuntimeError("the copy fails")
-                super().copy(source, out)
+            return copy(source, out)
 
-        return MemoryStore(num_bytes, FailingLink(), HostBudget(lambda: self.host_free, 1))
+        link.copy = failing_copy  # type: ignore[method-assign]
+        return MemoryStore(num_bytes, link, HostBudget(lambda: self.host_free, 1))
 
     @precondition(lambda self: self.target is None)
     @rule(wanted=TARGETS)
@@ -98,13 +104,13 @@ class RankMemoryMachine(RuleBasedStateMachine):
                 tensor.copy_(written)
         self.is_whole = True
 
-    @rule(call=st.sampled_from(["create", "map", "set_access"]), count=st.integers(0, 4))
+    @rule(call=st.sampled_from(["create", "map", "set_access"]), count=st.integers(0, 7))
     def fail(self, call: str, count: int) -> None:
         self.rank.device.fail_after(call, count)
 
-    @rule(host_free=st.sampled_from([0, 4 * PAGE, 1 << 40]), fails=st.booleans())
-    def host(self, host_free: int, fails: bool) -> None:
-        self.host_free, self.copies_left = host_free, 0 if fails else None
+    @rule(host_free=st.sampled_from([0, 4 * PAGE, 1 << 40]), copies_left=st.sampled_from([None, 0, 1, 2]))
+    def host(self, host_free: int, copies_left: int | None) -> None:
+        self.host_free, self.copies_left = host_free, copies_left
 
     @rule(num_pages=st.integers(1, 60))
     def another_tenant(self, num_pages: int) -> None:
@@ -169,5 +175,16 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "_MAX_PIECE_BYTES", 4 * PAGE)
 
 
+class LateCopiesMachine(RankMemoryMachine):
+    is_late = True
+
+
+SETTINGS = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=ALL)
+
+
 class TestRankMemory(RankMemoryMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=ALL)
+    settings = SETTINGS
+
+
+class TestLateCopies(LateCopiesMachine.TestCase):
+    settings = SETTINGS

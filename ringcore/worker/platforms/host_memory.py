@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,6 +38,7 @@ class HostVirtualMemory(VirtualMemory):
     as they are first written."""
 
     granularity = mmap.PAGESIZE
+    waits_to_create: ClassVar[bool] = False  # and what is free is looked at once for all that is asked
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         """free_bytes: of the host, for this process."""
