@@ -10,6 +10,7 @@
 #     BESIDE     what else runs on the machine meanwhile, e.g. where each GPU has a benchmark of its own
 #     COMMIT     the commit of the code, where it is a copy without git
 #     GPU        options of the gpu part, e.g. "--models Qwen3-8B --rounds 2 --seconds 400"
+#     TP         options of the tensor_parallel part, e.g. "--rounds 2"
 #     SLEEP      options of the sleep part, e.g. "--rounds 1"
 #     SERVICE    options of the service part, e.g. "--requests 100"; both services need FastAPI and uvicorn
 set -uo pipefail
@@ -36,7 +37,7 @@ if has tests; then scripts/check_on_gpu.sh || failed=1; fi
 if has attention; then bench gpu_attention; fi
 if has gpu; then bench gpu "${peer[@]}" ${GPU:-}; fi
 if has tensor_parallel && [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
-  bench gpu "${peer[@]}" --models Qwen3-8B --batches 1,32 --tensor-parallel-size 2 --what decode,offline
+  bench gpu "${peer[@]}" --models Qwen3-8B --batches 1,32 --tensor-parallel-size 2 --what decode,offline ${TP:-}
 fi
 if has startup; then bench gpu_startup "${peer[@]}"; fi
 if has sleep; then bench gpu_sleep "${peer[@]}" ${SLEEP:-}; fi
