@@ -1,4 +1,4 @@
-"""Where a decode step's time on the GPU goes, kernel by kernel."""
+"""Where a step's time on the GPU goes, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.driver import BenchmarkError
 from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note, numbers
 from benchmarks.models import PublishedModel, find_published
@@ -17,15 +18,18 @@ from benchmarks.result import Findings, Measurement
 __all__ = ["GpuProfile"]
 
 TIMEOUT_S = 180.0
+WHAT = ("decode", "prompts")
 NUM_STEPS = 32
 PROMPT_TOKENS = {1: 128}  # by batch; of others:
 MANY_PROMPT_TOKENS = 512
+NUM_PROMPT_STEPS = 4
+LONG_PROMPT_TOKENS = 4095
 _LONGEST_NAME = 80
 OTHERS = "all others"
 
 
 class GpuProfile(Benchmark):
-    """µs of each kernel of a decode step, by torch's profiler; needs no model"""
+    """µs of each kernel of a step, by torch's profiler; needs no model"""
 
     needs_model: ClassVar[bool] = False
     default_rounds: ClassVar[int] = 1
@@ -35,6 +39,7 @@ class GpuProfile(Benchmark):
         add_engine_arguments(parser)
         parser.set_defaults(models="Qwen3-0.6B")
         parser.add_argument("--batches", default="1,256", help="requests that decode (default: 1,256)")
+        parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: both)")
         parser.add_argument("--top", type=int, default=20, help="kernels with a row of their own (default: 20)")
         Deadline.add_arguments(parser)
 
@@ -42,12 +47,16 @@ class GpuProfile(Benchmark):
         options = plan.options
         (spec,) = gpu_specs(replace(plan, specs=plan.specs[:1]), "profile")
         batches, deadline = numbers("--batches", options.batches), Deadline(options.seconds)
+        kinds = options.what.split(",")
+        if unknown := [kind for kind in kinds if kind not in WHAT]:
+            raise BenchmarkError(f"--what {options.what}: no {unknown[0]!r}; there are: {', '.join(WHAT)}")
         measurements: list[Measurement] = []
         facts: dict[str, Any] = {}
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             for model in find_published(options.models):
                 if deadline.allows(model.name):
-                    found, facts = _profile(spec, model, Path(folder), batches, plan.rounds, options.top)
+                    cases = _cases(kinds, batches)
+                    found, facts = _profile(spec, model, Path(folder), cases, plan.rounds, options.top)
                     measurements += found
         return Findings(
             measurements=measurements,
@@ -56,20 +65,38 @@ class GpuProfile(Benchmark):
         )
 
 
+def _cases(kinds: list[str], batches: list[int]) -> dict[str, tuple[str, dict[str, int]]]:
+    """By name, a command of the child and its arguments."""
+    cases: dict[str, tuple[str, dict[str, int]]] = {}
+    if "decode" in kinds:
+        for batch in batches:
+            tokens = PROMPT_TOKENS.get(batch, MANY_PROMPT_TOKENS)
+            arguments = {"batch": batch, "prompt_tokens": tokens, "num_steps": NUM_STEPS}
+            cases[f"batch {batch}"] = ("profile", arguments)
+    if "prompts" in kinds:
+        arguments = {"prompt_tokens": LONG_PROMPT_TOKENS, "num_steps": NUM_PROMPT_STEPS}
+        cases[f"prompts of {LONG_PROMPT_TOKENS:,} tokens"] = ("profile_prompts", arguments)
+    return cases
+
+
 def _profile(
-    spec: EngineSpec, model: PublishedModel, folder: Path, batches: list[int], rounds: int, top: int
+    spec: EngineSpec,
+    model: PublishedModel,
+    folder: Path,
+    cases: dict[str, tuple[str, dict[str, int]]],
+    rounds: int,
+    top: int,
 ) -> tuple[list[Measurement], dict[str, Any]]:
-    """One engine for all batches; its rows, and its facts."""
+    """One engine for all cases; its rows, and its facts."""
     measurements = []
     with spec.start() as driver:
         facts = load_engine(driver, spec, model.write(folder)).facts
-        for batch in batches:
-            shown = f"{model.name}, batch {batch}"
-            arguments = {"batch": batch, "prompt_tokens": PROMPT_TOKENS.get(batch, MANY_PROMPT_TOKENS)}
+        for name, (command, arguments) in cases.items():
+            shown = f"{model.name}, {name}"
             taken = []
             for round_ in range(1, rounds + 1):
                 note(f"{shown}: round {round_} of {rounds}")
-                taken.append(driver.call("profile", TIMEOUT_S, num_steps=NUM_STEPS, **arguments))
+                taken.append(driver.call(command, TIMEOUT_S, **arguments))
             measurements += rows_of(shown, spec.name, taken, top)
     return measurements, facts
 
@@ -115,7 +142,8 @@ def short_name(name: str) -> str:
 def _conditions(dtype: str) -> list[str]:
     return [
         f"Random weights in {dtype}; the engine and its worker in one process, {NUM_STEPS} greedy decode steps after "
-        f"prompts of {PROMPT_TOKENS[1]} tokens (batch 1) or {MANY_PROMPT_TOKENS}. By the clock: without the profiler.",
+        f"prompts of {PROMPT_TOKENS[1]} tokens (batch 1) or {MANY_PROMPT_TOKENS}, {NUM_PROMPT_STEPS} steps of whole "
+        "prompts alone. By the clock: without the profiler.",
         "Kernels: their own durations by torch's profiler, which may overlap where one is launched before the one "
         "before it has ended; all are microseconds a step, the number before a name how often a step runs it.",
     ]

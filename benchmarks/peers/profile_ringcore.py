@@ -1,4 +1,4 @@
-"""ringcore's engine in this process, and which kernels its decode steps run."""
+"""ringcore's engine in this process, and which kernels its steps run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from ringcore.sampling_params import SamplingParams
 
 PACKAGES = ("ringcore", "torch", "triton", "numpy")
 WARM_STEPS = 16  # of decoding, before any is looked at
+WARM_PROMPT_STEPS = 3
 NEW_TOKENS = 1024  # more than are looked at: the first requests decode while the prompts of others are computed
 
 
 class ProfiledRingcore:
-    """Commands: load, profile."""
+    """Commands: load, profile, profile_prompts."""
 
     def __init__(self) -> None:
         self._core: EngineCore | None = None
         self._ids = count()
+        self._draw = random.Random(0)
+        self._waiting: set[str] = set()
 
     def load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         began_s = time.perf_counter()
@@ -46,19 +49,21 @@ class ProfiledRingcore:
         step_us = self._clocked_us(num_steps)
         events = self._profiled(num_steps)
         self._finish()
-        span_us, busy_us = spans(events)
-        launches: dict[str, float] = defaultdict(float)
-        durations_us: dict[str, float] = defaultdict(float)
-        for name, _, duration_us in events:
-            launches[name] += 1 / num_steps
-            durations_us[name] += duration_us / num_steps
-        rows = [(name, launches[name], us) for name, us in durations_us.items()]
-        return {
-            "step_us": step_us,
-            "span_us": span_us / num_steps,
-            "busy_us": busy_us / num_steps,
-            "kernels": sorted(rows, key=lambda row: -row[2]),
-        }
+        return _summary(step_us, events, num_steps)
+
+    def profile_prompts(self, prompt_tokens: int, num_steps: int) -> dict[str, Any]:
+        """The same of steps that have nothing but prompts of `prompt_tokens`, as many as a step has room for."""
+        a_step = max(1, self._engine.ready.max_num_batched_tokens // prompt_tokens)
+        self._waiting = set()
+        # Twice what is looked at, and what is under way when the last step looked at has ended.
+        for _ in range(a_step * 2 * (WARM_PROMPT_STEPS + num_steps)):
+            self._ask(prompt_tokens, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        for _ in range(WARM_PROMPT_STEPS):
+            self._engine.step()
+        step_us = self._clocked_us(num_steps)
+        events = self._profiled(num_steps)
+        self._finish()
+        return _summary(step_us, events, num_steps)
 
     def close(self) -> None:
         if self._core is not None:
@@ -71,19 +76,20 @@ class ProfiledRingcore:
 
     def _begin(self, batch: int, prompt_tokens: int) -> None:
         """All requests decode when this returns, and have done so for a while."""
-        draw = random.Random(batch)
-        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        self._waiting: set[str] = set()
+        self._waiting = set()
         for _ in range(batch):
-            prompt = draw.choices(range(self._vocab_size), k=prompt_tokens)
-            request = EngineCoreRequest(f"request-{next(self._ids)}", prompt, params, 0.0)
-            self._waiting.add(request.request_id)
-            self._engine.add_request(request)
+            self._ask(prompt_tokens, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
         waiting = set(self._waiting)
         while waiting:
             waiting -= {output.request_id for output in self._engine.step().outputs if output.new_token_ids}
         for _ in range(WARM_STEPS):
             self._engine.step()
+
+    def _ask(self, prompt_tokens: int, params: SamplingParams) -> None:
+        prompt = self._draw.choices(range(self._vocab_size), k=prompt_tokens)
+        request = EngineCoreRequest(f"request-{next(self._ids)}", prompt, params, 0.0)
+        self._waiting.add(request.request_id)
+        self._engine.add_request(request)
 
     def _clocked_us(self, num_steps: int) -> float:
         began_s = time.perf_counter()
@@ -118,6 +124,22 @@ class ProfiledRingcore:
             self._engine.step()
 
 
+def _summary(step_us: float, events: list[tuple[str, float, float]], num_steps: int) -> dict[str, Any]:
+    span_us, busy_us = spans(events)
+    launches: dict[str, float] = defaultdict(float)
+    durations_us: dict[str, float] = defaultdict(float)
+    for name, _, duration_us in events:
+        launches[name] += 1 / num_steps
+        durations_us[name] += duration_us / num_steps
+    rows = [(name, launches[name], us) for name, us in durations_us.items()]
+    return {
+        "step_us": step_us,
+        "span_us": span_us / num_steps,
+        "busy_us": busy_us / num_steps,
+        "kernels": sorted(rows, key=lambda row: -row[2]),
+    }
+
+
 def spans(events: list[tuple[str, float, float]]) -> tuple[float, float]:
     """(from the first beginning to the last end, the time in which at least one ran) in microseconds; of events in the
     order of their beginnings. Kernels overlap where one is launched before the one before it has ended."""
@@ -132,6 +154,6 @@ def spans(events: list[tuple[str, float, float]]) -> tuple[float, float]:
 if __name__ == "__main__":
     profiled = ProfiledRingcore()
     try:
-        serve({"load": profiled.load, "profile": profiled.profile})
+        serve({"load": profiled.load, "profile": profiled.profile, "profile_prompts": profiled.profile_prompts})
     finally:
         profiled.close()

@@ -22,16 +22,16 @@ def set_aside_for_one_program(kernel: Any, device: torch.device) -> None:
     A wish, which the driver may not grant, and which is lost where cuda-bindings is not installed.
     """
     if kernel is not None:
-        properties = torch.cuda.get_device_properties(device)
-        _prefer(kernel.function, -(-100 * kernel.metadata.shared // properties.shared_memory_per_multiprocessor))
+        _prefer(kernel.function, kernel.metadata.shared, device)
 
 
-@functools.cache  # once a kernel and device
-def _prefer(function: int, percent: int) -> None:
+@functools.cache  # a launch is to cost no more for it
+def _prefer(function: int, num_bytes: int, device: torch.device) -> None:
     try:
         from cuda.bindings import driver
     except ImportError:
         return
+    percent = -(-100 * num_bytes // torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
     carve_out = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     (code,) = driver.cuFuncSetAttribute(driver.CUfunction(function), carve_out, percent)
     if int(code):

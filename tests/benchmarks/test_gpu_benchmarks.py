@@ -300,6 +300,8 @@ def test_ringcores_child_does_what_is_measured(tmp_path: Path) -> None:
 def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "NUM_STEPS", 3)
     monkeypatch.setattr(gpu_profile, "MANY_PROMPT_TOKENS", 24)
+    monkeypatch.setattr(gpu_profile, "LONG_PROMPT_TOKENS", 40)
+    monkeypatch.setattr(gpu_profile, "NUM_PROMPT_STEPS", 2)
     findings = run(GpuProfile, engine_specs([], "eager"), *CPU, "--batches=2", "--top=3")
     rows = samples_of(findings)
     assert list(rows)[:3] == [
@@ -307,8 +309,11 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "tiny, batch 2, a step on the device, µs",
         "tiny, batch 2, of it without a kernel, µs",
     ]
-    assert len(rows) == 3 + 1 + 3 + 1
-    assert rows["tiny, batch 2, a step on the device, µs"]["ringcore"][0] > 0
+    assert len(rows) == 2 * (3 + 1 + 3 + 1)
+    for case in ("batch 2", "prompts of 40 tokens"):
+        assert rows[f"tiny, {case}, a step on the device, µs"]["ringcore"][0] > 0
+    with pytest.raises(BenchmarkError, match="--what"):
+        run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")
 
 
 def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
