@@ -7,6 +7,13 @@ Stream-K's, Osama et al., 2023.)
     pairs     |----- a -----|- b -|------------- c -------------|-- d --|
     programs  |.... 0 ....|.... 1 ....|.... 2 ....|.... 3 ....|.... 4 ....|
 
+A run that goes on in another pair begins there anew, and a pair that ends in another run has one part more to be added
+up. So where the pairs are nearly of one length, and no more than the programs, every pair is cut for itself, into equal
+parts that are little longer than the runs would be:
+
+    pairs     |------ a ------|----- b -----|------- c -------|----- d -----|
+    programs  |.. 0 ..|.. 1 ..|. 2 .|.. 3 ..|.. 4 ...|... 5 ..|. 6 .|.. 7 ..|
+
 The cut depends on the lengths alone. A kernel makes it, once a step for all layers, so nothing of a launch depends on
 a number that the host would have to know.
 """
@@ -36,6 +43,10 @@ RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
 _FEW_SEQS = 2  # up to here a step is short, so that ramping up and merging are most of it
+# How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: to begin anew in
+# the next pair and to add up one part more takes about as long.
+_SLACK_PERCENT = tl.constexpr(15)
+_MOST_SLACK = tl.constexpr(2)
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
 
 
@@ -71,33 +82,47 @@ def _plan_decode(
     if skips_empty:
         # Those before the last one that has tokens count: a run goes from one sequence to the next, and passes none.
         counted = index <= tl.max(tl.where(counted & (seq_len > 0), index, -1), 0)
-    tiles = tl.where(counted, tiles * num_kv_heads, 0)
-    ends = tl.cumsum(tiles, 0)
-    num_tiles = tl.sum(tiles, 0)
+    tiles = tl.where(counted, tiles, 0)  # of a pair
+    num_tiles = tl.sum(tiles, 0) * num_kv_heads
     used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
     base = num_tiles // used  # the first `extra` programs have base + 1 tiles, the others base
     extra = num_tiles % used
+    slack = tl.minimum(base * _SLACK_PERCENT // 100, _MOST_SLACK)
+    longest = base + tl.maximum((extra > 0).to(tl.int32), slack)
+    parts = tl.cdiv(tiles, tl.maximum(longest, 1))  # of a pair
+    num_parts = tl.sum(parts, 0) * num_kv_heads
+    by_pair = num_parts <= num_programs  # each pair for itself: a program has a part
+    used = tl.where(by_pair, num_parts, used)
 
+    # In units, which are parts of pairs or tiles: where each sequence ends, and where the runs begin.
+    units = tl.where(by_pair, parts, tiles) * num_kv_heads
+    ends = tl.cumsum(units, 0)
     program = tl.program_id(0) * programs + tl.arange(0, programs)
-    at = program * base + tl.minimum(program, extra)
-    count = tl.where(program < used, base + (program < extra).to(tl.int32), 0)
+    at = tl.where(by_pair, program, program * base + tl.minimum(program, extra))
     passed = ends[None, :] <= at[:, None]  # [programs, seqs]: sequences that are wholly before the run
-    holds = (ends[None, :] > at[:, None]) & ((ends - tiles)[None, :] <= at[:, None])  # the one in which it begins
+    holds = (ends[None, :] > at[:, None]) & ((ends - units)[None, :] <= at[:, None])  # the one in which it begins
     sequence = tl.sum(passed.to(tl.int32), 1)
-    in_sequence = at - tl.sum(tl.where(passed, tiles[None, :], 0), 1)
-    pair_tiles = tl.maximum(tl.sum(tl.where(holds, tiles[None, :], 0), 1) // num_kv_heads, 1)
-    tile = in_sequence % pair_tiles
-    pair_at = at - tile  # the first tile of the pair, in the row
-    longer = extra * (base + 1)  # tiles in the runs of base + 1
-    first_program = tl.where(pair_at < longer, pair_at // (base + 1), extra + (pair_at - longer) // tl.maximum(base, 1))
+    in_sequence = at - tl.sum(tl.where(passed, units[None, :], 0), 1)
+    pair_units = tl.maximum(tl.sum(tl.where(holds, units[None, :], 0), 1) // num_kv_heads, 1)
+    in_pair = in_sequence % pair_units
+    # A pair for itself: its first `longer` parts have a tile more than the others.
+    pair_tiles = tl.sum(tl.where(holds, tiles[None, :], 0), 1)
+    part_tiles = pair_tiles // pair_units
+    longer = pair_tiles % pair_units
+    tile = tl.where(by_pair, in_pair * part_tiles + tl.minimum(in_pair, longer), in_pair)
+    count = tl.where(by_pair, part_tiles + (in_pair < longer).to(tl.int32), base + (program < extra).to(tl.int32))
+    # All in one row: the program that has the pair's first tile.
+    pair_at = at - in_pair
+    before = extra * (base + 1)  # tiles in the runs of base + 1
+    in_row = tl.where(pair_at < before, pair_at // (base + 1), extra + (pair_at - before) // tl.maximum(base, 1))
     record = starts + program * RECORD
     mine = program < num_programs
     tl.store(record + SEQUENCE, sequence, mask=mine)
-    tl.store(record + HEAD, in_sequence // pair_tiles, mask=mine)
+    tl.store(record + HEAD, in_sequence // pair_units, mask=mine)
     tl.store(record + TILE, tile, mask=mine)
-    tl.store(record + COUNT, count, mask=mine)
+    tl.store(record + COUNT, tl.where(program < used, count, 0), mask=mine)
     tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=mine)
-    tl.store(record + FIRST_PROGRAM, first_program, mask=mine)
+    tl.store(record + FIRST_PROGRAM, tl.where(by_pair, pair_at, in_row), mask=mine)
 
 
 class DecodeTiling(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -83,6 +85,13 @@ def test_many_parts_of_one_sequence(device, num_programs) -> None:
     check([64 * 35 + 3], num_programs, device=device, num_heads=2, num_kv_heads=1, head_size=16)
 
 
+@pytest.mark.parametrize("num_programs", [4, 8, 9, 20])
+@pytest.mark.parametrize("lens", [[200] * 4, [190, 260, 230, 200], [700, 640], [100, 1, 0, 90]])
+def test_sequences_of_about_one_length(device, lens, num_programs) -> None:
+    """Cut pair by pair, into one part or several, where there are programs enough."""
+    check(lens, num_programs, device=device, num_heads=2, num_kv_heads=2, head_size=16)
+
+
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 200, 5000])
 def test_windows(device, window) -> None:
     check(SKEWED, 5, window, device=device, num_heads=2, num_kv_heads=1, head_size=16)
@@ -120,23 +129,37 @@ TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, 
 @pytest.mark.parametrize(
     ("num_programs", "window"), [(1, None), (6, 100), (17, None), pytest.param(264, 100, marks=needs_gpu)]
 )
-@pytest.mark.parametrize("lens", [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40]])
-def test_the_cut_is_even_and_whole(device, num_programs, window, lens) -> None:
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40], [640] * 4, [640, 700, 660], [1280] * 2],
+)
+def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens) -> None:
     work = DecodeWork.allocate(6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs)
     work.starts.fill_(-1)
     work.plan(torch.tensor(lens, dtype=torch.int32, device=device))
     tiles, at = pairs_of(lens, work), 0
     counts = work.starts[:, 3].tolist()
     assert sum(counts) == len(tiles)
+    used = max(1, min(num_programs, len(tiles) // TILING.min_tiles))
+    base = len(tiles) // used
+    longest = max(-(-len(tiles) // used), base + min(2, base * 15 // 100))
+    lengths = Counter((sequence, head) for sequence, head, _ in tiles)
+    num_parts = sum(-(-length // longest) for length in lengths.values())
     working = [count for count in counts if count]
-    assert max(working) - min(working) <= 1
-    assert len(working) == max(1, min(num_programs, len(tiles) // TILING.min_tiles))
+    assert max(working) <= longest
+    if num_parts <= num_programs:
+        assert len(working) == num_parts
+    else:
+        assert len(working) == used
+        assert max(working) - min(working) <= 1
     program_of = [program for program, count in enumerate(counts) for _ in range(count)]
     for sequence, head, tile, count, seq_len, first_program, *_ in work.starts.tolist():
         if count:
             assert (sequence, head, tile) == tiles[at]
             assert seq_len == lens[sequence]
             assert first_program == program_of[at - tile]
+            if num_parts <= num_programs:
+                assert tiles[at + count - 1][:2] == (sequence, head), "the run is of one pair"
         else:
             assert seq_len == 0
         at += count
