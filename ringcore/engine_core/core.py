@@ -4,7 +4,9 @@
                        ▲                                                  │
                        └──update── ModelRunnerOutput ◀─────────────────────┘
 
-It runs in the caller's process; `process.py` puts it into one of its own.
+It runs in the caller's process; `process.py` puts it into one of its own. What it is made of has its owners: the steps
+(`steps_in_flight.py`), the workers (`supervisor.py`) and calls to them (`worker_calls.py`), their memory
+(`memory_control.py`), grammars (`grammar_gate.py`). Here is what callers have of them, and how they meet.
 
 With `max_worker_restarts` it outlives its workers (`supervisor.py`). All that a request is, its tokens, its seed and
 its place in the queue, is in the scheduler, and what a token is depends on these alone; so the requests are computed
@@ -15,21 +17,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.grammar_gate import GrammarGate
+from ringcore.engine_core.health import engine_health
 from ringcore.engine_core.memory_calls import check_not_own, steps_by_rank, steps_of
-from ringcore.engine_core.memory_control import CALL_TIMEOUT_S, MemoryControl
+from ringcore.engine_core.memory_control import MemoryControl
 from ringcore.engine_core.memory_methods import OPERATIONS, MemoryMethods
 from ringcore.engine_core.operations import Operation, Operations
 from ringcore.engine_core.output_reader import OutputReader, output_columns
 from ringcore.engine_core.request_gate import RequestGate
-from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor, step_failed
+from ringcore.engine_core.steps_in_flight import StepsInFlight
+from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
+from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
@@ -40,18 +43,13 @@ from ringcore.protocol import (
     EngineHealth,
     EngineRecovering,
     EngineStats,
-    HealthState,
     MemoryReport,
     OutputColumns,
     PauseMode,
-    SchedulerOutput,
 )
 from ringcore.scheduler.scheduler import Scheduler
-from ringcore.structured_outputs import StructuredOutputsParams
 
 __all__ = ["EngineCore"]
-
-T = TypeVar("T")
 
 
 class EngineCore(MemoryMethods):
@@ -64,9 +62,6 @@ class EngineCore(MemoryMethods):
     on_recovery: told of each restart before it is made; it must not raise. `ready` is the new workers' afterwards, and
     `wait_fds` gives other descriptors.
     clock: gives seconds; that by which `arrival_s` of requests was taken.
-
-    Invariant: `_in_flight` holds the steps handed to the executor whose results were not taken in, oldest first,
-    and never more than `steps_in_flight` of them.
     """
 
     def __init__(
@@ -79,9 +74,7 @@ class EngineCore(MemoryMethods):
         self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
-        self._in_flight: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
-        self.num_steps_taken = 0  # steps whose results were taken in, or lost with the workers
-        self._last_step_s: float | None = None  # when the last result was taken in
+        self._calls = WorkerCalls(self._executor, self._supervisor, self._recover)
         self._untold: list[EngineCoreOutput] = []  # of no step, for the next `advance` to give out
         self._held: deque[OutputColumns] = deque()  # of steps that were taken while an operation was waited for
         try:
@@ -98,10 +91,12 @@ class EngineCore(MemoryMethods):
             seed=config.model.seed,
             clock=clock,
         )
+        depth = config.scheduler.steps_in_flight
+        self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)
         self._reader = OutputReader()
-        self._grammars = GrammarGate(config, self._scheduler, self._compile_grammar, self._untold)
-        gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._in_flight, self._untold)
-        self._memory = MemoryControl(self._submit_timed, gate, config.device.enable_sleep_mode)
+        self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._untold)
+        gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._untold)
+        self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._hold_a_step)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ class EngineCore(MemoryMethods):
         """Whether `step` has something to do: a request that is not finished, unless a pause or a sleep keeps it from
         going on; a step in flight; an operation under way; an output to give.
         """
-        is_busy = bool(self._in_flight or self._untold or self._held or self._operations or self._grammars)
+        is_busy = bool(self._steps or self._untold or self._held or self._operations or self._grammars)
         return is_busy or self._scheduler.has_unfinished
 
     @property
@@ -140,11 +135,16 @@ class EngineCore(MemoryMethods):
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._steps)
+
+    @property
+    def num_steps_taken(self) -> int:
+        """Steps whose results were taken in, or lost with the workers."""
+        return self._steps.num_taken
 
     @property
     def num_steps_launched(self) -> int:
-        return self.num_steps_taken + len(self._in_flight)
+        return self._steps.num_taken + len(self._steps)
 
     # -----------------------------------------------------------------------------------------------------------
     # The step.
@@ -171,11 +171,11 @@ class EngineCore(MemoryMethods):
 
     def _advance(self, block: bool, max_steps: int = 1) -> OutputColumns | None:
         self._supervisor.check_alive()
-        with self._errors_end_the_engine():
+        with self._supervisor.errors_end_the_engine():
             try:
                 self._supervisor.check_serving()
                 self._grammars.drive()
-                columns = self._take_step(block, max_steps)
+                columns = self._steps.take(block, max_steps)
             except WorkersLost:
                 self._recover()
                 columns = output_columns([], self.stats())
@@ -187,49 +187,17 @@ class EngineCore(MemoryMethods):
             self._grammars.wait(self.wait_fds())
         return columns
 
-    def _take_step(self, block: bool, max_steps: int) -> OutputColumns | None:
-        """Raises `WorkersLost`; any other error is the scheduler's own, which cannot be survived."""
-        while len(self._in_flight) < self.config.scheduler.steps_in_flight:
-            scheduled = self._scheduler.schedule(max_steps)
-            if scheduled is None:
-                break
-            with self._supervisor.guarded():
-                self._in_flight.append((scheduled, self._executor.execute_model(scheduled)))
-        if not self._in_flight:
-            assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
-            return None
-        scheduled, future = self._in_flight[0]
-        if not block and not future.done():
-            return None
-        with self._supervisor.guarded():
-            model_output = future.result()
-        self._in_flight.popleft()  # only now: an interrupt while waiting must not lose the step
-        self.num_steps_taken += 1
-        self._last_step_s = self._clock()
-        return self._scheduler.update(scheduled, model_output)
-
     def _recover(self) -> None:
         """New workers in place of the lost ones, and every running request back to the queue."""
         cause = self._supervisor.lost
         assert cause is not None
-        with self._errors_end_the_engine():
+        with self._supervisor.errors_end_the_engine():
             self.ready, kv_cache = self._supervisor.replace()
-            self._untold += self._scheduler.recover(kv_cache, cause, num_executed=len(self._in_flight))
-        self.num_steps_taken += len(self._in_flight)
-        self._in_flight.clear()
+            self._untold += self._scheduler.recover(kv_cache, cause, num_executed=len(self._steps))
+        self._steps.lose()
         self._grammars.workers_replaced()
         if (steps := self._memory.workers_replaced()) is not None:
             self._operations.submit("recovery", steps, first=True)
-
-    @contextmanager
-    def _errors_end_the_engine(self) -> Iterator[None]:
-        try:
-            yield
-        except EngineDeadError as error:
-            self._supervisor.end(error)
-            raise
-        except Exception as error:
-            raise self._supervisor.end(step_failed(error)) from error
 
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
@@ -255,10 +223,7 @@ class EngineCore(MemoryMethods):
             check_not_own(call.method)
             if call.method in OPERATIONS:
                 return self._submit_by_rank(call)
-        return self._forward(call)
-
-    def _forward(self, call: EncodedCall) -> RpcFuture:
-        return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
+        return self._calls.forward(call)
 
     def collective_rpc(
         self,
@@ -278,14 +243,14 @@ class EngineCore(MemoryMethods):
     def capture_graph(self) -> RpcFuture:
         """Has every rank capture one of the CUDA graphs that are not there; the value: how many are left, by rank. For
         an engine that `is_idle`."""
-        return self._submit_timed("capture_graph", [])
+        return self._calls.submit("capture_graph")
 
     def check_workers(self) -> None:
         """Notices a worker that died while nothing was asked of it: raises `EngineDeadError`, or replaces the workers.
 
         Waits for nothing but the new workers.
         """
-        self._with_workers(self._executor.check)
+        self._calls.check()
 
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when a step or a call may have completed, or a worker has died.
@@ -293,17 +258,7 @@ class EngineCore(MemoryMethods):
         Asking any future takes in the replies of all, and makes them unreadable: see `loop.EngineLoop`. They are
         others after a restart, and from call to call while a grammar is compiled.
         """
-        return [*self._with_workers(self._executor.wait_fds), *self._grammars.fds]
-
-    def _with_workers(self, call: Callable[[], T]) -> T:
-        """Calls the executor; where it says that the workers are lost, new ones, which then get the call."""
-        while True:
-            try:
-                self._supervisor.check_serving()
-                with self._supervisor.guarded(EngineDeadError):
-                    return call()
-            except WorkersLost:
-                self._recover()
+        return [*self._calls.wait_fds(), *self._grammars.fds]
 
     def pause(self, mode: PauseMode = "new") -> None:
         """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is begun.
@@ -349,12 +304,6 @@ class EngineCore(MemoryMethods):
         report: MemoryReport = self.submit_operation(name, (), kwargs, timeout).result()
         return report
 
-    def _submit_timed(self, method: str, args: Sequence[Any]) -> RpcFuture:
-        return self._forward(EncodedCall.of(method, args, timeout=CALL_TIMEOUT_S))
-
-    def _compile_grammar(self, spec: StructuredOutputsParams, timeout_s: float) -> RpcFuture:
-        return self._forward(EncodedCall.of("compile_grammar", [asdict(spec)], timeout=timeout_s))
-
     def _hold_a_step(self) -> None:
         if (columns := self._advance(block=True)) is not None:
             self._held.append(columns)
@@ -381,32 +330,9 @@ class EngineCore(MemoryMethods):
 
     def health(self) -> EngineHealth:
         """How the engine and each worker do, without asking the workers anything. Never waits, never raises."""
-        stats, dead, now = self._scheduler.stats(), self._supervisor.dead, self._clock()
-        oldest_step_s = None if dead else self._executor.oldest_step_s()
-        return EngineHealth(
-            state=self._state(oldest_step_s),
-            step=stats.step,
-            last_step_age_s=None if self._last_step_s is None else now - self._last_step_s,
-            oldest_step_s=oldest_step_s,
-            oldest_waiting_s=self._scheduler.oldest_waiting_s(now),
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_restarts=self._supervisor.num_restarts,
-            restart_cause=self._supervisor.restart_cause,
-            ranks=[] if dead else self._executor.health(),
-            error=dead.message if dead else None,
-            memory=self._memory.states.as_dict(),
+        return engine_health(
+            self._scheduler, self._steps, self._executor, self._supervisor, self._memory.states, self._clock()
         )
-
-    def _state(self, oldest_step_s: float | None) -> HealthState:
-        if self._supervisor.dead is not None:
-            return "dead"
-        if self._supervisor.lost is not None:
-            return "starting"
-        if not self._memory.states.serves:
-            return "sleeping"
-        stalls = oldest_step_s is not None and oldest_step_s > self.config.parallel.stall_warning_s
-        return "stalled" if stalls else "ready"
 
     # -----------------------------------------------------------------------------------------------------------
     # The end.
@@ -414,7 +340,7 @@ class EngineCore(MemoryMethods):
     def shutdown(self) -> None:
         """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`."""
         self._supervisor.end(EngineDeadError("the engine was shut down", process="engine"))
-        self._in_flight.clear()
+        self._steps.clear()
         self._grammars.close()
         self._executor.shutdown()
 

@@ -20,9 +20,8 @@ from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError,
 from ringcore.executor.base import RpcFuture
 from ringcore.protocol import MemoryReport, MemoryState, SleepMode
 
-__all__ = ["CALL_TIMEOUT_S", "MemoryControl", "Requests"]
+__all__ = ["MemoryControl", "Requests"]
 
-CALL_TIMEOUT_S = 1800.0  # of one call to the workers; to read new weights may take long
 _MODES = ("abort", "wait", "keep")
 
 RankReports = list[dict[str, float]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sized
 
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.supervisor import WorkerSupervisor
@@ -21,7 +21,7 @@ class RequestGate:
         scheduler: Scheduler,
         grammars: GrammarGate,
         supervisor: WorkerSupervisor,
-        in_flight: Collection[object],
+        in_flight: Sized,
         untold: list[EngineCoreOutput],
     ) -> None:
         self._scheduler, self._grammars, self._supervisor = scheduler, grammars, supervisor

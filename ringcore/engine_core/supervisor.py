@@ -27,7 +27,7 @@ from ringcore.executor.ring_buffer import Buffer
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol import EngineReady, EngineRecovering, WireError
 
-__all__ = ["WorkerSupervisor", "WorkersLost", "step_failed"]
+__all__ = ["WorkerSupervisor", "WorkersLost"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +79,17 @@ class WorkerSupervisor:
             self.dead = error
         return self.dead
 
+    @contextmanager
+    def errors_end_the_engine(self) -> Iterator[None]:
+        """For what cannot be survived: an error is what the engine dies of, raised as `EngineDeadError`."""
+        try:
+            yield
+        except EngineDeadError as error:
+            self.end(error)
+            raise
+        except Exception as error:
+            raise self.end(_step_failed(error)) from error
+
     # -----------------------------------------------------------------------------------------------------------
     # Loss.
 
@@ -97,7 +108,7 @@ class WorkerSupervisor:
     def note_loss(self, error: Exception) -> None:
         """The workers cannot go on. Raises `EngineDeadError` where no restart is left: then the engine is dead."""
         if self.lost is None:
-            self._lose(error if isinstance(error, EngineDeadError) else step_failed(error), error)
+            self._lose(error if isinstance(error, EngineDeadError) else _step_failed(error), error)
 
     def _lose(self, cause: EngineDeadError, error: Exception) -> None:
         self.check_alive()  # a signal handler may have shut the engine down meanwhile
@@ -189,7 +200,7 @@ class _WatchedFuture:
             raise WorkerDiedError(error.message, **error.details) from error
 
 
-def step_failed(error: Exception) -> EngineDeadError:
+def _step_failed(error: Exception) -> EngineDeadError:
     return EngineDeadError(f"a step failed: {_text(error)}", **({"process": "engine"} | _details(error)))
 
 

@@ -1,0 +1,51 @@
+"""How an engine does, as far as can be seen without asking its workers."""
+
+from __future__ import annotations
+
+from ringcore.engine_core.memory_states import MemoryStates
+from ringcore.engine_core.steps_in_flight import StepsInFlight
+from ringcore.engine_core.supervisor import WorkerSupervisor
+from ringcore.executor.base import Executor
+from ringcore.protocol import EngineHealth, HealthState
+from ringcore.scheduler.scheduler import Scheduler
+
+__all__ = ["engine_health"]
+
+
+def engine_health(
+    scheduler: Scheduler,
+    steps: StepsInFlight,
+    executor: Executor,
+    supervisor: WorkerSupervisor,
+    memory: MemoryStates,
+    now: float,
+) -> EngineHealth:
+    """now: seconds, by the clock of `steps` and of the requests. Never waits, never raises."""
+    stats, dead, last_step_s = scheduler.stats(), supervisor.dead, steps.last_taken_s
+    oldest_step_s = None if dead else executor.oldest_step_s()
+    return EngineHealth(
+        state=_state(supervisor, memory, oldest_step_s),
+        step=stats.step,
+        last_step_age_s=None if last_step_s is None else now - last_step_s,
+        oldest_step_s=oldest_step_s,
+        oldest_waiting_s=scheduler.oldest_waiting_s(now),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_restarts=supervisor.num_restarts,
+        restart_cause=supervisor.restart_cause,
+        ranks=[] if dead else executor.health(),
+        error=dead.message if dead else None,
+        memory=memory.as_dict(),
+    )
+
+
+def _state(supervisor: WorkerSupervisor, memory: MemoryStates, oldest_step_s: float | None) -> HealthState:
+    """The first of these that holds: what ends the engine before what only stops it."""
+    if supervisor.dead is not None:
+        return "dead"
+    if supervisor.lost is not None:
+        return "starting"
+    if not memory.serves:
+        return "sleeping"
+    stalls = oldest_step_s is not None and oldest_step_s > supervisor.config.parallel.stall_warning_s
+    return "stalled" if stalls else "ready"

@@ -1,0 +1,57 @@
+"""Calls to an engine's workers, those that it has by turns: where they are lost, new ones come first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
+from ringcore.errors import EngineDeadError
+from ringcore.executor.base import EncodedCall, Executor, RpcFuture
+from ringcore.structured_outputs import StructuredOutputsParams
+
+__all__ = ["WorkerCalls"]
+
+_TIMEOUT_S = 1800.0  # of the engine's own calls; to read new weights may take long
+
+T = TypeVar("T")
+
+
+class WorkerCalls:
+    """Every method raises `EngineDeadError` where the workers are lost and no restart is left.
+
+    recover: puts new workers in the place of those that are lost.
+    """
+
+    def __init__(self, executor: Executor, supervisor: WorkerSupervisor, recover: Callable[[], None]) -> None:
+        self._executor, self._supervisor, self._recover = executor, supervisor, recover
+
+    def forward(self, call: EncodedCall) -> RpcFuture:
+        """`Executor.forward`. The future raises `WorkerDiedError` where the workers die under it and are replaced."""
+        return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
+
+    def submit(self, method: str, args: Sequence[Any] = (), timeout_s: float = _TIMEOUT_S) -> RpcFuture:
+        """`forward` of a call of the engine's own."""
+        return self.forward(EncodedCall.of(method, args, timeout=timeout_s))
+
+    def compile_grammar(self, spec: StructuredOutputsParams, timeout_s: float) -> RpcFuture:
+        return self.submit("compile_grammar", [asdict(spec)], timeout_s)
+
+    def check(self) -> None:
+        """Notices a worker that died while nothing was asked of it."""
+        self._with_workers(self._executor.check)
+
+    def wait_fds(self) -> list[int]:
+        """`Executor.wait_fds`."""
+        return self._with_workers(self._executor.wait_fds)
+
+    def _with_workers(self, call: Callable[[], T]) -> T:
+        """Calls the executor; where it says that the workers are lost, new ones, which then get the call."""
+        while True:
+            try:
+                self._supervisor.check_serving()
+                with self._supervisor.guarded(EngineDeadError):
+                    return call()
+            except WorkersLost:
+                self._recover()
