@@ -17,13 +17,14 @@ aborted on trial leaves a step behind), and stops at its target, where the step 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.running_table import RunningTable
+from ringcore.scheduler.step import StepInFlight
 
-__all__ = ["Quarantine"]
+__all__ = ["Quarantine", "trial_targets"]
 
 
 class Quarantine:
@@ -120,3 +121,28 @@ class Quarantine:
             target = self._targets[self.on_trial.request_id]
             assert running.confirmed[0] < target, "it reached its target and was not cleared"
             assert running.computed[0] <= target, "it went on past its target"
+
+
+def trial_targets(
+    in_flight: Sequence[StepInFlight], num_executed: int, unfinished: Iterable[Request], running: RunningTable
+) -> dict[str, int]:
+    """Who is a suspect, when the workers die that were given the oldest `num_executed` of the steps in flight.
+
+    By request id, the tokens that each unfinished request of these steps would have computed after them. One that was
+    preempted since is among them: the workers execute the step all the same.
+    """
+    executed = {run for step in in_flight[:num_executed] for run, _ in step.tokens_by_run()}
+    unexecuted: dict[int, int] = {}
+    for run, count in (pair for step in in_flight[num_executed:] for pair in step.tokens_by_run()):
+        unexecuted[run] = unexecuted.get(run, 0) + count
+    return {
+        request.request_id: _num_scheduled_tokens(request, running) - unexecuted.get(request.run, 0)
+        for request in unfinished
+        if request.run is not None and request.run in executed
+    }
+
+
+def _num_scheduled_tokens(request: Request, running: RunningTable) -> int:
+    if request.status is RequestStatus.RUNNING:
+        return int(running.computed[running.position_of(request)])
+    return request.num_tokens_when_preempted

@@ -34,7 +34,7 @@ import numpy as np
 
 from ringcore.config import SchedulerConfig
 from ringcore.errors import CapacityError, EngineDeadError
-from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
+from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -43,24 +43,17 @@ from ringcore.protocol import (
     OutputColumns,
     PauseMode,
     SchedulerOutput,
-    StartedRequest,
 )
 from ringcore.scheduler.admission import Admission
 from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
-from ringcore.scheduler.planning import (
-    is_worth_starting,
-    num_victims_needed,
-    share_budget,
-    steps_at_once,
-    take_blocks,
-    victims,
-)
-from ringcore.scheduler.quarantine import Quarantine
+from ringcore.scheduler.planning import share_budget, steps_at_once, take_blocks, victims
+from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.results import take_in
 from ringcore.scheduler.running import RunningRequests
-from ringcore.scheduler.step import StepInFlight, StepPlan
+from ringcore.scheduler.starting import Starter
+from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
 
 __all__ = ["Scheduler"]
 
@@ -97,18 +90,14 @@ class Scheduler:
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
+        self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
         self.num_held = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
-        # Whether somebody may be able to start who could not when it was last tried.
-        self._may_start = False
-        self._started: list[StartedRequest] = []  # not told to the front end yet
         self._in_flight: deque[StepInFlight] = deque()
         self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
-        self._num_prefix_hit_tokens = 0
-        self._num_prefix_query_tokens = 0
 
     # Requests in and out.
 
@@ -133,7 +122,7 @@ class Scheduler:
     def _enqueue(self, admitted: Request) -> None:
         self._requests[admitted.request_id] = admitted
         self._waiting.add(admitted)
-        self._may_start = True
+        self._starter.may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
@@ -163,7 +152,7 @@ class Scheduler:
 
     def resume(self) -> None:
         self.paused = None
-        self._may_start = True
+        self._starter.may_start = True
 
     def freeze(self) -> None:
         """Until `thaw` no step is scheduled, whatever is paused or resumed meanwhile."""
@@ -171,7 +160,7 @@ class Scheduler:
 
     def thaw(self) -> None:
         self.is_frozen = False
-        self._may_start = True
+        self._starter.may_start = True
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -198,8 +187,8 @@ class Scheduler:
             if self._config.preempt_lower_priority:
                 self._make_room_for_first_waiting()
             self._schedule_running(plan)
-            if self._may_start and self.paused is None and not plan.has_preempted:
-                self._schedule_waiting(plan)
+            if self._starter.may_start and self.paused is None and not plan.has_preempted:
+                self._starter.start_waiting(plan)
         if plan.is_empty:
             assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
             return None
@@ -219,13 +208,13 @@ class Scheduler:
         prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
         self._finish(ended)
         if self._running.release_windows():
-            self._may_start = True
+            self._starter.may_start = True
         if self._quarantine.on_trial is not None:
             self._end_trial_at_its_target(self._quarantine.on_trial)
-        started, self._started = self._started, []
+        started = self._starter.take_started()
         return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
-    # Those that run already.
+    # What goes into it.
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Gives each its share of the budget, oldest first, and the blocks for it; preempts where there are too few."""
@@ -242,81 +231,6 @@ class Scheduler:
     def _victims(self) -> np.ndarray:
         return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
 
-    def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether all decode, and will in the next step too, whatever this one comes to but for stop tokens."""
-        if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
-            return False
-        if not self._waiting or self.paused is not None:
-            return True
-        if self._config.preempt_lower_priority:
-            return False  # what a victim would free grows from step to step
-        # Blocks that slide out of windows may let somebody start.
-        may_start = self._may_start or self._running.kv_cache.has_windows
-        return not (may_start and self._running.has_free_row)
-
-    # Those that wait.
-
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Starts in order; a bounded number may pass one that has to wait on for blocks."""
-        self._may_start = False
-        if not self._waiting or not self._running.has_free_row:
-            return
-        self._running.publish()
-        passed: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_pass(passed):
-            if plan.token_budget == 0:
-                self._may_start = True
-                break
-            request = self._waiting.pop()
-            if not self._try_to_start(request, plan):
-                passed.append(request)
-                continue
-            for one in passed:
-                one.num_times_passed += 1
-        for request in passed:
-            self._waiting.add(request)
-
-    def _may_pass(self, passed: Sequence[Request]) -> bool:
-        limit = self._config.max_skip_ahead
-        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
-
-    def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
-        kv_cache = self._running.kv_cache
-        prefix = self._find_cached_prefix(request)
-        if prefix.is_awaited:
-            self._may_start = True  # with every step that comes back there may be more of it
-            return False
-        num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
-        if not is_worth_starting(plan, num_tokens, self._config.token_budget):
-            self._may_start = True
-            return False
-        if not self._start(request, prefix, plan):
-            return False
-        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.wants_prompt_logprobs:
-            self._num_prefix_hit_tokens += prefix.num_computed_tokens
-            self._num_prefix_query_tokens += len(request.tokens)
-        return True
-
-    def _find_cached_prefix(self, request: Request) -> CachedPrefix:
-        """Nothing for one that tells of its prompt: for that every position has to be computed."""
-        kv_cache = self._running.kv_cache
-        return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
-
-    def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        """Lets a request run; False, and nothing changed, where its blocks are not free."""
-        num_left = len(request.tokens) - prefix.num_computed_tokens
-        num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
-        new_request = self._running.start(request, prefix, num_tokens, self._clock())
-        if new_request is None:
-            return False
-        plan.add_new(new_request, num_tokens)
-        self._started.append(request.to_started())
-        return True
-
-    def _most_in_one_step(self, num_tokens: int) -> int:
-        threshold = self._config.long_prefill_token_threshold
-        return num_tokens if threshold is None else min(num_tokens, threshold)
-
     def _make_room_for_first_waiting(self) -> None:
         """Preempts those of worse priority, if that lets the first one waiting start."""
         if not self._waiting or self.paused is not None:
@@ -325,13 +239,7 @@ class Scheduler:
         lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]
         if not lower:
             return
-        self._running.publish()
-        prefix = self._find_cached_prefix(first)
-        if prefix.is_awaited:
-            return
-        rows = [request.row for request in lower if request.row is not None]
-        has_row, kv_cache = self._running.has_free_row, self._running.kv_cache
-        for request in lower[: num_victims_needed(first, prefix, rows, has_row, kv_cache)]:
+        for request in lower[: self._starter.num_victims_needed(first, lower)]:
             self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
@@ -348,14 +256,19 @@ class Scheduler:
         if suspect is not None:
             self._schedule_running(plan)
             return
-        assert self._start(trial, self._running.kv_cache.no_prefix(), plan), (
+        assert self._starter.start(trial, self._running.kv_cache.no_prefix(), plan), (
             "it has the cache to itself, and does not fit"
         )
 
-    def _end_trial_at_its_target(self, suspect: Request) -> None:
-        position = self._table.position_of(suspect)
-        if self._quarantine.clear(int(self._table.confirmed[position])) is not None:
-            self._preempt(position)
+    def _can_repeat(self, plan: StepPlan) -> bool:
+        """Whether all decode, and will in the next step too, whatever this one comes to but for stop tokens."""
+        if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
+            return False
+        if not self._waiting or self.paused is not None:
+            return True
+        if self._config.preempt_lower_priority:
+            return False  # what a victim would free grows from step to step
+        return not self._starter.may_start_next
 
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
         step = plan.launch(self._num_steps, num_steps, self._table)
@@ -372,12 +285,17 @@ class Scheduler:
     def _preempt(self, position: int) -> None:
         self._quarantine.take_back(self._running.preempt(position, self._clock()))
         self._num_preemptions += 1
-        self._may_start = True
+        self._starter.may_start = True
 
     def _preempt_all(self) -> None:
         while self._table.num:
             self._preempt(self._table.num - 1)
         self._quarantine.interrupt_trial()
+
+    def _end_trial_at_its_target(self, suspect: Request) -> None:
+        position = self._table.position_of(suspect)
+        if self._quarantine.clear(int(self._table.confirmed[position])) is not None:
+            self._preempt(position)
 
     def _finish(self, requests: Sequence[Request]) -> None:
         """Ends these, whether they run or wait."""
@@ -388,7 +306,7 @@ class Scheduler:
             self._quarantine.discard(request)
             request.finish()
             del self._requests[request.request_id]
-            self._may_start = True
+            self._starter.may_start = True
 
     # The workers died.
 
@@ -401,7 +319,7 @@ class Scheduler:
         and those whose tokens the new cache can never hold (`CapacityError`).
         """
         on_trial = self._quarantine.on_trial
-        targets = self._targets(num_executed)
+        targets = trial_targets(list(self._in_flight), num_executed, self._requests.values(), self._table)
         self._forget_the_workers(kv_cache)
         outputs = []
         if on_trial is not None and on_trial.request_id in targets:
@@ -417,27 +335,6 @@ class Scheduler:
             self._quarantine.release()
             self._quarantine.open({id_: target for id_, target in targets.items() if id_ in self._requests})
         return outputs
-
-    def _targets(self, num_executed: int) -> dict[str, int]:
-        """The tokens that each unfinished request of the oldest `num_executed` steps in flight would have computed
-        after these, by request id. One that was preempted since is among them: the workers execute the step all the
-        same.
-        """
-        steps = list(self._in_flight)
-        executed = {run for step in steps[:num_executed] for run, _ in step.tokens_by_run()}
-        unexecuted: dict[int, int] = {}
-        for run, count in (pair for step in steps[num_executed:] for pair in step.tokens_by_run()):
-            unexecuted[run] = unexecuted.get(run, 0) + count
-        return {
-            request.request_id: self._num_scheduled_tokens(request) - unexecuted.get(request.run, 0)
-            for request in self._requests.values()
-            if request.run is not None and request.run in executed
-        }
-
-    def _num_scheduled_tokens(self, request: Request) -> int:
-        if request.status is RequestStatus.RUNNING:
-            return int(self._table.computed[self._table.position_of(request)])
-        return request.num_tokens_when_preempted
 
     def _forget_the_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
@@ -455,8 +352,8 @@ class Scheduler:
             num_waiting=len(self._requests) - self._table.num + self.num_held,
             num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
-            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
-            num_prefix_query_tokens=self._num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._starter.num_prefix_hit_tokens,
+            num_prefix_query_tokens=self._starter.num_prefix_query_tokens,
             is_sleeping=self.is_frozen,
         )
 
@@ -488,17 +385,4 @@ class Scheduler:
         in_flight = {run for step in self._in_flight for run, _ in step.tokens_by_run()}
         unfinished = {request.run for request in self._requests.values() if request.run is not None}
         self._quarantine.check(self._table, in_flight & unfinished)
-        self._check_in_flight()
-
-    def _check_in_flight(self) -> None:
-        """The columns say what the steps in flight will have done."""
-        running = self._table
-        tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
-        for step in self._in_flight:
-            step.check(self._config.token_budget)
-            for sums, counts in ((tokens, step.tokens_by_run()), (samples, step.samples_by_run())):
-                for run, count in counts:
-                    if run in sums:
-                        sums[run] += count
-        assert (running.computed - running.confirmed).tolist() == list(tokens.values()), "tokens in flight"
-        assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will bring"
+        check_in_flight(self._in_flight, self._table, self._config.token_budget)

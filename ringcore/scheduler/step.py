@@ -11,7 +11,7 @@ import numpy as np
 from ringcore.protocol import NewBlocks, NewRequest, SchedulerOutput, int_array
 from ringcore.scheduler.running_table import RunningTable
 
-__all__ = ["StepInFlight", "StepPlan"]
+__all__ = ["StepInFlight", "StepPlan", "check_in_flight"]
 
 _NONE = int_array()
 
@@ -43,6 +43,19 @@ class StepInFlight(NamedTuple):
         num_tokens = self.num_tokens // self.num_steps
         assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
         assert len(set(self.rows.tolist())) == len(self.rows), f"step {self.step} has a row twice"
+
+
+def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_num_batched_tokens: int) -> None:
+    """Asserts that the columns say what these steps, all that are in flight, will have done."""
+    tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
+    for step in steps:
+        step.check(max_num_batched_tokens)
+        for sums, counts in ((tokens, step.tokens_by_run()), (samples, step.samples_by_run())):
+            for run, count in counts:
+                if run in sums:
+                    sums[run] += count
+    assert (running.computed - running.confirmed).tolist() == list(tokens.values()), "tokens in flight"
+    assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will bring"
 
 
 @dataclass(slots=True)

@@ -1,0 +1,131 @@
+"""Who of those that wait starts with a step, and with how many tokens.
+
+They are tried in the order of the queue, while the step has budget left and a row is free. One that cannot start waits
+on in its place, and a bounded number may pass it. There are three reasons to wait on:
+
+    its blocks are not free            nothing changes until somebody gives blocks back
+    a running one computes its prefix  tried again in every step, as each that comes back may bring more of it
+    too little of the step is left     tried again in the next step
+
+So nobody is tried while the first is the only reason, until the scheduler says that there is something to try for
+(`may_start`): a queue that is stuck costs a step nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ringcore.config import SchedulerConfig
+from ringcore.kv_cache.manager import CachedPrefix
+from ringcore.protocol import StartedRequest
+from ringcore.scheduler.planning import is_worth_starting, num_victims_needed
+from ringcore.scheduler.request import Request
+from ringcore.scheduler.request_queue import RequestQueue
+from ringcore.scheduler.running import RunningRequests
+from ringcore.scheduler.step import StepPlan
+
+__all__ = ["Starter"]
+
+
+class Starter:
+    """Takes requests out of the queue `waiting` into `running`, and keeps account of those that started.
+
+    `clock` gives seconds on the host's monotonic clock.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, *, waiting: RequestQueue, running: RunningRequests, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._waiting = waiting
+        self._running = running
+        self._clock = clock
+        # Whether somebody may be able to start who could not when it was last tried.
+        self.may_start = False
+        self.num_prefix_hit_tokens = 0
+        self.num_prefix_query_tokens = 0
+        self._started: list[StartedRequest] = []  # not told to the front end yet
+
+    @property
+    def may_start_next(self) -> bool:
+        """Whether one that waits may start in the step after one in which all decode."""
+        # Blocks that slide out of windows may let somebody start.
+        may_start = self.may_start or self._running.kv_cache.has_windows
+        return may_start and self._running.has_free_row
+
+    def start_waiting(self, plan: StepPlan) -> None:
+        """Starts in order; a bounded number may pass one that has to wait on for blocks."""
+        self.may_start = False
+        if not self._waiting or not self._running.has_free_row:
+            return
+        self._running.publish()
+        passed: list[Request] = []
+        while self._waiting and self._running.has_free_row and self._may_pass(passed):
+            if plan.token_budget == 0:
+                self.may_start = True
+                break
+            request = self._waiting.pop()
+            if not self._try_to_start(request, plan):
+                passed.append(request)
+                continue
+            for one in passed:
+                one.num_times_passed += 1
+        for request in passed:
+            self._waiting.add(request)
+
+    def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
+        """Lets a request that is not in the queue run; False, and nothing changed, where its blocks are not free."""
+        num_left = len(request.tokens) - prefix.num_computed_tokens
+        num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
+        new_request = self._running.start(request, prefix, num_tokens, self._clock())
+        if new_request is None:
+            return False
+        plan.add_new(new_request, num_tokens)
+        self._started.append(request.to_started())
+        return True
+
+    def num_victims_needed(self, request: Request, victims: Sequence[Request]) -> int:
+        """How many of these, which run, have to be preempted in their order for the request to start; 0 also where all
+        are too few, or where it waits for what a running one computes.
+        """
+        self._running.publish()
+        prefix = self._find_cached_prefix(request)
+        if prefix.is_awaited:
+            return 0
+        rows = [victim.row for victim in victims if victim.row is not None]
+        return num_victims_needed(request, prefix, rows, self._running.has_free_row, self._running.kv_cache)
+
+    def take_started(self) -> list[StartedRequest]:
+        """Those that started since it was last called."""
+        started, self._started = self._started, []
+        return started
+
+    def _may_pass(self, passed: Sequence[Request]) -> bool:
+        limit = self._config.max_skip_ahead
+        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
+
+    def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
+        kv_cache = self._running.kv_cache
+        prefix = self._find_cached_prefix(request)
+        if prefix.is_awaited:
+            self.may_start = True  # with every step that comes back there may be more of it
+            return False
+        num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
+        if not is_worth_starting(plan, num_tokens, self._config.token_budget):
+            self.may_start = True
+            return False
+        if not self.start(request, prefix, plan):
+            return False
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.wants_prompt_logprobs:
+            self.num_prefix_hit_tokens += prefix.num_computed_tokens
+            self.num_prefix_query_tokens += len(request.tokens)
+        return True
+
+    def _find_cached_prefix(self, request: Request) -> CachedPrefix:
+        """Nothing for one that tells of its prompt: for that every position has to be computed."""
+        kv_cache = self._running.kv_cache
+        return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
+
+    def _most_in_one_step(self, num_tokens: int) -> int:
+        threshold = self._config.long_prefill_token_threshold
+        return num_tokens if threshold is None else min(num_tokens, threshold)
