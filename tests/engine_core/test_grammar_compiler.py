@@ -63,12 +63,22 @@ def until(condition):
     return found
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def is_gone(pid: int) -> bool:
     """Also one that only its parent's reading of its end is missing to."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+        return state_of(pid) in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def stop(pid: int) -> None:
+    """Returns when it has stopped: on a busy machine it may yet answer what is sent just after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T")
 
 
 def ready(compiler) -> int:
@@ -104,7 +114,7 @@ def test_the_process_is_bounded_and_knows_no_torch(compiler):
 
 def test_a_grammar_that_takes_too_long_costs_the_process_and_nobody_else(compiler):
     pid = ready(compiler)
-    os.kill(pid, signal.SIGSTOP)  # as good as a grammar that takes for ever
+    stop(pid)  # as good as a grammar that takes for ever
     compiler.compile(GOOD)
     assert compiler.poll() is None
     compiler._due = 0.0
@@ -128,7 +138,7 @@ def test_a_grammar_of_which_compiling_takes_long_is_refused_in_time(folder):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSYS])
 def test_a_crash_is_the_error_of_the_grammar_at_work(compiler, number):
     pid = ready(compiler)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     compiler.compile(GOOD)
     os.kill(pid, number)
     os.kill(pid, signal.SIGCONT)
@@ -160,7 +170,7 @@ def test_a_start_that_fails_says_why(folder, tmp_path, compiler):
 
 def test_cancelled(compiler):
     pid = ready(compiler)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     compiler.compile(GOOD)
     compiler.cancel()
     assert not compiler.is_busy
@@ -175,7 +185,7 @@ def test_closed_while_it_compiles_and_while_it_starts(folder):
         threads = set(threading.enumerate())
         compiler = GrammarCompiler(make_config(folder))
         if is_ready:
-            os.kill(ready(compiler), signal.SIGSTOP)
+            stop(ready(compiler))
         compiler.compile(GOOD)
         pid = compiler.pid
         compiler.close()
@@ -241,7 +251,7 @@ def test_a_grammar_at_work_is_in_nobodys_way(client):
     client.add_requests([request("a", GOOD)])
     collect(client, "a")
     pid = compiler_pid(client)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     client.add_requests([request("held", StructuredOutputsParams(regex="b"))])
     client.add_requests([request("known", GOOD), request("plain")])
     tokens, _ = collect(client, "known", "plain")
@@ -260,7 +270,7 @@ def test_an_abort_while_it_is_compiled(client):
     client.add_requests([request("a", GOOD)])
     collect(client, "a")
     pid = compiler_pid(client)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     client.add_requests([request("held", StructuredOutputsParams(regex="b"))])
     client.abort(["held"])
     _, last = collect(client, "held")
@@ -280,7 +290,7 @@ def test_no_process_is_left_by_an_engine_that_ends_while_compiling(folder, end):
         collect(client, "a")
         pid, engine = compiler_pid(client), client.ready.pids["engine"]
         if end == "close":
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         client.add_requests([request("held", StructuredOutputsParams(regex="b"))])
         if end == "kill":
             os.kill(engine, signal.SIGKILL)
