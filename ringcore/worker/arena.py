@@ -26,7 +26,8 @@ __all__ = ["ALIGNMENT", "Arena", "PieceUse", "TensorView", "VirtualMemory"]
 
 ALIGNMENT = 256  # bytes: of a tensor's address, as torch's own allocators and the copy engines like it
 _MIN_PIECE_BYTES = 64 << 20
-_MAX_PIECE_BYTES = 1 << 30  # 16 handles of it take the driver no longer than one of 16 GiB
+_MAX_PIECE_BYTES = 1 << 30  # 16 handles of it take the driver no longer than one of 16 GiB, but 107 of them 0.1 s:
+_LARGE_SHARE = 16  # so a piece may also be this part of its arena
 _SMALL_SHARE = 8  # a piece for small tensors is at most this part of what is mapped already
 
 
@@ -157,8 +158,10 @@ class Arena:
 
     def _cut(self, num_bytes: int) -> list[_Piece]:
         """-> pieces of so much in all, behind those that there are, and without memory."""
-        largest = _round_up(_MAX_PIECE_BYTES, self._memory.granularity) if self._memory.waits_to_create else num_bytes
         end = self._end + num_bytes
+        largest = _round_up(max(_MAX_PIECE_BYTES, end // _LARGE_SHARE), self._memory.granularity)
+        if not self._memory.waits_to_create:
+            largest = num_bytes
         return [_Piece(at, min(largest, end - at), None) for at in range(self._end, end, largest)]
 
     def contents(self) -> torch.Tensor:

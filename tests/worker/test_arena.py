@@ -88,6 +88,19 @@ def test_a_large_tensor_has_pieces_of_its_size(arena: Arena, device: FakeDevice,
         assert int(tensor.sum(dtype=torch.int64)) == 3 * len(tensor)
 
 
+def test_a_huge_tensor_has_few_pieces(
+    device: FakeDevice, memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not memory.waits_to_create:
+        pytest.skip("it has one piece there")
+    monkeypatch.setattr(arena_module, "_LARGE_SHARE", 3)
+    arena = Arena("weights", 64 * PAGE, memory, view)
+    arena.allocate(10 * PAGE)
+    arena.allocate(20 * PAGE)
+    assert pieces(device) == [4, 4, 2, 10, 10]
+    arena.close()
+
+
 def test_small_tensors_share_pieces_that_grow(arena: Arena, device: FakeVirtualMemory) -> None:
     for _ in range(60):
         arena.allocate(PAGE // 2)
