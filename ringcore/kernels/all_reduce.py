@@ -47,7 +47,7 @@ _OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # also as two numbers of 16 bits
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread moves at once
 # The same number in every call, whatever its size: a program counts the calls for itself, and so all count the same.
-# Few enough to run at once on any GPU that has peers, beside what else runs there.
+# On an H200 all run at once. Elsewhere those that do wait for the same ones of the other ranks, which run first too.
 _PROGRAMS = 128
 # (words, warps): the smallest with which one tile a program is enough
 _TILES = ((128, 1), (512, 4), (2048, 16), (4096, 16))

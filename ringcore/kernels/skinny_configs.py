@@ -46,7 +46,7 @@ _RANGES = (1, 4, 16, 32, 64)
 MAX_ROWS = _RANGES[-1]
 _MAX_FMA_ROWS = 4
 _SMALL_WEIGHT = 1 << 22  # numbers
-_MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for more than all of an H200
+_MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for nearly all of an H200, or more
 
 # (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.
 _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {

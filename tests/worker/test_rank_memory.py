@@ -240,9 +240,9 @@ def test_too_little_memory_at_wake_takes_nothing(rank: Rank, away: dict[str, str
         rank.check_weights()
 
 
-@pytest.mark.parametrize("call", ["create", "map", "set_access", "synchronize"])
-def test_whichever_call_fails_the_rank_is_as_before(rank: Rank, call: str) -> None:
-    """The k-th of its kind, for as many as there are."""
+def fail_each(rank: Rank, call: str) -> int:
+    """A wake-up under which the k-th such call fails, for as many as there are, and then one that goes through; -> how
+    many there are. After each failure the rank is asleep as before."""
     rank.change(**AWAY_1)
     num_failed = 0
     while True:
@@ -254,11 +254,18 @@ def test_whichever_call_fails_the_rank_is_as_before(rank: Rank, call: str) -> No
         else:
             break
         assert rank.memory.states == AWAY_1
+        assert not rank.device.mapped
         rank.check()
     rank.device.fail_after(call, 1000)  # never
     rank.memory.commit()
-    rank.check()
     rank.check_weights()
+    return num_failed
+
+
+@pytest.mark.parametrize("call", ["create", "map", "set_access", "synchronize"])
+def test_whichever_call_fails_the_rank_is_as_before(rank: Rank, call: str) -> None:
+    num_failed = fail_each(rank, call)
+    rank.check()
     num_pieces = len(rank.device.mapped)
     assert num_pieces >= 3
     expected = 0 if isinstance(rank.device, FakeAscend) and call == "set_access" else num_pieces  # it has no such call
@@ -293,23 +300,7 @@ def test_a_piece_is_copied_before_the_next_is_there(late_rank: Rank) -> None:
 @pytest.mark.parametrize("call", ["create", "map", "set_access", "copy"])
 def test_copies_have_ended_before_their_memory_goes(late_rank: Rank, call: str) -> None:
     """Whichever call fails while the pieces before it are filled. The device refuses to unmap what it still writes."""
-    rank, num_failed = late_rank, 0
-    rank.change(**AWAY_1)
-    while True:
-        rank.device.fail_after(call, num_failed)
-        try:
-            rank.memory.prepare(BACK)
-        except RuntimeError:
-            num_failed += 1
-        else:
-            break
-        assert rank.memory.states == AWAY_1
-        assert not rank.device.mapped
-        rank.check()
-    rank.device.fail_after(call, 1000)  # never
-    rank.memory.commit()
-    rank.check_weights()
-    assert num_failed == (3 if call == "copy" else 6)
+    assert fail_each(late_rank, call) == (3 if call == "copy" else 6)
 
 
 @pytest.mark.parametrize("late_store", LATE_STORES)
