@@ -137,7 +137,8 @@ class DecodeTiling(NamedTuple):
     @classmethod
     def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
         """For at most `num_seqs` sequences over caches of `dtype`; measured on H200s, for 8 KV heads of 128 numbers in
-        bfloat16. First us of whole passes of Qwen3-0.6B and 8B, then of one launch for 16 query heads:
+        bfloat16, with the even cut. First us of whole passes of Qwen3-0.6B and 8B, then of one launch for 16 query
+        heads:
 
             | tiling           | 8B: 1 x 640 | 1 x 8,000 | 4 x 640 | 8 x 640 | 8 x 8,000 | 0.6B: 1 x 640 | 4 x 640 |
             | (64, 8, 3, 1, 2) |       4,009 |     4,456 |   4,860 |   4,747 |     7,026 |           636 |     999 |
