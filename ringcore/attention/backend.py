@@ -40,6 +40,12 @@ class AttentionBackend(ABC):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """The shape of one layer's cache tensor; its bytes are num_blocks * spec.page_size_bytes."""
 
+    def set_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:  # noqa: B027  most need nothing
+        """Has libraries load and compile what prompts of up to `max_len` tokens need, in steps of up to `num_tokens`.
+
+        A thread of its own may call it. Nothing depends on it: without it the first such step does all that.
+        """
+
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> object:
         """Whatever all layers of this step share. Valid until the next call to `plan`."""

@@ -1,4 +1,4 @@
-"""Writes the keys and values of a step's tokens into the pages of one layer, and reads them there.
+"""Writes the keys and values of a step's tokens into the pages of one layer.
 
 One layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_size]: in each block keys then values, head after
 head, so that what one head needs of a block is one run of block_size * head_size numbers.
@@ -13,11 +13,11 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 
-__all__ = ["check_rows", "kv_read", "kv_write", "kv_write_reference", "padded_head_size"]
+__all__ = ["check_rows", "kv_write", "kv_write_reference", "padded_head_size"]
 
 
 @triton.jit
-def _kv_move(
+def _kv_write_kernel(
     key,
     value,
     kv_cache,
@@ -29,7 +29,6 @@ def _kv_move(
     block_size: tl.constexpr,
     heads: tl.constexpr,  # num_kv_heads, rounded up to a power of two
     width: tl.constexpr,  # head_size, likewise
-    reads: tl.constexpr,  # out of the pages; else into them
     pdl: tl.constexpr,
 ):
     """One program a token."""
@@ -46,14 +45,10 @@ def _kv_move(
     target = slot // block_size * (2 * half_page) + (head * block_size + slot % block_size) * head_size + dim
     key_row = key + token * key_stride + source
     value_row = value + token * value_stride + source
-    if reads:
-        tl.store(key_row, tl.load(kv_cache + target, mask=exists), mask=exists)
-        tl.store(value_row, tl.load(kv_cache + target + half_page, mask=exists), mask=exists)
-    else:
-        keys = tl.load(key_row, mask=exists)
-        values = tl.load(value_row, mask=exists)
-        tl.store(kv_cache + target, keys, mask=exists)
-        tl.store(kv_cache + target + half_page, values, mask=exists)
+    keys = tl.load(key_row, mask=exists)
+    values = tl.load(value_row, mask=exists)
+    tl.store(kv_cache + target, keys, mask=exists)
+    tl.store(kv_cache + target + half_page, values, mask=exists)
 
 
 def kv_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -62,20 +57,6 @@ def kv_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     Of several tokens with one slot, as padding has in the null block, any may win.
     The tokens may lie apart, as slices of one fused product do; the heads of a token may not.
     """
-    _launch(key, value, kv_cache, slot_mapping, reads=False)
-
-
-def kv_read(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `kv_write` wrote to the slots slot_mapping [num_tokens] int64 -> key and value, as it took them."""
-    shape = (slot_mapping.shape[0], kv_cache.shape[2], kv_cache.shape[4])
-    key, value = kv_cache.new_empty(shape), kv_cache.new_empty(shape)
-    _launch(key, value, kv_cache, slot_mapping, reads=True)
-    return key, value
-
-
-def _launch(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, reads: bool
-) -> None:
     num_tokens, num_kv_heads, head_size = check_rows(key)
     assert check_rows(value) == (num_tokens, num_kv_heads, head_size)
     assert slot_mapping.shape == (num_tokens,)
@@ -88,7 +69,7 @@ def _launch(
         return
     heads, width = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_size)
     pdl = overlaps_launches(key.device)
-    _kv_move[(num_tokens,)](
+    _kv_write_kernel[(num_tokens,)](
         key,
         value,
         kv_cache,
@@ -100,7 +81,6 @@ def _launch(
         block_size=kv_cache.shape[3],
         heads=heads,
         width=width,
-        reads=reads,
         # 16 bytes a thread and load, which is the most that one instruction moves.
         num_warps=min(8, max(1, heads * width * key.element_size() // (16 * 32))),
         pdl=pdl,

@@ -33,6 +33,8 @@ from ringcore.kernels.shared_memory import set_aside_for_one_program
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
+_MOST_PARTS = 4  # that are merged in one go: with more, the merge would need more registers than the loop
+
 
 @triton.jit
 def _prefetch_tile(
@@ -66,6 +68,15 @@ def _prefetch_tile(
         )
 
 
+@triton.jit
+def _behind(sequence, kv_head, tile, num_tiles, num_kv_heads: tl.constexpr):
+    """(sequence, KV head, tile) of the tile that follows in the row of all tiles; num_tiles: of this one's pair."""
+    is_last = tile + 1 >= num_tiles
+    is_last_head = is_last & (kv_head == num_kv_heads - 1)
+    next_head = tl.where(is_last_head, 0, kv_head + is_last.to(tl.int32))
+    return sequence + is_last_head.to(tl.int32), next_head, tl.where(is_last, 0, tile + 1)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_attention_decode(
     query,
@@ -92,6 +103,13 @@ def _paged_attention_decode(
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    """One loop over all tiles of the run, whatever pairs they belong to: the keys of a pair's first tiles are on their
+    way while the pair before it ends.
+
+    Iteration i attends to tile i, loads query and block ids of tile i + 1, and the length of tile i + 2's sequence: no
+    address depends on a load of the same iteration. What is carried from one iteration to the next is computed in it; a
+    value that is only handed on keeps the compiler from overlapping iterations at all.
+    """
     if pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -109,56 +127,67 @@ def _paged_attention_decode(
     exists = (row < group)[:, None] & (dim < head_size)
     in_pair = row[:, None] * head_size + dim
 
+    # Of tile i.
     first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
-    # The pair that others began and that ends here; no other pair of this run is one.
-    merges = (count > 0) & (tile > 0) & (count >= num_tiles - tile)
-    merged_pair = sequence.to(tl.int64) * num_kv_heads + kv_head
-    table = block_table + sequence.to(tl.int64) * table_stride
     begin = (first_tile + tile) * tile_tokens
+    tokens = seq_len - begin  # from the tile's first one on
+    tiles_behind = num_tiles - 1 - tile  # in its pair
+    pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+    page = kv_head * block_size * head_size
+    table = block_table + sequence.to(tl.int64) * table_stride
     blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)  # no work: seq_len is 0
+    # The pair that others began and that ends here; no other pair of this run is one.
+    begun = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the run that are of a pair which others began
+    merges = (begun > 0) & (count >= begun)
+    merged_pair = pair
+    source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
+    # Of tile i + 1.
+    sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
+    seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
     if pdl:
-        pages = kv_cache + kv_head * block_size * head_size
+        pages = kv_cache + page
         _prefetch_tile(blocks, pages, begin, num_kv_heads, head_size, width, block_size, tile_tokens)
         gdc_wait()
-    while count > 0:
-        taken = tl.minimum(count, num_tiles - tile)
-        source = query + sequence.to(tl.int64) * query_stride + kv_head * group * head_size + in_pair
-        pages = kv_cache + kv_head * block_size * head_size
-        best = tl.full([rows], HIDDEN, tl.float32)
-        total = tl.zeros([rows], tl.float32)
-        attended = tl.zeros([rows, width], tl.float32)
-        # Always masked: a second loop for the last tile would wait for memory with nothing under way behind it.
-        for start in tl.range(begin, begin + taken * tile_tokens, tile_tokens, num_stages=stages):
-            following = tile_blocks(table, start + tile_tokens, first, seq_len, block_size, tile_tokens)
-            # Beside the first keys, not before them; the mask keeps the compiler from moving it there.
-            queries = tl.load(source, mask=exists & (start >= 0), other=0.0)
-            best, total, attended = attend_tile(
-                queries, best, total, attended, blocks, pages, start, first, seq_len, seq_len - 1, scale_log2,
-                num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
-            )  # fmt: skip
-            blocks = following
-        result = attended / total[:, None]
-        pair = sequence.to(tl.int64) * num_kv_heads + kv_head
-        is_whole = taken == num_tiles
-        slot = 2 * program + (tile == 0).to(tl.int32)
-
-        # What the next pair needs is on its way while this one is stored.
-        count -= taken
-        tile = tile * 0
-        is_last_head = kv_head == num_kv_heads - 1
-        sequence += is_last_head.to(tl.int32)
-        kv_head = tl.where(is_last_head, 0, kv_head + 1)
-        seq_len = tl.load(seq_lens + sequence, mask=count > 0, other=0)
-        first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+    queries = tl.load(query + source + in_pair, mask=exists & (count > 0), other=0.0)
+    best = tl.full([rows], HIDDEN, tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    attended = tl.zeros([rows, width], tl.float32)
+    for i in tl.range(0, count, num_stages=stages):
+        next_first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+        next_begin = (first_tile + tile) * tile_tokens
+        next_tokens = seq_len - next_begin
+        next_tiles_behind = num_tiles - 1 - tile
+        next_pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+        next_page = kv_head * block_size * head_size
         table = block_table + sequence.to(tl.int64) * table_stride
-        begin = first_tile * tile_tokens
-        blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)
+        next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, tile_tokens)
+        source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
+        sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
+        seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
 
-        if is_whole:
-            tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
-        else:
-            tl.store(partial_out + slot * group * head_size + in_pair, written(result), mask=exists)
-            tl.store(partial_weight + slot * group + row, written(best + tl.log2(total)), mask=row < group)
+        # Always masked: a second loop for a pair's last tile would wait for memory with nothing under way behind it.
+        end = begin + tokens
+        best, total, attended = attend_tile(
+            queries, best, total, attended, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
+            num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+        )  # fmt: skip
+
+        is_pair_end = tiles_behind == 0
+        is_end = is_pair_end | (i + 1 == count)
+        if is_end:
+            result = attended / total[:, None]
+            if is_pair_end & (i >= begun):
+                tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
+            else:
+                slot = 2 * program + (i >= begun).to(tl.int32)
+                tl.store(partial_out + slot * group * head_size + in_pair, written(result), mask=exists)
+                tl.store(partial_weight + slot * group + row, written(best + tl.log2(total)), mask=row < group)
+        best = tl.where(is_end, HIDDEN, best)
+        total = tl.where(is_end, 0.0, total)
+        attended = tl.where(is_end, 0.0, attended)
+        queries = tl.load(query + source + in_pair, mask=exists & (i + 1 < count), other=0.0)
+        blocks, pair, page, begin = next_blocks, next_pair, next_page, next_begin
+        first, tokens, tiles_behind = next_first, next_tokens, next_tiles_behind
     if merges:
         merged = merge_parts(
             partial_out, partial_weight, first_program, program - first_program + 1,
@@ -223,7 +252,7 @@ def paged_attention_decode(
         group=work.group,
         rows=max(16, merge_rows),
         merge_rows=merge_rows,
-        parts=max(1, min(16, 4096 // (merge_rows * width))),  # as many as registers have room for
+        parts=max(1, min(_MOST_PARTS, 4096 // (merge_rows * width))),  # as many as registers have room for
         head_size=head_size,
         width=width,
         block_size=block_size,

@@ -3,9 +3,8 @@
 The table is of H200s, in CUDA graphs of dependent nodes, weights from memory, sums added to float32. What was measured
 has in common, and the rule says: one row takes 2 to 4 KiB of weights a warp, whole rows in registers, and many programs
 of few warps; 5 to 32 rows take 64 rows of the weight on the tensor cores' left, and parts of the inputs where there are
-few outputs; they ask for a small weight before the kernel before has ended, for a large one only after. 2 to 4 rows are
-like one where the weight is small, else like more. More than 32 rows go to cuBLAS, with a large gated weight more
-than 16.
+few outputs; they ask for the beginning of their weights before the kernel before has ended. 2 to 4 rows are like one
+where the weight is small, else like more. More than 32 rows go to cuBLAS.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class DotConfig:
     num_warps: int
     num_stages: int
     splits: int
-    prefetches: bool = True  # asks for its weights before the wait, into the L2 cache
+    asked_inputs: int = 512  # of each of its rows of the weight it asks for these before the wait, into the L2 cache
 
 
 Config = FmaConfig | DotConfig
@@ -51,33 +50,38 @@ _MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for nearly all 
 # (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.
 _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
     # Qwen3-0.6B: qkv, o, gate_up, down, head
-    (4096, 1024, False, 1): FmaConfig(4, 1024, 2),
+    (4096, 1024, False, 1): FmaConfig(2, 1024, 4),
     (4096, 1024, False, 4): DotConfig(64, 256, 4, 3, 1),
-    (4096, 1024, False, 16): DotConfig(64, 256, 4, 3, 1),
     (4096, 1024, False, 32): DotConfig(64, 256, 4, 3, 1),
     (1024, 2048, False, 1): FmaConfig(2, 2048, 4),
     (1024, 2048, False, 4): FmaConfig(2, 2048, 4, trigger_late=True),
-    (3072, 1024, True, 1): FmaConfig(2, 1024, 1),
+    (3072, 1024, True, 1): FmaConfig(8, 1024, 2),
     (1024, 3072, False, 1): FmaConfig(2, 4096, 4),
     (1024, 3072, False, 4): FmaConfig(2, 2048, 4, trigger_late=True),
     (151936, 1024, False, 1): FmaConfig(4, 1024, 2),
     # Llama-3.2-1B
-    (3072, 2048, False, 1): FmaConfig(4, 2048, 4),
+    (3072, 2048, False, 1): FmaConfig(4, 1024, 2),
     (2048, 2048, False, 1): FmaConfig(2, 2048, 4),
-    (8192, 2048, True, 1): FmaConfig(1, 2048, 2),
-    (2048, 8192, False, 1): FmaConfig(2, 4096, 4, trigger_late=True),
+    (8192, 2048, True, 1): FmaConfig(2, 1024, 4),
+    (2048, 8192, False, 1): FmaConfig(4, 2048, 2),
     (128256, 2048, False, 1): FmaConfig(2, 2048, 4),
     # Qwen3-8B
-    (6144, 4096, False, 1): FmaConfig(2, 4096, 4),
+    (6144, 4096, False, 1): FmaConfig(4, 4096, 4),
+    (6144, 4096, False, 64): DotConfig(64, 256, 4, 3, 1),
     (4096, 4096, False, 1): FmaConfig(2, 4096, 8),
-    (12288, 4096, True, 1): FmaConfig(4, 4096, 8),
-    (4096, 12288, False, 1): FmaConfig(4, 2048, 4),
+    (12288, 4096, True, 1): FmaConfig(1, 4096, 8),
+    (12288, 4096, True, 4): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
+    (12288, 4096, True, 16): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
+    (12288, 4096, True, 32): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
+    (12288, 4096, True, 64): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
+    (4096, 12288, False, 1): FmaConfig(4, 2048, 8),
+    (4096, 12288, False, 64): DotConfig(64, 128, 8, 4, 2, asked_inputs=0),
     (151936, 4096, False, 1): FmaConfig(2, 4096, 8),
     # Qwen3-8B, one of two ranks
-    (3072, 4096, False, 1): FmaConfig(4, 2048, 4),
-    (4096, 2048, False, 1): FmaConfig(2, 2048, 2),
-    (6144, 4096, True, 1): FmaConfig(4, 4096, 8),
-    (4096, 6144, False, 1): FmaConfig(2, 4096, 8),
+    (3072, 4096, False, 1): FmaConfig(4, 2048, 8),
+    (4096, 2048, False, 1): FmaConfig(8, 2048, 2),
+    (6144, 4096, True, 1): FmaConfig(2, 4096, 4),
+    (4096, 6144, False, 1): FmaConfig(1, 4096, 8),
     (75968, 4096, False, 1): FmaConfig(4, 4096, 8),
 }
 
@@ -99,18 +103,16 @@ def _by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> Con
     num_weights = num_outputs * (2 if is_gated else 1)
     if end == 1 or (end == _MAX_FMA_ROWS and num_weights * num_inputs < _SMALL_WEIGHT):
         return _fma_by_rule(num_outputs, num_inputs, is_gated, end)
-    if end > 32 or (end > 16 and is_gated and num_weights >= _MANY_WEIGHTS):
-        return None
-    return _dot_by_rule(num_weights, num_inputs)
+    return None if end > 32 else _dot_by_rule(num_weights, num_inputs)
 
 
 def _dot_by_rule(num_weights: int, num_inputs: int) -> DotConfig:
     """Programs for all of an H200, or nearly, each with two blocks of inputs or more."""
     if num_weights >= _MANY_WEIGHTS:
-        return DotConfig(64, 128, 4, 4, 1, prefetches=False)
+        return DotConfig(64, 128, 4, 3, 1)
     programs, blocks = -(-num_weights // 64), num_inputs // 256
     splits = next((n for n in (4, 2) if programs * n <= 132 and blocks >= 2 * n), 1)
-    return DotConfig(64, 256, 4, 3, splits, prefetches=num_weights * num_inputs < 2 * _SMALL_WEIGHT)
+    return DotConfig(64, 256, 4, 3, splits)
 
 
 def _fma_by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> FmaConfig:

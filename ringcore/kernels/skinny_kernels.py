@@ -172,19 +172,26 @@ def _finish(
 
 
 @triton.jit
-def _ask_for_weights(lines, first, last, num_inputs: tl.constexpr, block_inputs: tl.constexpr) -> None:
-    """Into the L2 cache, in lines of 128 bytes; lines: [block_weights, 1], where rows of 16-bit numbers begin."""
-    steps = tl.arange(0, (block_inputs + 63) // 64)[None, :] * 64
-    for at in tl.range(first, last, block_inputs):
-        addresses = lines + tl.minimum(at + steps, num_inputs - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [addresses.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def _ask_for_rows(first_row, count, row_bytes: tl.constexpr, num_bytes):
+    """Has the L2 cache fetch the first `num_bytes` of `count` rows of `row_bytes`, no more rows than the program has
+    threads: a thread a row. All numbers of bytes, and where the first row begins, are multiples of 16."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred mine;
+            .reg .u32 thread;
+            .reg .u64 row;
+            mov.u32 thread, %tid.x;
+            setp.lt.s32 mine, thread, $2;
+            mad.wide.u32 row, thread, $3, $1;
+            @mine cp.async.bulk.prefetch.L2.global [row], $4;
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r",
+        [first_row.to(tl.int64), count, row_bytes, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
@@ -208,7 +215,7 @@ def dot_kernel(
     is_gated: tl.constexpr,
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
-    prefetches: tl.constexpr,
+    asked_inputs: tl.constexpr,  # of each row of the program's part, asked for before the wait
     pdl: tl.constexpr,
 ) -> None:
     """Program (i, j) sums the j-th part of the inputs for the i-th outputs. Of several parts the program that arrives
@@ -227,9 +234,16 @@ def dot_kernel(
     inputs = x + tl.minimum(rows, num_rows - 1)[None, :] * num_inputs + steps[:, None]
     if pdl:
         gdc_launch_dependents()
-        if prefetches:
-            lines = weight + weight_rows.to(tl.int64)[:, None] * num_inputs
-            _ask_for_weights(lines, first, last, num_inputs, block_inputs)
+        if asked_inputs > 0:
+            number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+            row_bytes: tl.constexpr = num_inputs * number_bytes
+            first_output = tl.program_id(0) * block_outputs
+            asked_bytes = tl.minimum(last - first, asked_inputs) * number_bytes
+            count = tl.where(first < last, tl.minimum(num_outputs - first_output, block_outputs), 0)
+            asked = weight + first_output.to(tl.int64) * num_inputs + first
+            _ask_for_rows(asked, count, row_bytes, asked_bytes)
+            if is_gated:
+                _ask_for_rows(asked + num_outputs.to(tl.int64) * num_inputs, count, row_bytes, asked_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):

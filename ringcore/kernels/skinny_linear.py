@@ -15,7 +15,7 @@ from ringcore.kernels.dependent_launch import launch_options, overlaps_launches
 from ringcore.kernels.skinny_configs import Config, DotConfig, FmaConfig
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 
-__all__ = ["Activation", "RowNorm", "new_arrivals", "skinny_linear", "skinny_linear_reference"]
+__all__ = ["Activation", "RowNorm", "new_arrivals", "num_asked_inputs", "skinny_linear", "skinny_linear_reference"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -164,10 +164,18 @@ def _launch_dot(
         block_weights=config.block_weights,
         splits=config.splits,
         num_stages=config.num_stages,
-        prefetches=config.prefetches,
+        asked_inputs=num_asked_inputs(weight, config),
         pdl=TRIGGER_FIRST if overlaps_launches(x.device) else 0,
         **options,
     )
+
+
+def num_asked_inputs(weight: torch.Tensor, config: DotConfig) -> int:
+    """Of each row, before the wait: what `config` says, or nothing where rows do not begin and end at 16 bytes."""
+    pieces = 16 // weight.element_size()
+    are_whole = weight.shape[1] % pieces == 0 and weight.data_ptr() % 16 == 0
+    assert config.asked_inputs % pieces == 0, config
+    return config.asked_inputs if are_whole else 0
 
 
 def skinny_linear_reference(

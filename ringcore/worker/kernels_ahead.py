@@ -1,4 +1,4 @@
-"""Compiles the kernels of a model's steps while its weights are read.
+"""Compiles the kernels of a model's steps while its weights are read, and has libraries load theirs.
 
 What a step launches is asked of the step: a model of the same shapes and few layers, with memory in place of weights,
 is taken through the real runner, whose launches are caught (`kernels.precompile`). It says nothing about results and is
@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import Any, cast
@@ -24,15 +25,17 @@ from ringcore.config import EngineConfig
 from ringcore.kernels.precompile import Variant, catch_launches, compile_variants
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.protocol import NewRequest, SchedulerOutput, int_array
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.cuda_graphs import graph_sizes
+from ringcore.worker.kv_caches import choose_backends
 from ringcore.worker.memory import planned_cache
 from ringcore.worker.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.platform import Platform
 
-__all__ = ["KernelsAhead", "RunnerFactory", "catch_steps", "has_room", "steps_of_all_kinds"]
+__all__ = ["KernelsAhead", "RunnerFactory", "catch_steps", "has_room", "set_up_libraries", "steps_of_all_kinds"]
 
 RunnerFactory = Callable[[EngineConfig, LoadedModel, KVCacheConfig, Platform, int], ModelRunner]
 
@@ -70,12 +73,15 @@ class KernelsAhead:
             if not has_room(config, tp, dtype, self._free_bytes):
                 _log.info("no room to look for kernels beside the weights; they are compiled as they are met")
                 return
-            variants = catch_steps(config, platform, tp, dtype, runner)
-            gc.collect()  # what was caught with may hold itself, and memory
-            caught_s = time.monotonic() - started
-            num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
-            first = tp.rank * len(variants) // tp.size
-            compiled_s = compile_variants(variants, platform.device, num_threads, first)
+            with ThreadPoolExecutor(1, "libraries ahead") as beside:
+                libraries = beside.submit(set_up_libraries, config, platform, tp, dtype)
+                variants = catch_steps(config, platform, tp, dtype, runner)
+                gc.collect()  # what was caught with may hold itself, and memory
+                caught_s = time.monotonic() - started
+                num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
+                first = tp.rank * len(variants) // tp.size
+                compiled_s = compile_variants(variants, platform.device, num_threads, first)
+                libraries.result()
         except Exception:  # nothing that a step needs is missing because of that
             _log.warning("the kernels could not be compiled ahead; they are compiled as they are met", exc_info=True)
         else:
@@ -91,9 +97,23 @@ def has_room(config: EngineConfig, tp: TensorParallel, dtype: str, free_bytes: i
 
 
 def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
+    return sum(weight.nbytes for weight in _without_weights(config, tp.apart(), dtype).weights())
+
+
+def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
     spec = config.model.spec
-    model = model_class(spec.architecture)(spec, tp.apart(), _DTYPES[dtype], config.model.context_len)
-    return sum(weight.nbytes for weight in model.weights())
+    return model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
+
+
+@torch.inference_mode()
+def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
+    """What attention's libraries do once. Arguments: see `KernelsAhead`."""
+    if platform.device.type == "cuda":
+        torch.cuda.set_device(platform.device)
+    model = _without_weights(config, tp.apart(), dtype)
+    plan = planned_cache(config, LoadedModel(model, dtype, 0, 0.0).kv_cache_spec(config.cache.block_size))
+    for backend in choose_backends(config.device.attention_backend, plan, model.attention_layers, platform):
+        backend.set_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
 
 @torch.inference_mode()
@@ -104,8 +124,7 @@ def catch_steps(
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config = _few_layers(config)
-    spec = config.model.spec
-    model = model_class(spec.architecture)(spec, tp.apart(), _DTYPES[dtype], config.model.context_len)
+    model = _without_weights(config, tp.apart(), dtype)
     with catch_launches() as caught:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)

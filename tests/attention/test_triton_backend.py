@@ -80,6 +80,26 @@ def test_long_fresh_prompts_among_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert attended[-3:] == [Prompts(1, 2, 33), Prompts(67, 1, 32), Prompts(144, 1, 70)]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "max_len", "expected"),
+    [(200, 64, [Prompts(0, 3, 64)]), (48, 64, [Prompts(0, 1, 48)]), (31, 64, []), (200, 31, [])],
+)
+def test_what_long_fresh_prompts_need_is_set_up(monkeypatch, num_tokens, max_len, expected) -> None:
+    attended: list[Prompts] = []
+
+    def attend(prompts, query, key, value, scale, out):
+        attended.append(prompts)
+        assert query.shape == (prompts.tokens.stop, 4, 16)
+        assert key.shape == value.shape == (prompts.batch, prompts.query_len, 2, 16)
+
+    monkeypatch.setattr(fused_prompts, "_MIN_TOKENS", 32)
+    monkeypatch.setattr(fused_prompts, "can_fuse", lambda spec, device: True)
+    monkeypatch.setattr(fused_prompts, "attend_prompts", attend)
+    backend = Bench("triton", spec_of(16, 2), 4).backend
+    backend.set_up(num_tokens, max_len, torch.device("cpu"))
+    assert attended == expected
+
+
 def test_cudnn_has_long_fresh_prompts() -> None:
     if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")

@@ -15,7 +15,13 @@ from rounding import rounding
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels.skinny_configs import MAX_ROWS, DotConfig, FmaConfig, choose
-from ringcore.kernels.skinny_linear import RowNorm, new_arrivals, skinny_linear, skinny_linear_reference
+from ringcore.kernels.skinny_linear import (
+    RowNorm,
+    new_arrivals,
+    num_asked_inputs,
+    skinny_linear,
+    skinny_linear_reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -239,8 +245,18 @@ def test_few_rows_of_a_large_weight_are_computed_like_more():
         assert isinstance(choose(*shape, 1), FmaConfig)
     assert isinstance(choose(576, 576, 4), FmaConfig)
     assert choose(12288, 4096, 16, is_gated=True) == choose(12288, 4096, 2, is_gated=True)
-    assert choose(12288, 4096, 17, is_gated=True) is None
+    assert choose(12288, 4096, 17, is_gated=True) == choose(12288, 4096, 2, is_gated=True)
     assert choose(4096, 4096, 33) is None
+
+
+def test_whole_pieces_of_weights_are_asked_for():
+    """The instruction takes addresses and sizes in 16 bytes; another one costs a GPU its context."""
+    config = DotConfig(64, 128, 4, 4, 1, asked_inputs=512)
+    memory = torch.zeros(101 * 64 + 8, dtype=torch.bfloat16)
+    for shape, first, asked in (((64, 96), 0, 512), ((64, 96), 8, 512), ((64, 96), 4, 0), ((64, 100), 0, 0)):
+        weight = memory[first : first + shape[0] * shape[1]].view(shape)
+        assert weight.data_ptr() % 16 == 2 * first % 16
+        assert num_asked_inputs(weight, config) == asked
 
 
 @large
@@ -281,7 +297,7 @@ def test_weights_beyond_two_to_the_31(device):
     ("n", "config"),
     [
         *((n, FmaConfig(4, 1024, 2, trigger_late=late)) for n in (1, 4) for late in (False, True)),
-        *((8, DotConfig(64, 128, 4, 4, splits, prefetches)) for splits in (1, 4) for prefetches in (False, True)),
+        *((8, DotConfig(64, 128, 4, 4, splits, asked)) for splits in (1, 4) for asked in (0, 128, 4096)),
     ],
     ids=str,
 )

@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from test_precompile import run
 
 from ringcore import EngineConfig
+from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.model_executor.parallel import SingleRank
-from ringcore.worker.kernels_ahead import KernelsAhead, has_room, steps_of_all_kinds
+from ringcore.worker import kernels_ahead
+from ringcore.worker.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
 from ringcore.worker.platforms.cpu import CpuPlatform
 
 SCRIPT = """
@@ -148,3 +150,25 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
     assert has_room(config, SingleRank(), "float32", 1 << 40)
+
+
+def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
+    told = []
+    monkeypatch.setattr(TorchSdpaBackend, "set_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
+    config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
+    set_up_libraries(config, CpuPlatform(), SingleRank(), "float32")
+    assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
+
+
+def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch, caplog):
+    compiled = []
+
+    def fail(*numbers):
+        raise ArithmeticError("in the library")
+
+    monkeypatch.setattr(TorchSdpaBackend, "set_up", fail)
+    monkeypatch.setattr(kernels_ahead, "catch_steps", lambda *arguments: [])
+    monkeypatch.setattr(kernels_ahead, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
+    assert KernelsAhead(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
+    assert compiled == [[]]
+    assert "in the library" in caplog.text

@@ -2,7 +2,8 @@
 
 It takes prompts of which nothing is in the cache yet, since its causal mask begins in the upper left corner, and takes
 them dense: one length for all prompts of a call. (Packed, it plans anew in every call, for 30 ms.) It plans once for
-each length that it sees, so lengths are rounded up to a few. What is padded behind a prompt no token of it sees.
+each length that it sees, so lengths are rounded up to a few. What is padded behind a prompt no token of it sees; keys
+and values there are zeros all the same, since a weight of 0 would not hide a NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
-__all__ = ["Prompts", "attend_prompts", "can_fuse", "is_worth_it", "neighbours_of_one_length"]
+__all__ = [
+    "Prompts",
+    "attend_prompts",
+    "can_fuse",
+    "is_worth_it",
+    "neighbours_of_one_length",
+    "set_up_fused_prompts",
+]
 
 _BACKEND = SDPBackend.CUDNN_ATTENTION
 _MIN_TOKENS = 2048  # of a prompt: below, copying it and the ramps of a call of its own cost what is gained
@@ -56,6 +64,24 @@ def can_fuse(spec: KVCacheSpec, device: torch.device) -> bool:
     )
 
 
+def set_up_fused_prompts(
+    spec: KVCacheSpec, num_heads: int, num_tokens: int, max_len: int, device: torch.device
+) -> None:
+    """Attends once, to zeros, in as many prompts of `max_len` tokens as a step of `num_tokens` has room for.
+
+    A first call on a machine takes a second, in which cuDNN is loaded and the driver compiles its kernel, for whatever
+    length; both are there for all threads then.
+    """
+    query_len = min(num_tokens, max_len)
+    if query_len < _MIN_TOKENS or not can_fuse(spec, device):
+        return
+    prompts = Prompts(0, num_tokens // query_len, query_len)
+    query_len, options = prompts.padded_len, {"dtype": getattr(torch, spec.dtype), "device": device}
+    query = torch.zeros(prompts.batch * query_len, num_heads, spec.head_size, **options)
+    key = torch.zeros(prompts.batch, query_len, spec.num_kv_heads, spec.head_size, **options)
+    attend_prompts(Prompts(0, prompts.batch, query_len), query, key, key, scale=1.0, out=torch.empty_like(query))
+
+
 def is_worth_it(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
     """[num_seqs] bool: sequences that are whole prompts, and long ones."""
     result: np.ndarray = (query_lens == seq_lens) & (query_lens >= _MIN_TOKENS)
@@ -78,19 +104,24 @@ def neighbours_of_one_length(first_token: int, query_lens: list[int]) -> list[Pr
 def attend_prompts(
     prompts: Prompts,
     query: torch.Tensor,  # [batch * query_len, num_heads, head_size]
-    key: torch.Tensor,  # [batch * query_len, num_kv_heads, head_size]
+    key: torch.Tensor,  # [batch, padded_len, num_kv_heads, head_size], numbers behind a prompt too
     value: torch.Tensor,  # as key
     scale: float,
     out: torch.Tensor,  # as query
 ) -> None:
     """Causal attention of each prompt to itself."""
+    from ringcore.kernels.prompt_rows import spread_prompts
+
     batch, query_len, padded_len = prompts.batch, prompts.query_len, prompts.padded_len
-    dense = [rows.view(batch, query_len, *rows.shape[1:]) for rows in (query, key, value)]
-    if padded_len > query_len:  # with zeros: a weight of 0 would not hide a NaN
-        dense = [functional.pad(rows, (0, 0, 0, 0, 0, padded_len - query_len)) for rows in dense]
-    q, k, v = (rows.transpose(1, 2) for rows in dense)
+    if padded_len > query_len:
+        dense = spread_prompts(query, query_len, padded_len)
+    else:
+        dense = query.view(batch, query_len, *query.shape[1:])
+    q, k, v = (rows.transpose(1, 2) for rows in (dense, key, value))
     with sdpa_kernel(_BACKEND):
         attended = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    out.view(batch, query_len, *out.shape[1:]).copy_(attended.transpose(1, 2)[:, :query_len])
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        ).transpose(1, 2)
+    # One by one: each is a run of memory then, which is copied at the memory's own speed.
+    for into, prompt in zip(out.view(batch, query_len, *out.shape[1:]), attended, strict=True):
+        into.copy_(prompt[:query_len])

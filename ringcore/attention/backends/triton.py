@@ -26,6 +26,7 @@ from ringcore.attention.backends.fused_prompts import (
     can_fuse,
     is_worth_it,
     neighbours_of_one_length,
+    set_up_fused_prompts,
 )
 from ringcore.attention.backends.step_tensors import StepTensors, upload
 from ringcore.attention.metadata import AttentionMetadata
@@ -71,9 +72,10 @@ class TritonBackend(AttentionBackend):
     def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
         super().__init__(spec, num_heads, neighbours)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
-        from ringcore.kernels import decode_work, kv_write, paged_attention_decode, paged_attention_prefill
+        from ringcore.kernels import decode_work, kv_write, paged_attention_decode, paged_attention_prefill, prompt_rows
 
-        self._kv_write, self._kv_read = kv_write.kv_write, kv_write.kv_read
+        self._kv_write = kv_write.kv_write
+        self._read_prompts, self._spread_prompts = prompt_rows.read_prompts, prompt_rows.spread_prompts
         self._decode = paged_attention_decode.paged_attention_decode
         self._prefill = paged_attention_prefill.paged_attention_prefill
         self._choose_tiling = decode_work.DecodeTiling.choose
@@ -97,6 +99,9 @@ class TritonBackend(AttentionBackend):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
+
+    def set_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
+        set_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
 
     def plan(self, metadata: AttentionMetadata) -> _Step:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
@@ -182,10 +187,11 @@ class TritonBackend(AttentionBackend):
                 case _Chunks():
                     self._prefill_forward(part.tensors, query[rows], kv_cache, scale, out[rows])
                 case Prompts():
+                    lens = part.query_len, part.padded_len
                     if key is None or value is None:
-                        kv = self._kv_read(kv_cache, metadata.slot_mapping[rows])
+                        kv = self._read_prompts(kv_cache, metadata.slot_mapping[rows], *lens)
                     else:
-                        kv = key[rows], value[rows]
+                        kv = self._spread_prompts(key[rows], *lens), self._spread_prompts(value[rows], *lens)
                     attend_prompts(part, query[rows], *kv, scale, out[rows])
         return out
 

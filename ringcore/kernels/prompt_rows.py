@@ -1,0 +1,155 @@
+"""Prompts that stand one behind the other, spread out: so many rows for each, zeros behind its own.
+
+For attention that takes prompts of a few lengths alone. What is padded is a number: a weight of 0 hides no NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.kv_write import check_rows
+
+__all__ = ["read_prompts", "read_prompts_reference", "spread_prompts", "spread_prompts_reference"]
+
+_BYTES_A_WARP = 512  # 16 a thread, which is the most that one instruction moves
+_MAX_WARPS = 8
+
+
+@triton.jit
+def _spread_kernel(
+    rows: tl.tensor,  # [n, size] whose rows lie `stride` apart
+    out: tl.tensor,  # [num_prompts, padded_len, size]
+    stride: int,
+    query_len: int,
+    padded_len: int,
+    size: tl.constexpr,
+    block: tl.constexpr,  # a power of two, size or more
+    pdl: tl.constexpr,
+) -> None:
+    """A program a row of `out`."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    prompt = tl.program_id(0) // padded_len
+    token = tl.program_id(0) % padded_len
+    source = prompt.to(tl.int64) * query_len + token
+    column = tl.arange(0, block)
+    x = tl.load(rows + source * stride + column, mask=(column < size) & (token < query_len), other=0.0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * size + column, x, mask=column < size)
+
+
+@triton.jit
+def _read_kernel(
+    kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    slot_mapping: tl.tensor,  # [n] int64
+    key: tl.tensor,  # [num_prompts, padded_len, num_kv_heads, head_size]
+    value: tl.tensor,  # as key
+    query_len: int,
+    padded_len: int,
+    num_kv_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    block_size: tl.constexpr,
+    heads: tl.constexpr,  # num_kv_heads, rounded up to a power of two
+    width: tl.constexpr,  # head_size, likewise
+    pdl: tl.constexpr,
+) -> None:
+    """A program a row of `key` and of `value`."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) % padded_len
+    is_token = token < query_len
+    slot = tl.load(slot_mapping + tl.program_id(0) // padded_len * query_len + token, mask=is_token, other=0)
+    head = tl.arange(0, heads)[:, None]
+    dim = tl.arange(0, width)[None, :]
+    exists = (head < num_kv_heads) & (dim < head_size)
+    half_page = num_kv_heads * block_size * head_size
+    source = slot // block_size * (2 * half_page) + (head * block_size + slot % block_size) * head_size + dim
+    target = tl.program_id(0).to(tl.int64) * (num_kv_heads * head_size) + head * head_size + dim
+    tl.store(key + target, tl.load(kv_cache + source, mask=exists & is_token, other=0.0), mask=exists)
+    tl.store(value + target, tl.load(kv_cache + source + half_page, mask=exists & is_token, other=0.0), mask=exists)
+
+
+def spread_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
+    """[num_prompts * query_len, num_heads, head_size] -> [num_prompts, padded_len, num_heads, head_size], contiguous.
+
+    The tokens may lie apart, the heads of a token may not. padded_len is query_len or more.
+    """
+    num_tokens, num_heads, head_size = check_rows(rows)
+    num_prompts = _num_prompts(num_tokens, query_len, padded_len)
+    size = num_heads * head_size
+    out = rows.new_empty(num_prompts, padded_len, num_heads, head_size)
+    block, pdl = triton.next_power_of_2(size), overlaps_launches(rows.device)
+    _spread_kernel[(num_prompts * padded_len,)](
+        rows,
+        out,
+        rows.stride(0),
+        query_len,
+        padded_len,
+        size=size,
+        block=block,
+        num_warps=_num_warps(block * rows.element_size()),
+        pdl=pdl,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def read_prompts(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `kv_write` wrote to the slots slot_mapping [num_prompts * query_len] int64 -> key and value, spread out:
+    [num_prompts, padded_len, num_kv_heads, head_size]. padded_len is query_len or more."""
+    _, _, num_kv_heads, block_size, head_size = kv_cache.shape
+    num_prompts = _num_prompts(len(slot_mapping), query_len, padded_len)
+    assert slot_mapping.dtype == torch.int64
+    assert kv_cache.is_contiguous()
+    key, value = (kv_cache.new_empty(num_prompts, padded_len, num_kv_heads, head_size) for _ in range(2))
+    heads, width = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_size)
+    pdl = overlaps_launches(kv_cache.device)
+    _read_kernel[(num_prompts * padded_len,)](
+        kv_cache,
+        slot_mapping,
+        key,
+        value,
+        query_len,
+        padded_len,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        heads=heads,
+        width=width,
+        num_warps=_num_warps(heads * width * kv_cache.element_size()),
+        pdl=pdl,
+        **launch_options(pdl),
+    )
+    return key, value
+
+
+def _num_prompts(num_tokens: int, query_len: int, padded_len: int) -> int:
+    assert num_tokens % query_len == 0, (num_tokens, query_len)
+    assert padded_len >= query_len, (padded_len, query_len)
+    return num_tokens // query_len
+
+
+def _num_warps(num_bytes: int) -> int:
+    return min(_MAX_WARPS, max(1, num_bytes // _BYTES_A_WARP))
+
+
+def spread_prompts_reference(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
+    """`spread_prompts` in plain torch."""
+    prompts = rows.reshape(-1, query_len, *rows.shape[1:])
+    return torch.nn.functional.pad(prompts, (0, 0, 0, 0, 0, padded_len - query_len))
+
+
+def read_prompts_reference(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`read_prompts` in plain torch."""
+    block_size = kv_cache.shape[3]
+    both = kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size]  # [n, 2, num_kv_heads, head_size]
+    key, value = (spread_prompts_reference(rows, query_len, padded_len) for rows in both.unbind(1))
+    return key, value
