@@ -42,7 +42,7 @@ FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that pair
 RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
-_FEW_SEQS = 2  # up to here a step is short, so that ramping up and merging are most of it
+_FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are most of it
 # How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: to begin anew in
 # the next pair and to add up one part more takes about as long.
 _SLACK_PERCENT = tl.constexpr(15)
@@ -137,18 +137,15 @@ class DecodeTiling(NamedTuple):
     @classmethod
     def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
         """For at most `num_seqs` sequences over caches of `dtype`; measured on H200s, for 8 KV heads of 128 numbers in
-        bfloat16, with the even cut. First us of whole passes of Qwen3-0.6B and 8B, then of one launch for 16 query
-        heads:
+        bfloat16. Microseconds of whole passes of Qwen3-8B, then of Qwen3-0.6B:
 
-            | tiling           | 8B: 1 x 640 | 1 x 8,000 | 4 x 640 | 8 x 640 | 8 x 8,000 | 0.6B: 1 x 640 | 4 x 640 |
-            | (64, 8, 3, 1, 2) |       4,009 |     4,456 |   4,860 |   4,747 |     7,026 |           636 |     999 |
-            | (128, 8, 3, 1, 1)|       4,019 |     4,532 |   4,907 |   4,847 |     6,760 |           623 |   1,032 |
-            | (64, 4, 3, 2, 2) |       4,320 |           |   4,877 |   4,842 |     6,742 |           715 |     987 |
+            | tiling          | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 64 x 1,000 | 256 x 100 to 2,000 |
+            | (64, 8, 3, 1, 2)|   3,868 |   4,756 |   4,739 |      6,137 |      7,798 |             19,675 |
+            | (64, 4, 3, 2, 2)|   4,708 |   4,818 |   4,698 |      5,619 |      7,122 |             16,680 |
+            | (64, 8, 3, 1, 2)|     633 |     920 |   1,100 |      2,295 |            |             11,375 |
+            | (64, 4, 3, 2, 2)|     675 |     929 |   1,100 |      1,955 |            |              8,858 |
 
-            | tiling           | 256 x 545 | 256 x ~1000 | 32 x ~1150, 32 query heads |
-            | (64, 4, 3, 2, 2) |       147 |         260 |                         44 |
-            | (64, 4, 4, 2, 2) |       147 |         265 |                         46 |
-            | (64, 4, 3, 3, 2) |       180 |         310 |                         55 |
+        Three programs of four warps on an SM, tiles of 32 tokens and a buffer more are slower from 32 sequences on.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))

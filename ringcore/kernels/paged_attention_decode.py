@@ -29,11 +29,11 @@ from ringcore.kernels.decode_work import (
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
-from ringcore.kernels.shared_memory import set_aside_for_one_program
+from ringcore.kernels.shared_memory import set_aside
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
-_MOST_PARTS = 4  # that are merged in one go: with more, the merge would need more registers than the loop
+_MOST_PARTS = 8  # that are merged in one go: more take registers that the next kernel's first programs would have
 
 
 @triton.jit
@@ -263,8 +263,8 @@ def paged_attention_decode(
         num_warps=work.tiling.num_warps,
         **launch_options(pdl),
     )
-    if pdl and work.tiling.programs_per_sm == 1:
-        set_aside_for_one_program(kernel, query.device)
+    if pdl:
+        set_aside(kernel, work.tiling.programs_per_sm, query.device)
     return out
 
 

@@ -6,6 +6,7 @@ out. So there is no list of kernels and shapes to be kept in step with the launc
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from triton import knobs
+from triton import JITFunction, knobs
 
 __all__ = ["Variant", "catch_launches", "compile_variants"]
 
@@ -62,15 +63,16 @@ def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
 
 
 def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int, first: int = 0) -> float:
-    """Compiles them for `device`, begun with the one of index `first`; the seconds it took.
+    """Compiles them for `device`, the longest first, begun with the one of index `first` in that order; the seconds it
+    took.
 
     Processes that share a cache on disk and begin at different places find there what others have compiled meanwhile.
     Most of a compilation is native code without the interpreter's lock, and the assembler is a process of its own.
     Raises whatever a compilation raises, when all are over.
     """
     started = time.monotonic()
-    in_turn = [*variants[first:], *variants[:first]]
-
+    by_length = sorted(variants, key=lambda variant: _source_length(variant.kernel), reverse=True)
+    in_turn = [*by_length[first:], *by_length[:first]]
     is_cuda = device.type == "cuda"
 
     def take_device() -> None:
@@ -79,6 +81,22 @@ def compile_variants(variants: Sequence[Variant], device: torch.device, num_thre
 
     with ThreadPoolExecutor(max(1, min(num_threads, len(in_turn))), initializer=take_device) as threads:
         compiled = [threads.submit(variant.compile, load=is_cuda) for variant in in_turn]
-    for future in compiled:
-        future.result()
+    for variant, future in zip(in_turn, compiled, strict=True):
+        try:
+            future.result()
+        except SystemError:  # of CPython before 3.11.8 and 3.12.2, now and then, where two threads parse at a time
+            variant.compile(load=is_cuda)
     return time.monotonic() - started
+
+
+def _source_length(kernel: Any) -> int:
+    """Characters of a kernel and of all that it calls: how long it takes to compile, more or less."""
+    sources, waiting = {kernel.src}, [kernel]
+    while waiting:
+        caller = waiting.pop()
+        for name in set(re.findall(r"\w+", caller.src)):
+            called = caller.fn.__globals__.get(name)
+            if isinstance(called, JITFunction) and called.src not in sources:
+                sources.add(called.src)
+                waiting.append(called)
+    return sum(map(len, sources))

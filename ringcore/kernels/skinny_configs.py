@@ -67,15 +67,12 @@ _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
     (128256, 2048, False, 1): FmaConfig(2, 2048, 4),
     # Qwen3-8B
     (6144, 4096, False, 1): FmaConfig(4, 4096, 4),
-    (6144, 4096, False, 64): DotConfig(64, 256, 4, 3, 1),
     (4096, 4096, False, 1): FmaConfig(2, 4096, 8),
     (12288, 4096, True, 1): FmaConfig(1, 4096, 8),
     (12288, 4096, True, 4): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
     (12288, 4096, True, 16): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
     (12288, 4096, True, 32): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
-    (12288, 4096, True, 64): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
     (4096, 12288, False, 1): FmaConfig(4, 2048, 8),
-    (4096, 12288, False, 64): DotConfig(64, 128, 8, 4, 2, asked_inputs=0),
     (151936, 4096, False, 1): FmaConfig(2, 4096, 8),
     # Qwen3-8B, one of two ranks
     (3072, 4096, False, 1): FmaConfig(4, 2048, 8),

@@ -76,6 +76,38 @@ def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(tmp_path):
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
 
 
+def test_the_longest_come_first_and_what_the_parser_lost_comes_again(tmp_path):
+    script = """
+        import torch, triton_for_sm90
+        from ringcore.kernels import activation, paged_attention_decode, precompile, rms_norm, sampling
+        from ringcore.kernels.precompile import Variant, compile_variants
+
+        names = []
+
+        def compile(variant, *, load):
+            names.append(variant.kernel.__name__)
+            if variant.specialization in names:
+                return
+            names.append(variant.specialization)
+            raise SystemError("AST constructor recursion depth mismatch")
+
+        Variant.compile = compile
+        kernels = {
+            "one": activation._activate_and_multiply_kernel,
+            "two": sampling._row_kernel,
+            "three": rms_norm._rms_norm_kernel,
+            "four": paged_attention_decode._paged_attention_decode,
+        }
+        compile_variants([Variant(kernel, name) for name, kernel in kernels.items()], torch.device("cpu"), 1)
+        print(*names)
+    """
+    kernels = {"_paged_attention_decode", "_row_kernel", "_activate_and_multiply_kernel", "_rms_norm_kernel"}
+    names = run(script, tmp_path).split()
+    assert {*names[0:4:2]} == {"_paged_attention_decode", "_row_kernel"}
+    assert {*names[0:8:2]} == {*names[8:]} == kernels
+    assert len(names) == 12
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_what_was_compiled_ahead_is_what_is_launched(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

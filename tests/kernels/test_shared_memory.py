@@ -1,4 +1,4 @@
-"""The part of an SM's memory that is set aside for a kernel of one program an SM."""
+"""The part of an SM's memory that is set aside for a kernel's programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels import shared_memory
-from ringcore.kernels.shared_memory import set_aside_for_one_program
+from ringcore.kernels.shared_memory import set_aside
 
 GPU = torch.device("cuda", 0)
 CARVE_OUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
@@ -47,30 +47,47 @@ def driver(monkeypatch):
     return fake
 
 
-def kernel(shared):
-    return SimpleNamespace(function=77, metadata=SimpleNamespace(shared=shared))
+def kernel(shared, n_regs=100, num_warps=4):
+    return SimpleNamespace(function=77, n_regs=n_regs, metadata=SimpleNamespace(shared=shared, num_warps=num_warps))
 
 
-@pytest.mark.parametrize(("shared", "percent"), [(143360, 62), (233472, 100), (0, 0), (1, 1)])
+@pytest.mark.parametrize(("shared", "percent"), [(143360, 62), (232448, 100), (0, 0), (1, 1)])
 def test_as_much_as_one_program_has(driver, shared, percent):
-    set_aside_for_one_program(kernel(shared), GPU)
+    set_aside(kernel(shared), 1, GPU)
     assert driver.asked == [(("function", 77), 9, percent)]
 
 
+@pytest.mark.parametrize(
+    ("shared", "n_regs", "num_warps", "programs_per_sm", "percent"),
+    [
+        (73728, 168, 4, 2, 65),  # three would have room
+        (73728, 161, 4, 2, 65),  # which is 168 too
+        (73728, 169, 4, 2, None),  # no registers for three
+        (73728, 100, 8, 2, None),
+        (77312, 168, 4, 2, None),  # no memory for three
+        (73728, 168, 4, 3, None),
+        (49152, 80, 4, 3, 65),
+    ],
+)
+def test_no_room_for_more_programs_than_there_are(driver, shared, n_regs, num_warps, programs_per_sm, percent):
+    set_aside(kernel(shared, n_regs, num_warps), programs_per_sm, GPU)
+    assert [asked for _, _, asked in driver.asked] == ([] if percent is None else [percent])
+
+
 def test_no_kernel_has_no_wish(driver):
-    set_aside_for_one_program(None, GPU)
+    set_aside(None, 1, GPU)
     assert not driver.asked
 
 
 def test_what_the_driver_says_is_told(driver):
     driver.code[0] = 400
     with pytest.raises(RuntimeError, match="carve-out of 62%: 400"):
-        set_aside_for_one_program(kernel(143360), GPU)
+        set_aside(kernel(143360), 1, GPU)
 
 
 def test_without_a_driver_nothing_happens(driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    set_aside_for_one_program(kernel(143360), GPU)
+    set_aside(kernel(143360), 1, GPU)
     assert not driver.asked
 
 
@@ -85,7 +102,7 @@ def test_on_a_gpu(device):
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     numbers = torch.zeros(64, device=device)
     launched = _add_one[(1,)](numbers, size=64)
-    set_aside_for_one_program(launched, device)
+    set_aside(launched, 1, device)
     _add_one[(1,)](numbers, size=64)
     assert (numbers == 2).all()
     attribute = getattr(bindings.CUfunction_attribute, CARVE_OUT)
