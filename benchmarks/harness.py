@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -194,9 +195,10 @@ PEERS: Mapping[str, Callable[[str, str], list[EngineSpec]]] = {"vllm": _vllm, "t
 class Fleet:
     """All engines loaded at once, all stopped but the one whose turn it is."""
 
-    def __init__(self, plan: Plan, *, may_lose_peers: bool = False) -> None:
-        """`may_lose_peers`: a peer that cannot be loaded is left out, for `lost` to tell, and the others go on."""
-        self._plan, self._may_lose_peers = plan, may_lose_peers
+    def __init__(self, plan: Plan, *, may_lose_peers: bool = False, settle_s: float = 0.0) -> None:
+        """`may_lose_peers`: a peer that cannot be loaded is left out, for `lost` to tell, and the others go on.
+        `settle_s`: each runs on for so long after it was loaded, and does what an engine does while nobody asks."""
+        self._plan, self._may_lose_peers, self._settle_s = plan, may_lose_peers, settle_s
         self._drivers: dict[str, Driver] = {}
         self._stack = ExitStack()
         self.facts: dict[str, dict[str, Any]] = {}  # name -> Python and packages
@@ -214,6 +216,7 @@ class Fleet:
                     self.lost[spec.name] = error.message
                     driver.close()
                     continue
+                time.sleep(self._settle_s)
                 driver.pause()
                 self._drivers[spec.name] = driver
             self._stack = stack.pop_all()

@@ -39,6 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "OFFLINE_REQUESTS", 2)
     monkeypatch.setattr(gpu, "PREFILL_PROMPTS", 8)
     monkeypatch.setattr(gpu, "PREFILL_TOKENS", 31)
+    monkeypatch.setattr(gpu, "SETTLE_S", 0.01)
     monkeypatch.setattr(gpu, "measure_ceilings", lambda device, dtype: MACHINE)
     monkeypatch.setattr(gpu_attention, "measure_ceilings", lambda device, dtype: MACHINE)
 

@@ -51,6 +51,15 @@ def test_only_the_engine_whose_turn_it_is_runs(fake_spec: MakeSpec, make_plan: M
     assert not any(map(is_alive, processes))
 
 
+def test_an_engine_that_was_loaded_runs_on_for_a_while(
+    fake_spec: MakeSpec, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("benchmarks.harness.time.sleep", slept.append)
+    with Fleet(make_plan(fake_spec("a"), fake_spec("b")), settle_s=7.0) as fleet, fleet.turn("b"):
+        assert slept.count(7.0) == 2
+
+
 def test_an_engine_that_generates_fewer_tokens_is_refused(fake_spec: MakeSpec, make_plan: MakePlan) -> None:
     message = r"2 completions of 4 tokens were asked for; 2 of \[3\]"
     plan = make_plan(fake_spec(missing=1))
