@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import BENCHMARKS, report
 from benchmarks.harness import PEER_MODES, PEERS, Plan, engine_specs, load_benchmark, run_benchmark
 from benchmarks.machine import shown_path
-from benchmarks.result import merge_results, read_result, with_condition, write_result
+from benchmarks.result import Result, merge_results, read_result, with_condition, write_result
 from ringcore.errors import RingcoreError
 
 DEFAULT_MODEL = Path("~/.cache/ringcore/smollm2-135m")
@@ -88,14 +88,17 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     specs = engine_specs(options.peer, options.peer_mode, options.peer_env)
     plan = Plan(specs, model, options.rounds, options)
     old = read_result(options.json) if options.merge and options.json is not None and options.json.exists() else None
-    result = run_benchmark(name, plan, _shown_command(name, arguments), options.commit)
-    if options.beside:
-        result = with_condition(result, f"Meanwhile on this machine: {options.beside}.")
-    print(report.render(result), end="")
-    if options.json is not None:
-        if old is not None:
-            result = merge_results(old, result)
-        write_result(options.json, result)
+
+    def with_beside(result: Result) -> Result:
+        return with_condition(result, f"Meanwhile on this machine: {options.beside}.") if options.beside else result
+
+    def write(result: Result) -> None:
+        if options.json is not None:
+            result = with_beside(result)
+            write_result(options.json, result if old is None else merge_results(old, result))
+
+    result = run_benchmark(name, plan, _shown_command(name, arguments), options.commit, write)
+    print(report.render(with_beside(result)), end="")
     return 0
 
 

@@ -129,6 +129,8 @@ class _Session:
             for case in cases:
                 if self._deadline.allows(case.shown):
                     self._measurements += self._take(fleet, alive, case)
+                    if self._measurements:
+                        self._plan.keep(self.findings())
 
     def _take(self, fleet: Fleet, alive: list[str], case: Case) -> list[Measurement]:
         """`alive` loses the engines that fail."""

@@ -84,6 +84,8 @@ class GpuAttention(Benchmark):
             for case in CASES:
                 if case.kind in kinds and deadline.allows(case.shown):
                     session.measure(case, plan.rounds, options.dtype, ceilings)
+                    if session.has_measured:
+                        plan.keep(session.findings(options.dtype))
         return session.findings(options.dtype)
 
 
@@ -122,6 +124,10 @@ class _Session:
         limits = _limits(case.kind, ceilings)
         whole = {name: samples for name, samples in taken.items() if name in able}
         self._measurements += measurements_from_rows(whole, limits, prefix=f"{case.shown}, ")
+
+    @property
+    def has_measured(self) -> bool:
+        return bool(self._measurements)
 
     def _accepts(self, name: str, shape: dict[str, Any]) -> bool:
         reason = self._driver.call("refusal", TIMEOUT_S, backend=name, shape=shape)

@@ -68,6 +68,8 @@ class Plan:
     model: Path
     rounds: int
     options: argparse.Namespace  # the benchmark's own
+    # Called with all that is measured so far, by benchmarks that take many minutes: one that is cut off has left that.
+    keep: Callable[[Findings], object] = lambda findings: None
 
     @property
     def names(self) -> list[str]:
@@ -97,20 +99,33 @@ def load_benchmark(name: str) -> type[Benchmark]:
     return benchmark
 
 
-def run_benchmark(name: str, plan: Plan, command: str, commit: str | None = None) -> Result:
-    """`commit` is that of the code, where it is not to be asked of git."""
+def run_benchmark(
+    name: str,
+    plan: Plan,
+    command: str,
+    commit: str | None = None,
+    write: Callable[[Result], object] = lambda result: None,
+) -> Result:
+    """`commit` is that of the code, where it is not to be asked of git. `write` gets the result, and before it, of a
+    benchmark that takes many minutes, what there is of it."""
     # Before the run: the load average is not our own yet, and the commit is that of the code that runs.
     machine, commit = machine_facts(), commit or git_commit()
-    findings = load_benchmark(name)().run(plan)
-    return Result(
-        benchmark=name,
-        command=command,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=commit,
-        machine=machine,
-        rounds=plan.rounds,
-        findings=findings,
-    )
+
+    def result_of(findings: Findings) -> Result:
+        return Result(
+            benchmark=name,
+            command=command,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            commit=commit,
+            machine=machine,
+            rounds=plan.rounds,
+            findings=findings,
+        )
+
+    keeping = replace(plan, keep=lambda findings: write(result_of(findings)))
+    result = result_of(load_benchmark(name)().run(keeping))
+    write(result)
+    return result
 
 
 def engine_specs(peers: Iterable[str], peer_mode: str, peer_env: Iterable[str] = ()) -> list[EngineSpec]:

@@ -213,7 +213,11 @@ def timer(call: Callable[[], object], calls: int, device: torch.device, in_graph
         with torch.cuda.graph(graph):
             for _ in range(repeats):
                 call()
-        return lambda: _event_s(graph.replay, 1) / (repeats * calls)
+
+        def replayed_s(_reads: object = call) -> float:  # what a graph reads has to stay where it is
+            return _event_s(graph.replay, 1) / (repeats * calls)
+
+        return replayed_s
     return lambda: _event_s(call, repeats) / calls
 
 

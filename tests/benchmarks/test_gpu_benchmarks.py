@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -349,6 +352,24 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("decode", "prefill"):
         with pytest.raises(RuntimeError, match="torch_sdpa is wrong"):
             anew.measure("torch_sdpa", kind, shape)
+
+
+def test_what_a_graph_reads_stays_as_long_as_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.peers import attention_backends
+
+    class Memory:
+        def __call__(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(attention_backends, "_event_s", lambda action, repeats: 30.0)
+    read = Memory()
+    alive = weakref.ref(read)
+    seconds = attention_backends.timer(read, 3, torch.device("cuda"), True)
+    del read
+    assert alive() is not None
+    assert seconds() == 30.0 / (4 * 3)
 
 
 def test_the_ceilings_of_this_machine() -> None:

@@ -19,6 +19,7 @@ from benchmarks.harness import (
     load_benchmark,
     run_benchmark,
 )
+from benchmarks.result import Findings, Measurement, Result
 
 MakeSpec = Callable[..., EngineSpec]
 MakePlan = Callable[..., Plan]
@@ -115,6 +116,23 @@ def test_a_setting_of_no_peer_is_refused(setting: str) -> None:
 def test_a_peer_that_cannot_be_run_is_refused(peers: list[str], message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         engine_specs(peers, "eager")
+
+
+def test_what_there_is_of_a_long_run_is_written(monkeypatch: pytest.MonkeyPatch, make_plan: MakePlan) -> None:
+    parts = [Measurement(name=name, unit="s", higher_is_better=False, samples={"a": [1.0]}) for name in "xyz"]
+
+    class Long(Benchmark):
+        def run(self, plan: Plan) -> Findings:
+            for count in (1, 2):
+                plan.keep(Findings(measurements=parts[:count], engines={}, conditions=[]))
+            raise BenchmarkError("cut off")
+
+    written: list[Result] = []
+    monkeypatch.setattr("benchmarks.harness.load_benchmark", lambda name: Long)
+    with pytest.raises(BenchmarkError, match="cut off"):
+        run_benchmark("long", make_plan(rounds=2), "the command", "c0", written.append)
+    assert [[one.name for one in result.findings.measurements] for result in written] == [["x"], ["x", "y"]]
+    assert {(result.benchmark, result.commit, result.rounds) for result in written} == {("long", "c0", 2)}
 
 
 def test_a_result_says_where_it_was_taken(fake_spec: MakeSpec, make_plan: MakePlan) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,13 @@ def test_results_of_two_benchmarks_are_not_merged(result: Result) -> None:
 
 def test_the_command_merges_into_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter([run_of("01", 1, "A, a step"), run_of("02", 1, "B, a step"), run_of("03", 1, "C, a step")])
-    monkeypatch.setattr("benchmarks.__main__.run_benchmark", lambda *arguments: next(runs))
+
+    def run(name: str, plan: object, command: str, commit: str | None, write: Callable[[Result], None]) -> Result:
+        result = next(runs)
+        write(result)
+        return result
+
+    monkeypatch.setattr("benchmarks.__main__.run_benchmark", run)
     path = tmp_path / "gpu.json"
     for _ in range(2):
         assert main(["gpu", "--merge", "--json", str(path)]) == 0
