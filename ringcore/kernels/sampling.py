@@ -71,7 +71,7 @@ def _group_kernel(
 
 
 @triton.jit
-def _draw_filtered(
+def _draw_filtered_group(
     row: Row,
     groups: Groups,
     filters: Filters,
@@ -81,7 +81,8 @@ def _draw_filtered(
     group: tl.constexpr,
     tile: tl.constexpr,
     capacity: tl.constexpr,
-) -> tl.tensor:
+):
+    """The group that wins, and the smallest weight that the filters keep."""
     total = tl.sum(masses.to(tl.float64), axis=0)
     bound = first_bound(group_maxima, masses, total, filters, row.num_groups, group)
     is_listed = (group_maxima >= bound) & (slots < row.num_groups)
@@ -99,7 +100,7 @@ def _draw_filtered(
         if first > best:
             best = first
             won = tl.sum(tl.where(tl.arange(0, tile) == place, ids, 0), axis=0)
-    return draw_member(row, won, threshold, group)
+    return won, threshold
 
 
 @triton.jit
@@ -160,11 +161,14 @@ def _row_kernel(
         filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
         if (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0):
             room = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
-            token = _draw_filtered(row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity)
+            won, threshold = _draw_filtered_group(
+                row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity
+            )
         else:
             race = masses.to(tl.float64) / exponentials(row.seed, row.position, slots)
             won = tl.argmax(tl.where(mask, race, -1.0), axis=0)
-            token = draw_member(row, won, best * 0.0, group)
+            threshold = best * 0.0
+        token = draw_member(row, won, threshold, group)
     tl.store(token_ids + i, token.to(tl.int64))
     tl.store(ok + i, is_ok)
 

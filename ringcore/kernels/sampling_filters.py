@@ -97,40 +97,34 @@ def listed_weights(row: Row, groups: Groups, start: tl.tensor, group: tl.constex
 
 
 @triton.jit
-def _totals(row: Row, groups: Groups, at_least: tl.tensor, group: tl.constexpr, tile: tl.constexpr):
-    """How many weights have bits of `at_least` > 0 or more, and their sum; float64."""
-    count = tl.full([], 0.0, tl.float64)
-    mass = tl.full([], 0.0, tl.float64)
-    for start in range(0, groups.num_ids, tile):
-        weights, _ = listed_weights(row, groups, start, group, tile)
-        reaches = _bits(weights) >= at_least
-        count += tl.sum(tl.sum(reaches.to(tl.int32), axis=1), axis=0).to(tl.float64)
-        mass += tl.sum(tl.sum(tl.where(reaches, weights, 0.0), axis=1).to(tl.float64), axis=0)
-    return count, mass
-
-
-@triton.jit
 def _collect(
     row: Row,
     groups: Groups,
     low: tl.tensor,
+    middle: tl.tensor,  # above 0
     high: tl.tensor,
     group: tl.constexpr,
     tile: tl.constexpr,
     capacity: tl.constexpr,
-) -> tl.tensor:
-    """Puts the weights strictly between the bounds side by side, as far as there is room; returns how many they are."""
+):
+    """Puts the weights strictly between the bounds `low` and `high` side by side, as far as there is room. Returns how
+    many they are; and how many weights reach `middle`, and their sum, both float64."""
+    num_inside = low * 0
+    count = tl.full([], 0.0, tl.float64)
+    mass = tl.full([], 0.0, tl.float64)
     tl.debug_barrier()  # for those that still read the ones before
-    count = low * 0
     for start in range(0, groups.num_ids, tile):
         weights, _ = listed_weights(row, groups, start, group, tile)
+        reaches = _bits(weights) >= middle
+        count += tl.sum(tl.sum(reaches.to(tl.int32), axis=1), axis=0).to(tl.float64)
+        mass += tl.sum(tl.sum(tl.where(reaches, weights, 0.0), axis=1).to(tl.float64), axis=0)
         flat = tl.reshape(weights, [tile * group])
         is_inside = (_bits(flat) > low) & (_bits(flat) < high)
-        places = count + tl.cumsum(is_inside.to(tl.int32), axis=0) - 1
+        places = num_inside + tl.cumsum(is_inside.to(tl.int32), axis=0) - 1
         tl.store(groups.candidates + places, flat, mask=is_inside & (places < capacity))
-        count += tl.sum(is_inside.to(tl.int32), axis=0)
+        num_inside += tl.sum(is_inside.to(tl.int32), axis=0)
     tl.debug_barrier()
-    return count
+    return num_inside, count, mass
 
 
 @triton.jit
@@ -145,24 +139,26 @@ def _search(
     capacity: tl.constexpr,
 ):
     """The bits of the largest weight such that those that reach it are `need` in number, or by mass add up to it; and
-    the number and the sum of the weights above. `low` is taken to reach it. need: float64."""
+    the number and the sum of the weights above. `low` is taken to reach it. need: float64.
+
+    One loop with one reading of the weights in it, and not a first reading before it: all that is read is compiled as
+    often as it stands here.
+    """
     high = low * 0 + _ABOVE_ONE
     count_above = tl.full([], 0.0, tl.float64)
     mass_above = tl.full([], 0.0, tl.float64)
-    num_inside = _collect(row, groups, low, high, group, tile, capacity)
-    if num_inside > capacity:
-        count_from_low = num_inside.to(tl.float64)
-        while (count_from_low - count_above > capacity) & (high - low > 1):
-            middle = low + (high - low) // 2
-            count, mass = _totals(row, groups, middle, group, tile)
+    num_inside = low * 0 + (capacity + 1)
+    while (num_inside > capacity) & (high - low > 1):
+        middle = low + (high - low) // 2
+        num_inside, count, mass = _collect(row, groups, low, middle, high, group, tile, capacity)
+        if num_inside > capacity:
             if tl.where(by_mass, mass, count) >= need:
                 low = middle
-                count_from_low = count
             else:
                 high = middle
                 count_above = count
                 mass_above = mass
-        num_inside = _collect(row, groups, low, high, group, tile, capacity)
+    num_inside = tl.where(high - low > 1, num_inside, 0)  # bounds that met: nothing was read between them
     slots = tl.arange(0, capacity)
     weights = tl.load(groups.candidates + slots, mask=slots < num_inside, other=0.0)
     bits = _bits(weights)

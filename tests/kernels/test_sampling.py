@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
+from ringcore.kernels import sampling
 from ringcore.kernels.sampling import DeviceSamplingInputs, SamplingWorkspace, sample_tokens
 from ringcore.kernels.sampling_draw import exp_of, exponentials
 from ringcore.model_executor.sampler import SamplingInputs, sample, token_logprobs, uniforms
@@ -198,6 +199,30 @@ def test_ties_beyond_the_room_for_candidates(device: torch.device) -> None:
     flat = random_logits(n, vocab_size, seed=5, spread=0.1)
     check(flat, inputs(n, top_p=0.8), device)
     check(flat, inputs(n, top_k=5000, top_p=0.9), device)
+
+
+@pytest.mark.parametrize("capacity", [4, 64])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 3},
+        {"top_k": 150},
+        {"top_k": 399},
+        {"top_p": 0.2},
+        {"top_p": 0.95},
+        {"top_p": 0.9999999},
+        {"top_k": 150, "top_p": 0.6, "min_p": 0.9},
+    ],
+    ids=str,
+)
+def test_more_likely_tokens_than_there_is_room_for(
+    filters: dict[str, float], capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search reads the row again, between closer bounds; of equal logits none is between any."""
+    monkeypatch.setattr(sampling, "_CANDIDATES", capacity)
+    logits = random_logits(ROWS, 400, seed=3, spread=0.1)
+    logits[1::2] = logits[1::2].sign() * 0.01  # two groups of ties
+    check(logits, inputs(ROWS, **filters), device)
 
 
 @pytest.mark.parametrize(
