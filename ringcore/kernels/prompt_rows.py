@@ -18,7 +18,7 @@ _BYTES_A_WARP = 512  # 16 a thread, which is the most that one instruction moves
 _MAX_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_len", "padded_len"])
 def _spread_kernel(
     rows: tl.tensor,  # [n, size] whose rows lie `stride` apart
     out: tl.tensor,  # [num_prompts, padded_len, size]
@@ -41,7 +41,7 @@ def _spread_kernel(
     tl.store(out + tl.program_id(0).to(tl.int64) * size + column, x, mask=column < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_len", "padded_len"])
 def _read_kernel(
     kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
     slot_mapping: tl.tensor,  # [n] int64
