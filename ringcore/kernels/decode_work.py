@@ -7,9 +7,8 @@ Stream-K's, Osama et al., 2023.)
     pairs     |----- a -----|- b -|------------- c -------------|-- d --|
     programs  |.... 0 ....|.... 1 ....|.... 2 ....|.... 3 ....|.... 4 ....|
 
-A run that goes on in another pair begins there anew, and a pair that ends in another run has one part more to be added
-up. So where the pairs are nearly of one length, and no more than the programs, every pair is cut for itself, into equal
-parts that are little longer than the runs would be:
+A pair that ends in another run has one part more to be added up. So where the pairs are nearly of one length, and no
+more than the programs, every pair is cut for itself, into equal parts that are little longer than the runs would be:
 
     pairs     |------ a ------|----- b -----|------- c -------|----- d -----|
     programs  |.. 0 ..|.. 1 ..|. 2 .|.. 3 ..|.. 4 ...|... 5 ..|. 6 .|.. 7 ..|
@@ -43,8 +42,8 @@ RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
 _FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are most of it
-# How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: to begin anew in
-# the next pair and to add up one part more takes about as long.
+# How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: one part more to be
+# stored and added up takes about as long.
 _SLACK_PERCENT = tl.constexpr(15)
 _MOST_SLACK = tl.constexpr(2)
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans

@@ -74,12 +74,14 @@ def _read_kernel(
 
 
 def spread_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
-    """[num_prompts * query_len, num_heads, head_size] -> [num_prompts, padded_len, num_heads, head_size], contiguous.
+    """[num_prompts * query_len, num_heads, head_size] -> [num_prompts, padded_len, num_heads, head_size].
 
-    The tokens may lie apart, the heads of a token may not. padded_len is query_len or more.
+    The tokens may lie apart, the heads of a token may not. padded_len is query_len, and nothing is copied, or more.
     """
     num_tokens, num_heads, head_size = check_rows(rows)
     num_prompts = _num_prompts(num_tokens, query_len, padded_len)
+    if padded_len == query_len:
+        return rows.view(num_prompts, query_len, num_heads, head_size)
     size = num_heads * head_size
     out = rows.new_empty(num_prompts, padded_len, num_heads, head_size)
     block, pdl = triton.next_power_of_2(size), overlaps_launches(rows.device)

@@ -141,7 +141,7 @@ def _launch_dot(
     block_rows = max(16, triton.next_power_of_2(num_rows))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= 64, num_rows
-    assert block_outputs >= _MIN_BLOCK_OUTPUTS, config
+    assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config  # a thread asks for an output's weights
     programs = triton.cdiv(num_outputs, block_outputs)
     partials = out
     if config.splits > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness import Benchmark, EngineSpec, Plan, engine_specs
@@ -24,10 +25,16 @@ def specs_of(fake: str, *faults: str) -> list[EngineSpec]:
     ]
 
 
-def run(benchmark: type[Benchmark], specs: list[EngineSpec], *arguments: str, rounds: int = 1) -> Findings:
+def run(
+    benchmark: type[Benchmark],
+    specs: list[EngineSpec],
+    *arguments: str,
+    rounds: int = 1,
+    keep: Callable[[Findings], object] = lambda findings: None,
+) -> Findings:
     parser = ArgumentParser()
     benchmark.add_arguments(parser)
-    return benchmark().run(Plan(specs, Path(), rounds, parser.parse_args(arguments)))
+    return benchmark().run(Plan(specs, Path(), rounds, parser.parse_args(arguments), keep))
 
 
 def samples_of(findings: Findings) -> dict[str, dict[str, list[float]]]:

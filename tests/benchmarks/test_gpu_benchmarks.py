@@ -29,6 +29,7 @@ from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS, find_published
 from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload
 from benchmarks.peers.profile_ringcore import spans
+from benchmarks.result import Findings
 
 MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
 
@@ -248,6 +249,22 @@ def test_an_engine_alone_has_the_whole_device(fake: str) -> None:
 def test_two_engines_share_the_device(fake: str) -> None:
     findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1")
     assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.4
+
+
+def test_what_is_measured_is_kept_case_by_case(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[str]] = []
+
+    def keep(findings: Findings) -> None:
+        kept.append(sorted({one.name.rpartition(",")[0] for one in findings.measurements}))
+
+    run(Gpu, specs_of(fake, ""), *CPU, "--what=decode", "--batches=1,3", keep=keep)
+    first, second = "tiny, batch 1 (16 in, 8 out)", "tiny, batch 3 (32 in, 8 out)"
+    assert [{name.split(", a ")[0] for name in names} for names in kept] == [{first}, {first, second}]
+    kept.clear()
+    cases = [gpu_attention.Case("decode", 2, 20, 30, 4, 2), gpu_attention.Case("prefill", 2, 20, 20, 4, 2)]
+    monkeypatch.setattr(gpu_attention, "CASES", cases)
+    run(GpuAttention, [], "--device=cpu", "--dtype=float32", "--backends=torch_sdpa", keep=keep)
+    assert [len(names) for names in kept] == [1, 2]
 
 
 def test_nothing_measured_is_an_error(fake: str) -> None:

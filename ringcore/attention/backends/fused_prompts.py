@@ -113,10 +113,7 @@ def attend_prompts(
     from ringcore.kernels.prompt_rows import spread_prompts
 
     batch, query_len, padded_len = prompts.batch, prompts.query_len, prompts.padded_len
-    if padded_len > query_len:
-        dense = spread_prompts(query, query_len, padded_len)
-    else:
-        dense = query.view(batch, query_len, *query.shape[1:])
+    dense = spread_prompts(query, query_len, padded_len)
     q, k, v = (rows.transpose(1, 2) for rows in (dense, key, value))
     with sdpa_kernel(_BACKEND):
         attended = functional.scaled_dot_product_attention(
