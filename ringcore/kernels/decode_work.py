@@ -42,8 +42,8 @@ RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two buffers, three programs have room on an SM
 _FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are most of it
-# How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: one part more to be
-# stored and added up takes about as long.
+# How much longer than the runs of an even cut the parts of pairs may be, and how many tiles at most: to store one part
+# more and add it up takes about as long.
 _SLACK_PERCENT = tl.constexpr(15)
 _MOST_SLACK = tl.constexpr(2)
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
