@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation of rows, and its addition to the residual stream where it is due there."""
+"""Root-mean-square normalisation of rows, with what stands beside it: its addition to the residual stream, or that of a
+product in parts to the stream before it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ _ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [num_rows, size]
+    parts: tl.tensor,  # [num_parts, num_rows, size]
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [num_rows, size]
     num_rows: int,
@@ -25,6 +27,7 @@ def _rms_norm_kernel(
     size: tl.constexpr,
     block: tl.constexpr,  # a power of two, size or more
     rows_a_program: tl.constexpr,
+    num_parts: tl.constexpr,
     adds: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
@@ -38,6 +41,10 @@ def _rms_norm_kernel(
     if pdl:
         gdc_wait()
     y = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(num_parts):
+        y += tl.load(parts + tl.cast(num_rows, tl.int64) * (part * size) + offsets, mask=mask, other=0.0)
+    if num_parts > 0:
+        tl.store(x + offsets, y, mask=mask)
     if adds:
         before = tl.load(out + offsets, mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(y * y, axis=1) / size + eps)
@@ -52,6 +59,7 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    parts: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -61,6 +69,7 @@ def rms_norm(
     x, add_to and out: [n, size], contiguous, size up to `MAX_SIZE`; weight: [size]; each of any float dtype. Computed
     in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, a new tensor of
     `dtype`, None for x's, where neither is given.
+    parts: [p, n, size], contiguous, float32 as x is then; x += their sum first, in place.
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     num_rows, size = x.shape
@@ -70,6 +79,8 @@ def rms_norm(
     if out is None:
         out = torch.empty_like(x, dtype=dtype)
     assert 0 < size <= MAX_SIZE, size
+    assert parts is None or (parts.shape[1:] == x.shape and parts.is_contiguous()), (parts.shape, x.shape)
+    assert parts is None or parts.dtype == x.dtype == torch.float32, (parts.dtype, x.dtype)
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
     for rows in (x, out):
@@ -82,6 +93,7 @@ def rms_norm(
     pdl = overlaps_launches(x.device)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_a_program),)](
         x,
+        x if parts is None else parts,
         weight,
         out,
         num_rows,
@@ -89,6 +101,7 @@ def rms_norm(
         size=size,
         block=block,
         rows_a_program=rows_a_program,
+        num_parts=0 if parts is None else len(parts),
         adds=add_to is not None,
         pdl=pdl,
         num_warps=min(16, max(1, block * rows_a_program // _ELEMENTS_A_WARP)),
@@ -102,11 +115,14 @@ def rms_norm_reference(
     weight: torch.Tensor,
     eps: float,
     *,
+    parts: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
+    if parts is not None:
+        x += parts.sum(0)
     rows = x.float()
     normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
     if add_to is not None:

@@ -4,7 +4,7 @@ The table is of H200s, in CUDA graphs of dependent nodes, weights from memory, s
 has in common, and the rule says: one row takes 2 to 4 KiB of weights a warp, whole rows in registers, and many programs
 of few warps; 5 to 32 rows take 64 rows of the weight on the tensor cores' left, and parts of the inputs where there are
 few outputs; they ask for the beginning of their weights before the kernel before has ended. 2 to 4 rows are like one
-where the weight is small, else like more. More than 32 rows go to cuBLAS.
+where the weight is small, else like more. More than 32 rows go to cuBLAS, in parts where `choose_parts` says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = ["MAX_ROWS", "Config", "DotConfig", "FmaConfig", "choose"]
+__all__ = ["MAX_ROWS", "Config", "DotConfig", "FmaConfig", "choose", "choose_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ _RANGES = (1, 4, 16, 32, 64)
 MAX_ROWS = _RANGES[-1]
 _MAX_FMA_ROWS = 4
 _SMALL_WEIGHT = 1 << 22  # numbers
+_MOST_ROWS_IN_PARTS = 512
 _MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for nearly all of an H200, or more
 
 # (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.
@@ -94,6 +95,26 @@ def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool =
     end = next(end for end in _RANGES if num_rows <= end)
     shape = (num_outputs, num_inputs, is_gated, end)
     return _MEASURED[shape] if shape in _MEASURED else _by_rule(*shape)
+
+
+@functools.cache
+def choose_parts(num_outputs: int, num_inputs: int, num_rows: int) -> int:
+    """In how many parts, of an equal number of inputs each, cuBLAS is to compute a product whose parts a norm adds up.
+
+    By itself it computes few outputs in one pass over all inputs on few SMs, or in parts and with a kernel for their
+    sum. Microseconds on H200s of a product that is added to float32 rows, and of 2 and 4 parts of it:
+
+        | outputs x inputs | 128 rows         | 256              | 512              | 1,024               |
+        | 4,096 x 12,288   | 34.3, 29.4, 31.3 | 44.3, 38.0, 39.8 | 68.9, 68.6, 72.0 | 132.0, 133.2, 140.7 |
+        | 4,096 x 4,096    | 14.7, 13.1, 14.5 | 19.8, 18.0, 20.3 | 28.7, 28.7, 32.9 | 49.7, 50.5, 58.9    |
+        | 2,048 x 8,192    | 16.9, 14.0, 12.0 | 22.6, 17.3, 15.9 | 31.5, 25.2, 27.1 | 46.7, 46.5, 49.8    |
+        | 1,024 x 3,072    | 8.0, 6.1, 5.1    | 8.0, 6.2, 6.1    | 8.5, 8.0, 8.6    | 12.2, 12.1, 13.9    |
+    """
+    tiles = -(-num_rows // 128) * -(-num_outputs // 128)
+    if num_rows > _MOST_ROWS_IN_PARTS or tiles > 64:
+        return 1
+    wanted = 4 if tiles <= 16 else 2
+    return next((n for n in (wanted, 2) if num_inputs % (8 * n) == 0), 1)  # rows that begin at 16 bytes
 
 
 def _by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> Config | None:

@@ -7,9 +7,10 @@ import logging
 
 import torch
 
-from ringcore.model_executor.product import Activation, Gate, Norm, Product
+from ringcore.model_executor.product import Activation, Gate, Product
+from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["KernelProduct", "adds_in_float32"]
+__all__ = ["KernelProduct", "sums_in_float32"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class KernelProduct(Product):
         self._out_dtype = out_dtype
         self._arrivals = skinny_linear.new_arrivals(weight)
         self._choose = skinny_configs.choose
+        self._choose_parts = skinny_configs.choose_parts
         self._takes_norm = skinny_configs.FmaConfig
         self._row_norm = skinny_linear.RowNorm
         self._skinny = skinny_linear.skinny_linear
@@ -39,21 +41,26 @@ class KernelProduct(Product):
         done = self._by_kernel(x, out=out)
         return self._by_library(x, out) if done is None else done
 
-    def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+    def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
         done = self._by_kernel(hidden, norm)
-        return self.multiply(norm(hidden)) if done is None else done
+        return self.multiply(hidden.normed(norm)) if done is None else done
 
-    def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
         done = self._by_kernel(hidden, norm, gate.activation)
-        return gate(self.multiply(norm(hidden))) if done is None else done
+        return gate(self.multiply(hidden.normed(norm))) if done is None else done
 
-    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        if self._by_kernel(x, add_to=hidden) is not None:
+    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+        rows = hidden.rows
+        if self._by_kernel(x, add_to=rows) is not None:
             return
-        if self._bias is None and adds_in_float32(x.dtype, x.device) and hidden.dtype == torch.float32:
-            torch.addmm(hidden, x, self.weight.t(), out_dtype=torch.float32, out=hidden)
+        if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
+            rows.add_(self.multiply(x))
+            return
+        num_parts = self._choose_parts(*self.weight.shape, len(x))
+        if num_parts > 1:
+            hidden.leave(_product_in_parts(x, self.weight, num_parts))
         else:
-            hidden.add_(self.multiply(x))
+            torch.addmm(rows, x, self.weight.t(), out_dtype=torch.float32, out=rows)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
@@ -62,24 +69,26 @@ class KernelProduct(Product):
 
     def _by_kernel(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Residual,
         norm: Norm | None = None,
         activation: Activation | None = None,
         *,
         add_to: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """None, and nothing done, where cuBLAS is faster."""
+        """None, and nothing done, where cuBLAS is faster. x: the stream, and that alone, is normalised first."""
         num_weights, num_inputs = self.weight.shape
         num_outputs = num_weights if activation is None else num_weights // 2
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
         if config is None:
             return None
         row_norm = None
-        if norm is not None and isinstance(config, self._takes_norm):
-            row_norm = self._row_norm(norm.gain, norm.eps)
-        elif norm is not None:
-            x = norm(x)
+        if isinstance(x, Residual):
+            assert norm is not None
+            if isinstance(config, self._takes_norm):
+                x, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
+            else:
+                x = x.normed(norm)
         return self._skinny(
             x,
             self.weight,
@@ -101,17 +110,26 @@ class KernelProduct(Product):
         return product if self._out_dtype is None else product.to(self._out_dtype)
 
 
+def _product_in_parts(x: torch.Tensor, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """x [n, in] times weight [out, in], over an equal part of the inputs each: [num_parts, n, out] float32."""
+    size = x.shape[1] // num_parts
+    rows = x.view(-1, num_parts, size).transpose(0, 1)
+    columns = weight.view(-1, num_parts, size).permute(1, 2, 0)
+    return torch.bmm(rows, columns, out_dtype=torch.float32)
+
+
 @functools.cache
-def adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's cuBLAS adds a product of 16 bits to float32 numbers in place. Tried once a process: the operation
-    is young, and a build without it does the product and the sum one after the other."""
+def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's cuBLAS multiplies 16 bits to float32, also adding to float32 numbers in place. Tried once a
+    process: the operations are young, and a build without them does the product and the sum one after the other."""
     if device.type != "cuda":
         return False
     x = torch.ones(8, 16, dtype=dtype, device=device)
     total = torch.ones(8, 8, device=device)
     try:
         torch.addmm(total, x, x.t(), out_dtype=torch.float32, out=total)
+        parts = _product_in_parts(x, x, 2)
     except (RuntimeError, TypeError) as error:
         _log.warning("sums of products are added in a pass of their own, which is slower: %s", error)
         return False
-    return bool((total == 17).all())
+    return bool((total == 17).all() and (parts == 8).all())

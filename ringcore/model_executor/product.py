@@ -7,20 +7,11 @@ from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Activation", "Gate", "Norm", "Product"]
+from ringcore.model_executor.residual import Norm, Residual
+
+__all__ = ["Activation", "Gate", "Product"]
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class Norm(Protocol):
-    """x / sqrt(mean(x^2) + eps) * gain of every row."""
-
-    eps: float
-
-    @property
-    def gain(self) -> torch.Tensor: ...  # [size]
-
-    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Gate(Protocol):
@@ -43,17 +34,17 @@ class Product:
         product = self.multiply(x)
         return product if out is None else out.copy_(product)
 
-    def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+    def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
         """hidden: [n, in] -> the product of the norm of it: [n, out]."""
-        return self(norm(hidden))
+        return self(hidden.normed(norm))
 
-    def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
         """hidden: [n, in] -> [n, out / 2]."""
         return gate(self.after_norm(norm, hidden))
 
-    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """hidden [n, out] += the product of x [n, in], in place."""
-        hidden.add_(self(x))
+    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+        """hidden [n, out] += the product of x [n, in]."""
+        hidden.rows.add_(self(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """As self(x), for a sum over ranks: in float32 where that costs nothing."""

@@ -24,6 +24,7 @@ from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
 from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
 from ringcore.model_executor.product import Product
+from ringcore.model_executor.residual import Residual
 
 CPU = torch.device("cpu")
 
@@ -121,7 +122,7 @@ def test_norms(device, plus_one, dtype):
     norm = RMSNorm("norm", "model.norm", 48, 1e-5, dtype, plus_one=plus_one)
     norm.bind({"norm.weight": weight})
     total = hidden.double() + exact
-    norm.add_to(hidden, x)
+    norm.add_to(Residual(hidden), x)
     torch.testing.assert_close(hidden.double(), total, atol=2e-5, rtol=rtol)
 
 

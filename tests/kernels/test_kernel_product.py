@@ -8,12 +8,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels import skinny_configs
-from ringcore.kernels.skinny_configs import DotConfig, FmaConfig
-from ringcore.model_executor import ops
+from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_parts
+from ringcore.model_executor import kernel_product, ops
 from ringcore.model_executor.kernel_product import KernelProduct
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.packing import pack_linear, pack_logits
+from ringcore.model_executor.residual import Residual
 
 INPUTS, OUTPUTS = 24, 16
 ROWS = (0, 1, 3, 6, 70)  # none, two numbers for FMA, one for tensor cores, one for the library
@@ -60,7 +61,7 @@ def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     assert isinstance(product, KernelProduct)
     kept = x.clone()
-    for ours, before in ((product(x), None), (product.after_norm(norm, x), norm)):
+    for ours, before in ((product(x), None), (product.after_norm(norm, Residual(x)), norm)):
         assert ours.dtype == torch.float16
         assert_close(ours, expected(x, *weight_and_bias, before))
     assert torch.equal(x, kept)
@@ -72,7 +73,7 @@ def test_gated(device, weight_and_bias, norm, n, activation):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
     activated = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate)
-    ours = product.gated_after_norm(norm, x, bind_activation(activation, device))
+    ours = product.gated_after_norm(norm, Residual(x), bind_activation(activation, device))
     assert_close(ours, activated * up)
 
 
@@ -82,7 +83,7 @@ def test_a_gate_that_the_library_computes_asks_no_other_kernel(device, weight_an
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: asked.append((shape, is_gated)))
     product, x = pack_linear(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
-    ours = product.gated_after_norm(norm, x, bind_activation("silu", device))
+    ours = product.gated_after_norm(norm, Residual(x), bind_activation("silu", device))
     assert_close(ours, torch.nn.functional.silu(gate) * up)
     assert asked == [((OUTPUTS, INPUTS, 3), True)]
 
@@ -92,7 +93,7 @@ def test_added_to_the_stream(device, weight_and_bias, n):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     hidden = randn(n, 2 * OUTPUTS, seed=9, device=device)
     total = hidden.float() + expected(x, *weight_and_bias)
-    product.add_to(hidden, x)
+    product.add_to(Residual(hidden), x)
     assert_close(hidden, total)
 
 
@@ -121,12 +122,76 @@ def test_a_stream_of_float32(device, weight_and_bias, norm, n):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     stream = randn(n, 2 * OUTPUTS, seed=n + 1, device=device).float() * 1.0001
     total = stream + expected(x, *weight_and_bias)
-    product.add_to(stream, x)
-    torch.testing.assert_close(stream, total, atol=4e-3, rtol=1e-3)
+    residual = Residual(stream)
+    product.add_to(residual, x)
+    torch.testing.assert_close(residual.rows, total, atol=4e-3, rtol=1e-3)
+    assert residual.rows is stream
     wide = randn(n, INPUTS, seed=n, device=device).float() * 1.0001
-    ours = product.after_norm(norm, wide)
+    ours = product.after_norm(norm, Residual(wide))
     assert ours.dtype == torch.float16
     assert_close(ours, expected(wide, *weight_and_bias, norm))
     part = product.partial(x)
     assert part.dtype == (torch.float32 if n in (1, 3, 6) else torch.float16)
     assert_close(part, expected(x, *weight_and_bias))
+
+
+@pytest.fixture
+def in_parts(device, monkeypatch):
+    """The library leaves parts; on a CPU, which has no product of 16 bits to 32, they are of float32."""
+    monkeypatch.setattr(skinny_configs, "choose_parts", lambda outputs, inputs, rows: 2)
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel_product, "sums_in_float32", lambda dtype, device: True)
+        multiply = kernel_product._product_in_parts
+        monkeypatch.setattr(
+            kernel_product, "_product_in_parts", lambda x, weight, n: multiply(x.float(), weight.float(), n)
+        )
+        bmm = torch.bmm
+        monkeypatch.setattr(torch, "bmm", lambda x, y, *, out_dtype: bmm(x, y))
+
+
+@pytest.mark.parametrize("reader", ["norm", "product", "gate", "rows"])
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.usefixtures("in_parts")
+def test_parts_for_whoever_reads_next(device, norm, n, reader):
+    square = randn(INPUTS, INPUTS, seed=1, device=device) / 8
+    product, behind = (
+        pack_linear(square, None),
+        pack_linear(randn(2 * OUTPUTS, INPUTS, seed=2, device=device) / 8, None),
+    )
+    x, stream = randn(n, INPUTS, seed=n, device=device), randn(n, INPUTS, seed=n + 1, device=device).float() * 1.0001
+    total = stream + expected(x, square, None)
+    residual = Residual(stream)
+    product.add_to(residual, x)
+    assert (residual._parts is None) == (n in (1, 3, 6))  # kernels of ours add by themselves
+    if reader == "norm":
+        assert_close(residual.normed(norm), expected(total, torch.eye(INPUTS, device=device), None, norm))
+    elif reader == "product":
+        assert_close(behind.after_norm(norm, residual), expected(total, behind.weight, None, norm))
+    elif reader == "gate":
+        gate, up = expected(total, behind.weight, None, norm).chunk(2, -1)
+        ours = behind.gated_after_norm(norm, residual, bind_activation("silu", device))
+        assert_close(ours, torch.nn.functional.silu(gate) * up)
+    assert residual.rows is stream
+    torch.testing.assert_close(stream, total, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_who_cannot_leave_parts_adds_at_once(device, weight_and_bias):
+    weight, bias = weight_and_bias
+    x, narrow = randn(70, INPUTS, seed=0, device=device), randn(70, 2 * OUTPUTS, seed=1, device=device)
+    for hidden in (narrow, narrow.float()):
+        residual = Residual(hidden)
+        pack_linear(weight, bias).add_to(residual, x)
+        assert (residual._parts is not None) == (bias is None and hidden.dtype == torch.float32)
+
+
+def test_how_many_parts():
+    """Each of whole pieces of 16 bytes."""
+    for outputs, inputs in ((4096, 12288), (4096, 4096), (1024, 3072), (576, 1536), (96, 40), (96, 24), (96, 20)):
+        for rows in (65, 256, 512):
+            parts = choose_parts(outputs, inputs, rows)
+            assert parts == 1 or inputs % (8 * parts) == 0
+        assert choose_parts(outputs, inputs, 8192) == 1
+    assert [choose_parts(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
+    assert [choose_parts(1024, 3072, rows) for rows in (65, 256, 257, 512, 513)] == [4, 4, 2, 2, 1]
+    assert [choose_parts(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]

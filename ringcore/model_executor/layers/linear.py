@@ -13,7 +13,8 @@ import torch
 
 from ringcore.model_executor.packing import pack_linear
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.model_executor.product import Gate, Norm, Product
+from ringcore.model_executor.product import Gate, Product
+from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
@@ -95,11 +96,11 @@ class ColumnParallelLinear(WeightedLayer):
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
         return self._product(x)
 
-    def after_norm(self, norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+    def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
         """self(norm(hidden)), in one pass where there is a kernel for it."""
         return self._product.after_norm(norm, hidden)
 
-    def gated_after_norm(self, norm: Norm, hidden: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
         """gate(self(norm(hidden))), likewise: [n, half of this rank's outputs]."""
         return self._product.gated_after_norm(norm, hidden, gate)
 
@@ -156,9 +157,9 @@ class RowParallelLinear(WeightedLayer):
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
         return self._tp.all_reduce(self._product(x))
 
-    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """hidden [n, num_outputs] += self(x), in place, and rounded once where there is a kernel for it."""
+    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+        """hidden [n, num_outputs] += self(x), rounded once where there is a kernel for it."""
         if self._tp.size == 1:
             self._product.add_to(hidden, x)
         else:
-            self._tp.all_reduce_add(self._product.partial(x), hidden)
+            self._tp.all_reduce_add(self._product.partial(x), hidden.rows)

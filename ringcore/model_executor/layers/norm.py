@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringcore.model_executor import ops
+from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived, Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
@@ -53,7 +54,7 @@ class RMSNorm(WeightedLayer):
         self.eps = eps
         self._plus_one = plus_one
         self._derived = Derived()
-        self._normalise: Callable[[torch.Tensor], torch.Tensor]
+        self._normalise: Callable[..., torch.Tensor]
         self._has_kernel: bool
         self.gain: torch.Tensor  # [size]: what rows are multiplied by
 
@@ -78,18 +79,23 @@ class RMSNorm(WeightedLayer):
     def refresh(self) -> None:
         self._derived.refresh()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, size] -> a new tensor [n, size] of the layer's dtype."""
-        return self._normalise(x)
+    def __call__(self, x: torch.Tensor, parts: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """hidden [n, size] += the norm of x [n, size], in place."""
+        parts: [p, n, size] float32; first x += their sum, in place.
+        """
+        if parts is None:
+            return self._normalise(x)
+        return self._normalise(x, parts=parts) if self._has_kernel else self._normalise(x.add_(parts.sum(0)))
+
+    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+        """hidden [n, size] += the norm of x [n, size]."""
         if self._has_kernel:
             from ringcore.kernels.rms_norm import rms_norm
 
-            rms_norm(x, self.gain, self.eps, add_to=hidden)
+            rms_norm(x, self.gain, self.eps, add_to=hidden.rows)
         else:
-            hidden.add_(self._normalise(x))
+            hidden.rows.add_(self._normalise(x))
 
 
 class HeadNorm(WeightedLayer):

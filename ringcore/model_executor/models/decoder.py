@@ -22,6 +22,7 @@ from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding, Rotation, interleaved
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
 __all__ = ["DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
@@ -82,7 +83,7 @@ class SelfAttention:
     def layers(self) -> list[WeightedLayer]:
         return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
 
-    def __call__(self, norm: RMSNorm, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+    def __call__(self, norm: RMSNorm, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """hidden: [n, hidden_size], which `norm` is for -> what `o_proj` takes: [n, num_heads * head_dim]."""
         qkv = self.qkv_proj.after_norm(norm, hidden)
         pages = self.attention.pages(ctx)
@@ -121,7 +122,7 @@ class MLP:
         """It has no weights that say where it runs."""
         self._gate = bind_activation(self._activation, device)
 
-    def __call__(self, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, norm: RMSNorm, hidden: Residual) -> torch.Tensor:
         """hidden: [n, hidden_size], which `norm` is for -> what `down_proj` takes: [n, this rank's part]."""
         return self.gate_up_proj.gated_after_norm(norm, hidden, self._gate)
 
@@ -138,11 +139,11 @@ class DecoderLayer:
     def layers(self) -> list[WeightedLayer]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
-    def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
-        """Adds to the residual stream `hidden` [n, hidden_size], in place, what attention and the MLP make of it.
+    def __call__(self, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> None:
+        """Adds to `hidden` [n, hidden_size] what attention and the MLP make of it.
 
         A norm goes with the product behind it, an addition with the product before it: for few rows on a GPU each
-        pair is one kernel.
+        pair is one kernel. For more rows an addition may wait for the norm behind it.
         """
         attended = self.self_attention(self.input_norm, hidden, rotation, ctx)
         self.self_attention.o_proj.add_to(hidden, attended)
@@ -218,10 +219,10 @@ class DenseDecoder(CausalLM):
         # The residual stream is float32 whatever the dtype: each layer adds to it twice, and 16 bits would round it
         # each time. In a simulation of every rounding, SmolLM2's log-probabilities in bfloat16 are 0.0165 off in the
         # mean with a stream of bfloat16, and 0.0082 with this one.
-        hidden = self.embed(input_ids).float()
+        hidden = Residual(self.embed(input_ids).float())
         for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
             layer(hidden, rotations[which], ctx)
-        return self.norm(hidden)
+        return hidden.normed(self.norm)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank; in `out`,

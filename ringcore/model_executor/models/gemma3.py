@@ -9,6 +9,7 @@ from ringcore.checkpoint import ModelSpec
 from ringcore.model_executor.layers.rotary import Rotation
 from ringcore.model_executor.models.decoder import DecoderLayer, DenseDecoder, Family, layer_norm
 from ringcore.model_executor.parallel import TensorParallel
+from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["Gemma3ForCausalLM"]
@@ -29,7 +30,7 @@ class Gemma3Layer(DecoderLayer):
     def layers(self) -> list[WeightedLayer]:
         return [*super().layers(), self.attention_out_norm, self.mlp_out_norm]
 
-    def __call__(self, hidden: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> None:
+    def __call__(self, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> None:
         """As `DecoderLayer`."""
         attended = self.self_attention(self.input_norm, hidden, rotation, ctx)
         self.attention_out_norm.add_to(hidden, self.self_attention.o_proj(attended))
