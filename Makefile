@@ -23,8 +23,8 @@ run: setup
 	$(BIN)/python examples/offline_batch.py
 
 # Files of tests go two at a time, a thread each, the longest first. These have the machine alone: the benchmarks look at
-# the clock, the service drives a browser, a GPU is measured.
-ALONE := tests/benchmarks tests/serve tests/gpu
+# the clock, the chat page is in a browser, a GPU is measured.
+ALONE := tests/benchmarks tests/serve/test_chat_page.py tests/gpu
 
 test: setup
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \

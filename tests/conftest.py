@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringcore"
-LONGEST = ["test_kill_matrix.py", "test_leaks.py", "test_syscall_failures.py", "test_self_healing.py"]
+LONGEST = ["test_kill_matrix.py", "test_leaks.py", "test_scheduler_properties.py", "test_self_healing.py"]
 
 
 def pytest_addoption(parser):

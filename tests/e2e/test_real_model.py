@@ -31,13 +31,10 @@ def core(smollm2):
 
 
 def test_forty_prompts_of_1_to_1500_tokens(core):
+    """And their log-probabilities, to a thousandth."""
     assert len(ENTRIES) == 40
-    check(core, ENTRIES)
-
-
-def test_log_probabilities_are_within_a_thousandth(core):
-    outputs = check(core, SHORT, salt="log-probabilities")
-    for entry, one in zip(SHORT, outputs, strict=True):
+    outputs = check(core, ENTRIES)
+    for entry, one in zip(ENTRIES, outputs, strict=True):
         got = [row.logprobs[0] for output in one for row in output.logprobs]
         n = entry.num_decisive
         assert got[:n] == pytest.approx(entry.logprobs[:n], abs=1e-3)
@@ -53,9 +50,10 @@ def test_among_32_others(core):
 
 
 def test_prefix_cache_cold_then_warm(core):
-    check(core, SHORT, salt="warm")
-    outputs = check(core, SHORT, salt="warm")
-    for entry, one in zip(SHORT, outputs, strict=True):
+    entries = SHORT[::2]
+    check(core, entries, salt="warm")
+    outputs = check(core, entries, salt="warm")
+    for entry, one in zip(entries, outputs, strict=True):
         prompt = len(entry.prompt_token_ids)
         assert one[-1].num_cached_tokens == min(prompt // 16 * 16, prompt - 1)
 
@@ -64,7 +62,7 @@ def test_prefix_cache_cold_then_warm(core):
 def test_chunked_prefill(smollm2, budget):
     options = OPTIONS | {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
     with make_core(smollm2, executor="uniproc", **options) as core:
-        check(core, SHORT[:: 3 if budget == 16 else 1])
+        check(core, SHORT[:: 3 if budget == 16 else 2])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -79,4 +77,4 @@ def test_preemption_in_a_small_pool(smollm2, depth):
 def test_depth_one_and_other_block_size(smollm2):
     options = OPTIONS | {"steps_in_flight": 1, "block_size": 32, "enable_prefix_caching": False}
     with make_core(smollm2, **options) as core:
-        check(core, SHORT)
+        check(core, SHORT[1::2])
