@@ -45,7 +45,7 @@ _RANGES = (1, 4, 16, 32, 64)
 MAX_ROWS = _RANGES[-1]
 _MAX_FMA_ROWS = 4
 _SMALL_WEIGHT = 1 << 22  # numbers
-_MOST_ROWS_IN_PARTS = 512
+_MOST_ROWS_IN_PARTS = 256  # no more were measured in whole passes, where the norm reads the parts
 _MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for nearly all of an H200, or more
 
 # (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.

@@ -16,7 +16,7 @@ from scenarios import child_environment
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError
 
-SHORT, LONG = 20, 200  # engines
+SHORT, LONG = 50, 200  # engines
 WARM_UP = 5
 GROWTH_KB = 4 << 10
 GONE_S = 20.0
@@ -112,7 +112,7 @@ def test_an_engine_that_nobody_closes_leaves_nothing(model_folder, fresh_tmp, dr
     drop(config)
     gc.collect()
     before = Census()
-    for _ in range(2):
+    for _ in range(3):
         drop(config)
         gc.collect()
         assert wait_until(lambda: not Census().grown_since(before), GONE_S), Census().grown_since(before)

@@ -23,3 +23,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library leaves parts; on a CPU, which has no product of 16 bits to 32, they are of float32."""
+    from ringcore.kernels import skinny_configs
+    from ringcore.model_executor import kernel_product
+
+    monkeypatch.setattr(skinny_configs, "choose_parts", lambda outputs, inputs, rows: 2)
+    if device.type == "cpu":
+        multiply, bmm = kernel_product._product_in_parts, torch.bmm
+        monkeypatch.setattr(kernel_product, "sums_in_float32", lambda dtype, device: True)
+        monkeypatch.setattr(
+            kernel_product, "_product_in_parts", lambda x, weight, n: multiply(x.float(), weight.float(), n)
+        )
+        monkeypatch.setattr(torch, "bmm", lambda x, y, *, out_dtype: bmm(x, y))

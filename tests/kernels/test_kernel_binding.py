@@ -108,6 +108,24 @@ def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, mo
     assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
+@pytest.mark.usefixtures("in_parts")
+def test_models_whose_products_leave_parts(folder_of, device, monkeypatch, family):
+    """All products are the library's. Whoever reads the stream, the last norm too, has what was left for it."""
+    folder = folder_of(family, torch.float16)
+    exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
+    without = logits(folder, "cpu", torch.float16).log_softmax(-1)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: None)
+    left = []
+    leave = Residual.leave
+    monkeypatch.setattr(Residual, "leave", lambda self, parts: (left.append(parts), leave(self, parts)))
+    ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
+    assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
+    # 3 steps of 2 layers, each with o_proj and down_proj; Gemma normalises them before they are added.
+    assert len(left) == (0 if family == "Gemma3" else 12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.usefixtures("with_kernels")

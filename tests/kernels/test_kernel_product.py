@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels import skinny_configs
 from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_parts
-from ringcore.model_executor import kernel_product, ops
+from ringcore.model_executor import ops
 from ringcore.model_executor.kernel_product import KernelProduct
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm
@@ -135,20 +135,6 @@ def test_a_stream_of_float32(device, weight_and_bias, norm, n):
     assert_close(part, expected(x, *weight_and_bias))
 
 
-@pytest.fixture
-def in_parts(device, monkeypatch):
-    """The library leaves parts; on a CPU, which has no product of 16 bits to 32, they are of float32."""
-    monkeypatch.setattr(skinny_configs, "choose_parts", lambda outputs, inputs, rows: 2)
-    if device.type == "cpu":
-        monkeypatch.setattr(kernel_product, "sums_in_float32", lambda dtype, device: True)
-        multiply = kernel_product._product_in_parts
-        monkeypatch.setattr(
-            kernel_product, "_product_in_parts", lambda x, weight, n: multiply(x.float(), weight.float(), n)
-        )
-        bmm = torch.bmm
-        monkeypatch.setattr(torch, "bmm", lambda x, y, *, out_dtype: bmm(x, y))
-
-
 @pytest.mark.parametrize("reader", ["norm", "product", "gate", "rows"])
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.usefixtures("in_parts")
@@ -188,10 +174,10 @@ def test_who_cannot_leave_parts_adds_at_once(device, weight_and_bias):
 def test_how_many_parts():
     """Each of whole pieces of 16 bytes."""
     for outputs, inputs in ((4096, 12288), (4096, 4096), (1024, 3072), (576, 1536), (96, 40), (96, 24), (96, 20)):
-        for rows in (65, 256, 512):
+        for rows in (65, 128, 256):
             parts = choose_parts(outputs, inputs, rows)
             assert parts == 1 or inputs % (8 * parts) == 0
         assert choose_parts(outputs, inputs, 8192) == 1
     assert [choose_parts(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
-    assert [choose_parts(1024, 3072, rows) for rows in (65, 256, 257, 512, 513)] == [4, 4, 2, 2, 1]
+    assert [choose_parts(1024, 3072, rows) for rows in (65, 256, 257)] == [4, 4, 1]
     assert [choose_parts(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]
