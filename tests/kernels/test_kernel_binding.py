@@ -96,32 +96,31 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Gemma3"])
-@pytest.mark.usefixtures("in_good_time")
-def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, monkeypatch, family):
-    """The kernels round once where the separate functions round twice. In float16: see `rounds_to_nearest`."""
-    folder = folder_of(family, torch.float16)
+def assert_no_further_off(folder, device, monkeypatch):
+    """In float16 with kernels than without, both from float32. In float16: see `rounds_to_nearest`."""
     exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
     without = logits(folder, "cpu", torch.float16).log_softmax(-1)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
     assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Gemma3"])
+@pytest.mark.usefixtures("in_good_time")
+def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, monkeypatch, family):
+    """The kernels round once where the separate functions round twice."""
+    assert_no_further_off(folder_of(family, torch.float16), device, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
 @pytest.mark.usefixtures("in_parts")
 def test_models_whose_products_leave_parts(folder_of, device, monkeypatch, family):
     """All products are the library's. Whoever reads the stream, the last norm too, has what was left for it."""
-    folder = folder_of(family, torch.float16)
-    exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
-    without = logits(folder, "cpu", torch.float16).log_softmax(-1)
-    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: None)
     left = []
     leave = Residual.leave
     monkeypatch.setattr(Residual, "leave", lambda self, parts: (left.append(parts), leave(self, parts)))
-    ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
-    assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
+    assert_no_further_off(folder_of(family, torch.float16), device, monkeypatch)
     # 3 steps of 2 layers, each with o_proj and down_proj; Gemma normalises them before they are added.
     assert len(left) == (0 if family == "Gemma3" else 12)
 
