@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,19 +13,43 @@ from benchmarks.driver import BenchmarkError
 from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note, numbers
 from benchmarks.models import PublishedModel, find_published
+from benchmarks.peers.gpu_loops import offline_lengths
 from benchmarks.result import Findings, Measurement
 
 __all__ = ["GpuProfile"]
 
 TIMEOUT_S = 180.0
-WHAT = ("decode", "prompts")
+WHAT = ("decode", "prompts", "offline")
 NUM_STEPS = 32
 PROMPT_TOKENS = {1: 128}  # by batch; of others:
 MANY_PROMPT_TOKENS = 512
 NUM_PROMPT_STEPS = 4
 LONG_PROMPT_TOKENS = 4095
+OFFLINE_REQUESTS = 256
 _LONGEST_NAME = 80
 OTHERS = "all others"
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is profiled: as rows name it, and their unit, of so many microseconds."""
+
+    name: str
+    unit: str
+    unit_us: float
+
+
+A_STEP = Span("a step", "µs", 1.0)
+ALL_REQUESTS = Span("all requests", "ms", 1e3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command of the child and its arguments."""
+
+    command: str
+    arguments: dict[str, Any]
+    span: Span
 
 
 class GpuProfile(Benchmark):
@@ -39,7 +63,7 @@ class GpuProfile(Benchmark):
         add_engine_arguments(parser)
         parser.set_defaults(models="Qwen3-0.6B")
         parser.add_argument("--batches", default="1,256", help="requests that decode (default: 1,256)")
-        parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: both)")
+        parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: all)")
         parser.add_argument("--top", type=int, default=20, help="kernels with a row of their own (default: 20)")
         Deadline.add_arguments(parser)
 
@@ -65,56 +89,55 @@ class GpuProfile(Benchmark):
         )
 
 
-def _cases(kinds: list[str], batches: list[int]) -> dict[str, tuple[str, dict[str, int]]]:
-    """By name, a command of the child and its arguments."""
-    cases: dict[str, tuple[str, dict[str, int]]] = {}
+def _cases(kinds: list[str], batches: list[int]) -> dict[str, Case]:
+    """By name."""
+    cases: dict[str, Case] = {}
     if "decode" in kinds:
         for batch in batches:
             tokens = PROMPT_TOKENS.get(batch, MANY_PROMPT_TOKENS)
             arguments = {"batch": batch, "prompt_tokens": tokens, "num_steps": NUM_STEPS}
-            cases[f"batch {batch}"] = ("profile", arguments)
+            cases[f"batch {batch}"] = Case("profile", arguments, A_STEP)
     if "prompts" in kinds:
         arguments = {"prompt_tokens": LONG_PROMPT_TOKENS, "num_steps": NUM_PROMPT_STEPS}
-        cases[f"prompts of {LONG_PROMPT_TOKENS:,} tokens"] = ("profile_prompts", arguments)
+        cases[f"prompts of {LONG_PROMPT_TOKENS:,} tokens"] = Case("profile_prompts", arguments, A_STEP)
+    if "offline" in kinds:
+        lengths = [list(one) for one in offline_lengths(OFFLINE_REQUESTS)]
+        cases[f"offline, {len(lengths)} requests"] = Case("profile_offline", {"lengths": lengths}, ALL_REQUESTS)
     return cases
 
 
 def _profile(
-    spec: EngineSpec,
-    model: PublishedModel,
-    folder: Path,
-    cases: dict[str, tuple[str, dict[str, int]]],
-    rounds: int,
-    top: int,
+    spec: EngineSpec, model: PublishedModel, folder: Path, cases: dict[str, Case], rounds: int, top: int
 ) -> tuple[list[Measurement], dict[str, Any]]:
     """One engine for all cases; its rows, and its facts."""
     measurements = []
     with spec.start() as driver:
         facts = load_engine(driver, spec, model.write(folder)).facts
-        for name, (command, arguments) in cases.items():
+        for name, case in cases.items():
             shown = f"{model.name}, {name}"
             taken = []
             for round_ in range(1, rounds + 1):
                 note(f"{shown}: round {round_} of {rounds}")
-                taken.append(driver.call(command, TIMEOUT_S, **arguments))
-            measurements += rows_of(shown, spec.name, taken, top)
+                taken.append(driver.call(case.command, TIMEOUT_S, **case.arguments))
+            measurements += rows_of(shown, spec.name, taken, top, case.span)
     return measurements, facts
 
 
-def rows_of(shown: str, engine: str, taken: list[dict[str, Any]], top: int) -> list[Measurement]:
-    """The step as a whole, then its kernels by the time they took in the first round, with how often a step has them;
-    those after the first `top`, and any that not every round had, are one row."""
+def rows_of(shown: str, engine: str, taken: list[dict[str, Any]], top: int, span: Span = A_STEP) -> list[Measurement]:
+    """`span` as a whole, then its kernels by the time they took in the first round, with how often it has them; those
+    after the first `top`, and any that not every round had, are one row."""
 
-    def row(name: str, samples: list[float]) -> Measurement:
-        return Measurement(name=f"{shown}, {name}", unit="µs", higher_is_better=False, samples={engine: samples})
+    def row(name: str, samples_us: list[float]) -> Measurement:
+        samples = [us / span.unit_us for us in samples_us]
+        return Measurement(name=f"{shown}, {name}", unit=span.unit, higher_is_better=False, samples={engine: samples})
 
     rounds = [grouped(one["kernels"]) for one in taken]
     own = [name for name in rounds[0] if all(name in kernels for kernels in rounds)][:top]
     total_us = [sum(us for _, us in kernels.values()) for kernels in rounds]
     rest_us = [total - sum(kernels[name][1] for name in own) for total, kernels in zip(total_us, rounds, strict=True)]
     rows = [
-        row("a step by the clock", [one["step_us"] for one in taken]),
-        row("a step on the device", [one["span_us"] for one in taken]),
+        row(f"{span.name} by the clock", [one["clock_us"] for one in taken]),
+        row(f"{span.name} on the device", [one["span_us"] for one in taken]),
         row("of it without a kernel", [one["span_us"] - one["busy_us"] for one in taken]),
         row(f"all {sum(count for count, _ in rounds[0].values()):.0f} kernels", total_us),
     ]
@@ -143,7 +166,9 @@ def _conditions(dtype: str) -> list[str]:
     return [
         f"Random weights in {dtype}; the engine and its worker in one process, {NUM_STEPS} greedy decode steps after "
         f"prompts of {PROMPT_TOKENS[1]} tokens (batch 1) or {MANY_PROMPT_TOKENS}, {NUM_PROMPT_STEPS} steps of whole "
-        "prompts alone. By the clock: without the profiler.",
+        "prompts alone. Offline: nano-vllm's benchmark from its first request to its last token. By the clock: without "
+        "the profiler.",
         "Kernels: their own durations by torch's profiler, which may overlap where one is launched before the one "
-        "before it has ended; all are microseconds a step, the number before a name how often a step runs it.",
+        "before it has ended; all are of a step, or of all requests, the number before a name how often it runs "
+        "there.",
     ]

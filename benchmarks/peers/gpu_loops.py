@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import Row, facts
 
-__all__ = ["EngineChild", "offline_lengths", "run"]
+__all__ = ["OFFLINE_TEMPERATURE", "EngineChild", "offline_lengths", "run"]
 
 OFFLINE_TEMPERATURE = 0.6
 _OFFLINE_SEED, _OFFLINE_LOW, _OFFLINE_HIGH, _OFFLINE_TOP_TOKEN = 0, 100, 1024, 10_000

@@ -6,11 +6,12 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.gpu_loops import OFFLINE_TEMPERATURE
 from benchmarks.peers.gpu_ringcore import engine_options
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
@@ -26,7 +27,7 @@ NEW_TOKENS = 1024  # more than are looked at: the first requests decode while th
 
 
 class ProfiledRingcore:
-    """Commands: load, profile, profile_prompts."""
+    """Commands: load, profile, profile_prompts, profile_offline."""
 
     def __init__(self) -> None:
         self._core: EngineCore | None = None
@@ -46,10 +47,9 @@ class ProfiledRingcore:
         """Decode steps of `batch` requests: microseconds a step by the clock without the profiler, and with it the
         device's span, the time of it in which any kernel ran, and (name, launches, microseconds) a step by kernel."""
         self._begin(batch, prompt_tokens)
-        step_us = self._clocked_us(num_steps)
-        events = self._profiled(num_steps)
+        found = self._looked_at(num_steps)
         self._finish()
-        return _summary(step_us, events, num_steps)
+        return found
 
     def profile_prompts(self, prompt_tokens: int, num_steps: int) -> dict[str, Any]:
         """The same of steps that have nothing but prompts of `prompt_tokens`, as many as a step has room for."""
@@ -60,10 +60,17 @@ class ProfiledRingcore:
             self._ask(prompt_tokens, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         for _ in range(WARM_PROMPT_STEPS):
             self._engine.step()
-        step_us = self._clocked_us(num_steps)
-        events = self._profiled(num_steps)
+        found = self._looked_at(num_steps)
         self._finish()
-        return _summary(step_us, events, num_steps)
+        return found
+
+    def profile_offline(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """The same of all of a batch, from its first request to its last token; lengths: of each request, prompt tokens
+        and new tokens."""
+        self._ask_offline(lengths)
+        clock_us = _clocked_us(self._drain)
+        self._ask_offline(lengths)
+        return _summary(clock_us, self._profiled(self._drain), 1)
 
     def close(self) -> None:
         if self._core is not None:
@@ -85,19 +92,25 @@ class ProfiledRingcore:
         for _ in range(WARM_STEPS):
             self._engine.step()
 
+    def _ask_offline(self, lengths: Sequence[tuple[int, int]]) -> None:
+        for prompt_tokens, new in lengths:
+            params = SamplingParams(temperature=OFFLINE_TEMPERATURE, max_tokens=new, ignore_eos=True)
+            self._ask(prompt_tokens, params)
+
     def _ask(self, prompt_tokens: int, params: SamplingParams) -> None:
         prompt = self._draw.choices(range(self._vocab_size), k=prompt_tokens)
         request = EngineCoreRequest(f"request-{next(self._ids)}", prompt, params, 0.0)
         self._waiting.add(request.request_id)
         self._engine.add_request(request)
 
-    def _clocked_us(self, num_steps: int) -> float:
-        began_s = time.perf_counter()
-        for _ in range(num_steps):
-            self._engine.step()
-        return (time.perf_counter() - began_s) * 1e6 / num_steps
+    def _looked_at(self, num_steps: int) -> dict[str, Any]:
+        def steps() -> None:
+            for _ in range(num_steps):
+                self._engine.step()
 
-    def _profiled(self, num_steps: int) -> list[tuple[str, float, float]]:
+        return _summary(_clocked_us(steps), self._profiled(steps), num_steps)
+
+    def _profiled(self, work: Callable[[], None]) -> list[tuple[str, float, float]]:
         """(name, when it began in microseconds, for how many) of each kernel or copy on the device, in order."""
         import torch
         from torch.profiler import ProfilerActivity
@@ -105,8 +118,7 @@ class ProfiledRingcore:
         activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
         wanted = torch.autograd.DeviceType.CUDA if self._on_gpu else torch.autograd.DeviceType.CPU
         with torch.profiler.profile(activities=[activity]) as profiler:
-            for _ in range(num_steps):
-                self._engine.step()
+            work()
             if self._on_gpu:
                 torch.cuda.synchronize()
         events = [
@@ -120,11 +132,21 @@ class ProfiledRingcore:
 
     def _finish(self) -> None:
         self._engine.abort(self._waiting)
+        self._drain()
+
+    def _drain(self) -> None:
         while self._engine.has_unfinished or self._engine.num_in_flight:
             self._engine.step()
 
 
-def _summary(step_us: float, events: list[tuple[str, float, float]], num_steps: int) -> dict[str, Any]:
+def _clocked_us(work: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return (time.perf_counter() - began_s) * 1e6
+
+
+def _summary(clock_us: float, events: list[tuple[str, float, float]], num_steps: int) -> dict[str, Any]:
+    """A step's, of both."""
     span_us, busy_us = spans(events)
     launches: dict[str, float] = defaultdict(float)
     durations_us: dict[str, float] = defaultdict(float)
@@ -133,7 +155,7 @@ def _summary(step_us: float, events: list[tuple[str, float, float]], num_steps: 
         durations_us[name] += duration_us / num_steps
     rows = [(name, launches[name], us) for name, us in durations_us.items()]
     return {
-        "step_us": step_us,
+        "clock_us": clock_us / num_steps,
         "span_us": span_us / num_steps,
         "busy_us": busy_us / num_steps,
         "kernels": sorted(rows, key=lambda row: -row[2]),
@@ -154,6 +176,13 @@ def spans(events: list[tuple[str, float, float]]) -> tuple[float, float]:
 if __name__ == "__main__":
     profiled = ProfiledRingcore()
     try:
-        serve({"load": profiled.load, "profile": profiled.profile, "profile_prompts": profiled.profile_prompts})
+        serve(
+            {
+                "load": profiled.load,
+                "profile": profiled.profile,
+                "profile_prompts": profiled.profile_prompts,
+                "profile_offline": profiled.profile_offline,
+            }
+        )
     finally:
         profiled.close()

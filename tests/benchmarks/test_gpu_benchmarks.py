@@ -170,7 +170,7 @@ def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
     assert short_name("void at::native::(anonymous namespace)::f<float, 4>(int, float*)") == "at::native::f"
     assert short_name("_decode_kernel") == "_decode_kernel"
     assert grouped([("f<1>(int)", 2, 5.0), ("g", 1, 9.0), ("f<2>(int)", 3, 5.0)]) == {"f": (5, 10.0), "g": (1, 9.0)}
-    one = {"step_us": 30.0, "span_us": 25.0, "busy_us": 20.0, "kernels": [("g", 1, 9.0), ("f", 2, 5.0), ("h", 1, 1.0)]}
+    one = {"clock_us": 30.0, "span_us": 25.0, "busy_us": 20.0, "kernels": [("g", 1, 9.0), ("f", 2, 5.0), ("h", 1, 1.0)]}
     rows = {row.name: row.samples["ringcore"] for row in rows_of("m, batch 1", "ringcore", [one, one], top=2)}
     assert rows == {
         "m, batch 1, a step by the clock": [30.0, 30.0],
@@ -323,6 +323,7 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "MANY_PROMPT_TOKENS", 24)
     monkeypatch.setattr(gpu_profile, "LONG_PROMPT_TOKENS", 40)
     monkeypatch.setattr(gpu_profile, "NUM_PROMPT_STEPS", 2)
+    monkeypatch.setattr(gpu_profile, "offline_lengths", lambda count: [(20, 4), (30, 6)])
     findings = run(GpuProfile, engine_specs([], "eager"), *CPU, "--batches=2", "--top=3")
     rows = samples_of(findings)
     assert list(rows)[:3] == [
@@ -330,9 +331,10 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "tiny, batch 2, a step on the device, µs",
         "tiny, batch 2, of it without a kernel, µs",
     ]
-    assert len(rows) == 2 * (3 + 1 + 3 + 1)
+    assert len(rows) == 3 * (3 + 1 + 3 + 1)
     for case in ("batch 2", "prompts of 40 tokens"):
         assert rows[f"tiny, {case}, a step on the device, µs"]["ringcore"][0] > 0
+    assert rows["tiny, offline, 2 requests, all requests on the device, ms"]["ringcore"][0] > 0
     with pytest.raises(BenchmarkError, match="--what"):
         run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")
 
