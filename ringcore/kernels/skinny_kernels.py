@@ -200,11 +200,11 @@ def dot_kernel(
     weight,  # [num_outputs, num_inputs], or gated
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
-    partials,  # [splits, programs, block_weights, block_rows] float32, of any content
-    arrivals,  # [programs] int32, all 0, and 0 again afterwards
+    partials,  # [splits, tiles, block_weights, block_rows] float32, of any content
+    arrivals,  # [tiles] int32, all 0, and 0 again afterwards
     num_rows,  # int
     num_outputs,  # int
-    block_rows: tl.constexpr,  # 16 or a higher power of two, num_rows or more
+    block_rows: tl.constexpr,  # rows of x a program has: 16 or a higher power of two
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
     block_weights: tl.constexpr,  # rows of the weight a program has: on the left, where the tensor cores want 64
@@ -218,20 +218,23 @@ def dot_kernel(
     asked_inputs: tl.constexpr,  # of each row of the program's part, asked for before the wait
     pdl: tl.constexpr,
 ) -> None:
-    """Program (i, j) sums the j-th part of the inputs for the i-th outputs. Of several parts the program that arrives
-    last adds all up, always in the same order."""
+    """Program (i, j, k) sums the j-th part of the inputs for the i-th outputs of the k-th rows: a tile. Of several
+    parts the program that arrives last adds all up, always in the same order."""
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     index = tl.arange(0, block_weights)
     outputs = tl.minimum(tl.program_id(0) * block_outputs + index % block_outputs, num_outputs - 1)
     weight_rows = outputs + index // block_outputs * num_outputs
-    rows = tl.arange(0, block_rows)
+    row = tl.arange(0, block_rows)
+    rows = tl.program_id(2) * block_rows + row
     steps = tl.arange(0, block_inputs)
     blocks: tl.constexpr = (num_inputs + block_inputs - 1) // block_inputs
     part: tl.constexpr = (blocks + splits - 1) // splits * block_inputs
     first = tl.program_id(1) * part
     last = tl.minimum(first + part, num_inputs)
     tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
-    inputs = x + tl.minimum(rows, num_rows - 1)[None, :] * num_inputs + steps[:, None]
+    # Rows that are not there are not read: all programs reading one row in their place would wait for each other.
+    are_rows = (rows < num_rows)[None, :]
+    inputs = x + rows[None, :] * num_inputs + steps[:, None]
     if pdl:
         gdc_launch_dependents()
         if asked_inputs > 0:
@@ -248,7 +251,9 @@ def dot_kernel(
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
         w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
-        v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+        v = tl.load(
+            inputs + at, mask=are_rows if is_whole else are_rows & (steps[:, None] < num_inputs - at), other=0.0
+        )
         total = tl.dot(w, v, total, input_precision="ieee")
     if splits == 1:
         _finish(
@@ -256,11 +261,12 @@ def dot_kernel(
             block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
         )  # fmt: skip
     else:
-        places = tl.program_id(0) * (block_weights * block_rows) + index[:, None] * block_rows + rows[None, :]
-        part_size = tl.num_programs(0) * (block_weights * block_rows)
+        place = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        places = place * (block_weights * block_rows) + index[:, None] * block_rows + row[None, :]
+        part_size = tl.num_programs(2) * tl.num_programs(0) * (block_weights * block_rows)
         tl.store(partials + tl.program_id(1) * part_size + places, total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
             total = tl.load(partials + places, cache_modifier=".cg")
             for i in tl.static_range(1, splits):
@@ -269,4 +275,4 @@ def dot_kernel(
                 *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
                 block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
             )  # fmt: skip
-            tl.store(arrivals + tl.program_id(0), 0)
+            tl.store(arrivals + place, 0)

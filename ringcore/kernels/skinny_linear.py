@@ -20,6 +20,7 @@ __all__ = ["Activation", "RowNorm", "new_arrivals", "num_asked_inputs", "skinny_
 Activation = Literal["silu", "gelu_tanh"]
 
 _MIN_BLOCK_OUTPUTS = 16
+_MOST_BLOCKS_OF_ROWS = 4
 
 
 class RowNorm(NamedTuple):
@@ -31,7 +32,8 @@ class RowNorm(NamedTuple):
 
 def new_arrivals(weight: torch.Tensor) -> torch.Tensor:
     """The counters by which programs that share the outputs of `weight` find out who is last: 0 before and after."""
-    return torch.zeros(triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS), dtype=torch.int32, device=weight.device)
+    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * _MOST_BLOCKS_OF_ROWS
+    return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
 
 
 def skinny_linear(
@@ -49,7 +51,7 @@ def skinny_linear(
     """x W^T + b, in float32 and rounded once; `config`: of `skinny_configs.choose`.
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to
-    4 for an `FmaConfig`, which alone takes a norm, and 1 to 64 for a `DotConfig`.
+    4 for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a `DotConfig`.
     norm: of each row of x first, which may then be float32; it is not rounded on its way into the product.
     activation: the weight's first half is a gate; the result is activation(first half) * second half.
     add_to: [n, num_outputs], also float32; the result is added there, in place, and rounded once, as the sum.
@@ -138,18 +140,18 @@ def _launch_dot(
 ) -> None:
     num_rows, num_inputs = x.shape
     num_outputs = out.shape[1]
-    block_rows = max(16, triton.next_power_of_2(num_rows))
+    block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
-    assert 1 <= num_rows <= 64, num_rows
+    assert 1 <= num_rows <= _MOST_BLOCKS_OF_ROWS * config.block_rows, (num_rows, config)
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config  # a thread asks for an output's weights
-    programs = triton.cdiv(num_outputs, block_outputs)
+    across, down = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
     if config.splits > 1:
-        size = config.splits * programs * config.block_weights * block_rows
+        size = config.splits * across * down * config.block_weights * block_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
         arrivals = new_arrivals(weight) if arrivals is None else arrivals
-        assert arrivals.numel() >= programs, (arrivals.shape, programs)
-    dot_kernel[(programs, config.splits)](
+        assert arrivals.numel() >= across * down, (arrivals.shape, across, down)
+    dot_kernel[(across, config.splits, down)](
         x,
         weight,
         bias,

@@ -28,6 +28,8 @@ EPS = 1e-5
 FMA = FmaConfig(4, 64, 1)
 DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT = DotConfig(32, 32, 2, 2, 4)
+BLOCKS = DotConfig(32, 64, 2, 2, 1, block_rows=16)
+SPLIT_BLOCKS = DotConfig(32, 32, 2, 2, 4, block_rows=16)
 ACTIVATIONS = {
     None: lambda x: x,
     "silu": torch.nn.functional.silu,
@@ -126,8 +128,17 @@ def test_more_rows_by_tensor_cores(device, shape, dtype, config):
     check(Case(device, *shape, dtype, bias=shape[0] == 5), config)
 
 
+@pytest.mark.parametrize("config", [BLOCKS, SPLIT_BLOCKS], ids=["whole", "split"])
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("shape", [(17, 64, 64), (50, 37, 100), (64, 40, 200)])
+def test_rows_of_several_programs(device, shape, dtype, config):
+    check(Case(device, *shape, dtype, bias=shape[0] == 50), config)
+
+
 @pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("gelu_tanh", True)])
-@pytest.mark.parametrize(("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18)], ids=str)
+@pytest.mark.parametrize(
+    ("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18), (BLOCKS, 18), (SPLIT_BLOCKS, 50)], ids=str
+)
 def test_gated(device, config, n, bias, activation):
     norm = isinstance(config, FmaConfig)
     check(Case(device, n, 41, 136, torch.float16, bias=bias, norm=norm, activation=activation), config)
@@ -146,7 +157,11 @@ def test_kernel_and_reference_agree(device, config, n, dtype):
     torch.testing.assert_close(case.run(config), reference, atol=1e-5, rtol=rtol)
 
 
-@pytest.mark.parametrize(("config", "rows"), [(FMA, (1, 2, 3, 4)), (DOT, (5, 9, 16)), (SPLIT, (5, 9, 16))], ids=str)
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [(FMA, (1, 2, 3, 4)), (DOT, (5, 9, 16)), (SPLIT, (5, 9, 16)), (BLOCKS, (17, 33)), (SPLIT_BLOCKS, (17, 33))],
+    ids=str,
+)
 def test_a_row_does_not_know_of_the_others(device, config, rows):
     """To the bit, within the numbers of rows that share a configuration."""
     whole = Case(device, rows[-1], 48, 160, torch.float16)
@@ -166,13 +181,14 @@ def test_logits_are_not_rounded(device, config, dtype):
     assert (out.to(dtype).float() != out).double().mean() > 0.8
 
 
-def test_what_is_split_leaves_the_counters_as_they_were(device):
+@pytest.mark.parametrize(("config", "n"), [(SPLIT, 6), (SPLIT_BLOCKS, 40)], ids=str)
+def test_what_is_split_leaves_the_counters_as_they_were(device, config, n):
     """So the next step, or the next replay of a graph, finds them so."""
-    case = Case(device, 6, 200, 256, torch.float16)
+    case = Case(device, n, 200, 256, torch.float16)
     arrivals = new_arrivals(case.weight)
-    first = case.run(SPLIT, arrivals=arrivals)
+    first = case.run(config, arrivals=arrivals)
     assert not arrivals.any()
-    assert torch.equal(case.run(SPLIT, arrivals=arrivals), first)
+    assert torch.equal(case.run(config, arrivals=arrivals), first)
     assert_close(first, *case.exact())
 
 
@@ -223,14 +239,16 @@ def test_a_stream_of_float32(device, dtype):
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_every_shape_has_a_configuration_that_its_kernel_takes(is_gated):
-    shapes = itertools.product((1, 64, 960, 3072, 12288, 151936), (8, 576, 1024, 3000, 4096, 14336), range(1, 70))
+    shapes = itertools.product(
+        (1, 64, 960, 3072, 12288, 151936), (8, 576, 1024, 3000, 4096, 14336), (*range(1, 70), 128, 200, 256)
+    )
     for num_outputs, num_inputs, n in shapes:
         config = choose(num_outputs, num_inputs, n, is_gated=is_gated)
         if isinstance(config, FmaConfig):
             assert n <= 4
             assert 1 <= config.block_outputs * config.block_inputs // config.num_warps <= 8192
         elif config is not None:
-            assert n <= MAX_ROWS
+            assert n <= MAX_ROWS <= 4 * config.block_rows
             assert config.block_weights >= 32
     assert choose(1024, 1024, 0) is None
     assert choose(1024, 1024, MAX_ROWS + 1) is None
@@ -249,6 +267,17 @@ def test_few_rows_of_a_large_weight_are_computed_like_more():
     assert choose(4096, 4096, 33) is None
 
 
+def test_many_rows_of_a_small_models_weights_are_computed_here():
+    """Not those of 129 to 192, which the library is made for."""
+    for shape, is_gated in (((4096, 1024), False), ((3072, 1024), True)):
+        for n in (33, 64, 65, 128, 193, 256):
+            config = choose(*shape, n, is_gated=is_gated)
+            assert isinstance(config, DotConfig)
+            assert config.block_rows >= n or config.block_rows == 128
+        assert choose(*shape, 129, is_gated=is_gated) is choose(*shape, 192, is_gated=is_gated) is None
+        assert choose(*shape, 257, is_gated=is_gated) is None
+
+
 def test_whole_pieces_of_weights_are_asked_for():
     """The instruction takes addresses and sizes in 16 bytes; another one costs a GPU its context."""
     config = DotConfig(64, 128, 4, 4, 1, asked_inputs=512)
@@ -261,7 +290,7 @@ def test_whole_pieces_of_weights_are_asked_for():
 
 @large
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 24, 64])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 24, 40, 64, 100, 250])
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "activation"),
     [
@@ -298,6 +327,7 @@ def test_weights_beyond_two_to_the_31(device):
     [
         *((n, FmaConfig(4, 1024, 2, trigger_late=late)) for n in (1, 4) for late in (False, True)),
         *((8, DotConfig(64, 128, 4, 4, splits, asked)) for splits in (1, 4) for asked in (0, 128, 4096)),
+        *((200, DotConfig(64, 128, 4, 3, splits, block_rows=128)) for splits in (1, 4)),
     ],
     ids=str,
 )
