@@ -22,7 +22,9 @@ from ringcore.engine_core.client import values_of
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
-from ringcore.protocol import EngineHealth, EngineStats, RpcCall, RpcResult, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import EngineHealth, RpcCall, RpcResult
+from ringcore.protocol.requests import EngineStats
 
 __all__ = ["AdminClient"]
 

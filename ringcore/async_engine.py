@@ -18,7 +18,8 @@ from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.request_streams import RequestStream, RequestStreams
 from ringcore.errors import RingcoreError
 from ringcore.outputs import RequestOutput
-from ringcore.protocol import EngineHealth, EngineReady, EngineStats, MemoryReport, PauseMode, SleepMode
+from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
+from ringcore.protocol.requests import EngineStats
 from ringcore.sampling_params import SamplingParams
 from ringcore.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ from ringcore.engine_core.prompt_lists import (
 )
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import RequestOutput
-from ringcore.protocol import EngineHealth, EngineReady, MemoryReport
+from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.sampling_params import OutputKind, SamplingParams
 from ringcore.tokenizer import Tokenizer
 

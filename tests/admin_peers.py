@@ -15,7 +15,8 @@ from ringcore.engine_core.admin import AdminEndpoint
 from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
-from ringcore.protocol import RpcCall, RpcResult, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import RpcCall, RpcResult
 
 ANY_PORT = "tcp://127.0.0.1:0"
 WAIT_S = 30.0

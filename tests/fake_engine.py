@@ -18,15 +18,9 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from ringcore.protocol import (
-    ModelRunnerOutput,
-    NewRequest,
-    PromptLogprobs,
-    RowError,
-    SchedulerOutput,
-    TokenLogprobs,
-    int_array,
-)
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker import rpc
 

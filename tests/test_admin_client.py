@@ -26,7 +26,8 @@ from ringcore.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from ringcore.protocol import EngineHealth, EngineStats, RpcCall
+from ringcore.protocol.messages import EngineHealth, RpcCall
+from ringcore.protocol.requests import EngineStats
 
 HEALTH = EngineHealth("ready", step=3, num_running=1)
 STATS = EngineStats(1, 2, 3, 4, 5, 6, 7)

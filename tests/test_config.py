@@ -11,7 +11,7 @@ from fake_engine import make_model_folder
 from ringcore import EngineConfig
 from ringcore.errors import ConfigError, ModelLoadError, UnknownOptionError
 from ringcore.executor.uniproc import UniProcExecutor
-from ringcore.protocol import decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
 
 
 @pytest.fixture(scope="module")

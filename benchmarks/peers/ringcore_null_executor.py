@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from ringcore.config import EngineConfig
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.testing import HARDWARE, FakeExecutor, FakeWorker
 
 __all__ = ["NullExecutor", "NullWorker"]

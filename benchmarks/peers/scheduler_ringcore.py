@@ -12,7 +12,10 @@ from ringcore.engine_core.output_reader import OutputReader
 from ringcore.executor.wire import STEP, pack_call
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from ringcore.protocol import EngineCoreRequest, EngineMessage, ModelRunnerOutput, decoder, encoder, int_array
+from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.messages import EngineMessage
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.scheduler import Scheduler
 from ringcore.testing.fake_rows import FakeRows

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.peers.ringcore_null_executor import NullWorker
 from ringcore.config import EngineConfig
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.testing import FakeExecutor
 
 __all__ = ["PACED_STEP_S", "TEXT_FILE", "FlatOutExecutor", "PacedExecutor"]

@@ -25,7 +25,9 @@ from ringcore.engine_core.admin_gatekeeper import ZAP_DOMAIN, Gatekeeper, Tally
 from ringcore.engine_core.framing import MAX_BUFFERS_A_RANK, Buffer, FrameLimits
 from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import ConfigError, InvalidRequestError
-from ringcore.protocol import RpcCall, RpcResult, WireError, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import RpcCall, RpcResult
+from ringcore.protocol.requests import WireError
 
 __all__ = ["ADMIN_LIMITS", "MAX_TIMEOUT_S", "AdminCall", "AdminEndpoint", "set_common_options"]
 

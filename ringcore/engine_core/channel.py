@@ -38,7 +38,8 @@ from ringcore.engine_core.framing import (
     recorded,
 )
 from ringcore.errors import EngineDeadError, InvalidRequestError
-from ringcore.protocol import ClientMessage, EngineMessage, RpcCall, RpcResult, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import ClientMessage, EngineMessage, RpcCall, RpcResult
 
 __all__ = [
     "MAX_BUFFER_BYTES",

@@ -24,21 +24,19 @@ from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
 from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.value_codec import decode_value
-from ringcore.protocol import (
+from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
     ClientMessage,
-    EngineCoreOutputs,
-    EngineCoreRequest,
     EngineHealth,
     EngineReady,
-    EngineStats,
     HealthState,
     MemoryReport,
     PauseMode,
     RpcCall,
     RpcResult,
 )
+from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 __all__ = ["EngineCoreClient", "values_of"]
 

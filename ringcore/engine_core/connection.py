@@ -14,7 +14,8 @@ from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.process import CHANNEL, ENTRY, EngineStart
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess
-from ringcore.protocol import ClientMessage, EngineMessage, Shutdown, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import ClientMessage, EngineMessage, Shutdown
 
 __all__ = ["EngineConnection"]
 

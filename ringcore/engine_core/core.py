@@ -36,16 +36,13 @@ from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
-from ringcore.protocol import (
+from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
+from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineHealth,
-    EngineRecovering,
     EngineStats,
-    MemoryReport,
     OutputColumns,
-    PauseMode,
 )
 from ringcore.scheduler.scheduler import Scheduler
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
-from ringcore.protocol import encoder
+from ringcore.protocol.codec import encoder
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, LENGTH, MAX_MEMORY_BYTES, request_bytes
 

@@ -16,7 +16,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.grammar_compiler import GrammarCompiler, Verdict
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import RpcFuture
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.scheduler.failures import failure, id_in_use
 from ringcore.scheduler.request import Request
 from ringcore.structured_outputs import StructuredOutputsParams

@@ -6,7 +6,7 @@ from ringcore.engine_core.memory_states import MemoryStates
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor
-from ringcore.protocol import EngineHealth, HealthState
+from ringcore.protocol.messages import EngineHealth, HealthState
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["engine_health"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import EngineDeadError, WorkerDiedError
 from ringcore.executor.base import RpcFuture
-from ringcore.protocol import EngineReady
+from ringcore.protocol.messages import EngineReady
 
 __all__ = ["IdleWork"]
 

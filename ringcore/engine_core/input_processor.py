@@ -15,7 +15,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.bad_words import bad_words_token_ids
 from ringcore.errors import InvalidRequestError, unknown_option
 from ringcore.logits_processor import check_params, load_logits_processor
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.vocabulary import Vocabulary
 

@@ -23,18 +23,16 @@ from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
 from ringcore.executor.value_codec import encode_value
-from ringcore.protocol import (
+from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
-    EngineCoreOutput,
-    EngineCoreRequest,
     EngineMessage,
     EngineRecovering,
-    OutputColumns,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin import AdminEndpoint

@@ -13,16 +13,8 @@ from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.output_reader import OutputReader
 from ringcore.engine_core.request_state import error_of
 from ringcore.errors import EngineDeadError, RingcoreError
-from ringcore.protocol import (
-    EngineCoreOutputs,
-    EngineDead,
-    EngineMessage,
-    EngineReady,
-    EngineRecovering,
-    EngineStats,
-    OutputColumns,
-    RpcResult,
-)
+from ringcore.protocol.messages import EngineDead, EngineMessage, EngineReady, EngineRecovering, RpcResult
+from ringcore.protocol.requests import EngineCoreOutputs, EngineStats, OutputColumns
 
 __all__ = ["Mailbox"]
 

@@ -16,7 +16,7 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import decode_request
-from ringcore.protocol import MemoryReport
+from ringcore.protocol.messages import MemoryReport
 
 __all__ = ["OWN_CALLS", "arguments_of", "check_not_own", "steps_by_rank", "steps_of", "wrong_arguments"]
 

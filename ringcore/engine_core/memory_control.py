@@ -18,7 +18,7 @@ from ringcore.engine_core.memory_states import KV_CACHE, WEIGHTS, MemoryStates, 
 from ringcore.engine_core.operations import Steps
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
 from ringcore.executor.base import RpcFuture
-from ringcore.protocol import MemoryReport, MemoryState, SleepMode
+from ringcore.protocol.messages import MemoryReport, MemoryState, SleepMode
 
 __all__ = ["MemoryControl", "Requests"]
 

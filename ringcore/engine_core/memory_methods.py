@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ringcore.protocol import MemoryReport, SleepMode
+from ringcore.protocol.messages import MemoryReport, SleepMode
 from ringcore.weights import weight_source
 
 __all__ = ["OPERATIONS", "MemoryMethods"]

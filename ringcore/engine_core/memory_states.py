@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ringcore.errors import InvalidRequestError, SleepingError
-from ringcore.protocol import MemoryState
+from ringcore.protocol.messages import MemoryState
 
 __all__ = ["KV_CACHE", "WEIGHTS", "MemoryStates", "check_level", "check_tags"]
 

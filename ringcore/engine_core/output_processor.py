@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.request_state import Completion, RequestState, TextSource
-from ringcore.protocol import EngineCoreOutput
+from ringcore.protocol.requests import EngineCoreOutput
 from ringcore.sampling_params import OutputKind
 
 __all__ = ["OutputProcessor", "ProcessedOutputs"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ringcore.protocol import EngineCoreOutput, EngineStats, OutputColumns, StartedRequest, TokenLogprobs
+from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColumns, StartedRequest, TokenLogprobs
 
 __all__ = ["OutputReader", "in_messages", "output_columns"]
 

@@ -17,7 +17,8 @@ from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.refusals import wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, RingcoreError
-from ringcore.protocol import EngineDead, EngineRecovering, decoder
+from ringcore.protocol.codec import decoder
+from ringcore.protocol.messages import EngineDead, EngineRecovering
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin import AdminEndpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringcore.outputs import Logprob
-from ringcore.protocol import PromptLogprobs
+from ringcore.protocol.requests import PromptLogprobs
 
 __all__ = ["PromptPositions", "prompt_positions"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ringcore.errors import InvalidRequestError, RingcoreError, error_to_wire
-from ringcore.protocol import WireError
+from ringcore.protocol.requests import WireError
 
 __all__ = ["callables_refused", "invalid_call", "wire_error", "wire_without_details"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sized
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.errors import EngineDeadError, RingcoreError
-from ringcore.protocol import EngineCoreOutput
+from ringcore.protocol.requests import EngineCoreOutput
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["RequestGate"]

@@ -11,7 +11,7 @@ from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.prompt_logprobs import PromptPositions, prompt_positions
 from ringcore.errors import RingcoreError, error_from_wire
 from ringcore.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
 from ringcore.sampling_params import OutputKind
 
 __all__ = ["Completion", "RequestState", "TextSource", "error_of"]

@@ -29,7 +29,7 @@ from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.request_state import RequestState
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
 from ringcore.outputs import RequestOutput
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 
 __all__ = ["RequestStream", "RequestStreams"]
 

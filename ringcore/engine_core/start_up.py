@@ -13,7 +13,7 @@ from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol import EngineReady
+from ringcore.protocol.messages import EngineReady
 
 __all__ = ["resolve_config", "start_up"]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor, RpcFuture
-from ringcore.protocol import OutputColumns, SchedulerOutput
+from ringcore.protocol.requests import OutputColumns
+from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["StepsInFlight"]

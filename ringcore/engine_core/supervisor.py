@@ -25,7 +25,8 @@ from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, err
 from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.protocol import EngineReady, EngineRecovering, WireError
+from ringcore.protocol.messages import EngineReady, EngineRecovering
+from ringcore.protocol.requests import WireError
 
 __all__ = ["WorkerSupervisor", "WorkersLost"]
 

@@ -12,7 +12,8 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.callables import callable_name
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
-from ringcore.protocol import RankHealth, SchedulerOutput
+from ringcore.protocol.messages import RankHealth
+from ringcore.protocol.steps import SchedulerOutput
 
 __all__ = ["EncodedCall", "Executor", "RpcFuture", "check_reply_rank"]
 

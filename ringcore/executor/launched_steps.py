@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
 
 __all__ = ["StepOver", "is_done", "launch_step", "look_out", "step_result"]
 

@@ -27,7 +27,9 @@ from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Wa
 from ringcore.executor.wire import CALL, CALLABLE, STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
-from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import RankHealth
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["MultiprocExecutor"]
 

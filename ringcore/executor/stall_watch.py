@@ -25,7 +25,7 @@ from ringcore.errors import EngineDeadError
 from ringcore.executor.calls import Call, CallTable, StepCall
 from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_group import WorkerGroup
-from ringcore.protocol import RankHealth
+from ringcore.protocol.messages import RankHealth
 
 __all__ = ["StallWatch", "stall_report"]
 

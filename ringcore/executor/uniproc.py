@@ -29,7 +29,9 @@ from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
 from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
-from ringcore.protocol import ModelRunnerOutput, PendingOutput, RankHealth, SchedulerOutput, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import RankHealth
+from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["UniProcExecutor"]

@@ -28,7 +28,7 @@ from ringcore.executor.array_bytes import bytes_of_array, bytes_of_tensor, torch
 from ringcore.executor.callables import callable_name, pack_callable
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.host_tensor import NUMPY_DTYPES, HostTensor
-from ringcore.protocol import WireError
+from ringcore.protocol.requests import WireError
 
 __all__ = [
     "MAX_BUFFERS",

@@ -19,7 +19,8 @@ from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
-from ringcore.protocol import RankHealth, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import RankHealth
 
 __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
 

@@ -29,7 +29,8 @@ from ringcore.executor.waiting import PeerDied
 from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, pack_reply, unpack_call
 from ringcore.executor.worker_aside import AsideThread
 from ringcore.executor.worker_calls import Outcome, failed, prepare_call
-from ringcore.protocol import PendingOutput, SchedulerOutput, decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.rpc import read_only_names
 
 __all__ = [

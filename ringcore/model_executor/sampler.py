@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ringcore.protocol import TokenLogprobs
+from ringcore.protocol.requests import TokenLogprobs
 
 __all__ = [
     "LaunchedLogprobs",

@@ -6,7 +6,7 @@ import random
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.vocabulary import Vocabulary
 

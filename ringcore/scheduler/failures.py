@@ -10,7 +10,7 @@ from ringcore.errors import (
     WorkerError,
     error_to_wire,
 )
-from ringcore.protocol import EngineCoreOutput, WireError
+from ringcore.protocol.requests import EngineCoreOutput, WireError
 from ringcore.scheduler.request import Request
 
 __all__ = ["failure", "id_in_use", "killed_the_workers", "row_failed"]

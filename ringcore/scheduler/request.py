@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ringcore.kv_cache.block_hash import ExtraKeys
 from ringcore.outputs import FinishReason
-from ringcore.protocol import (
+from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreRequest,
     PromptLogprobs,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.protocol import EngineCoreOutput, ModelRunnerOutput, PromptLogprobs, TokenLogprobs
+from ringcore.protocol.requests import EngineCoreOutput, PromptLogprobs, TokenLogprobs
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_failed
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
-from ringcore.protocol import NewRequest
+from ringcore.protocol.steps import NewRequest
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
 from ringcore.scheduler.stop_tokens import StopTokens

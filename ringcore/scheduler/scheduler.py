@@ -35,15 +35,9 @@ import numpy as np
 from ringcore.config import SchedulerConfig
 from ringcore.errors import CapacityError, EngineDeadError
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.protocol import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    EngineStats,
-    ModelRunnerOutput,
-    OutputColumns,
-    PauseMode,
-    SchedulerOutput,
-)
+from ringcore.protocol.messages import PauseMode
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.scheduler.admission import Admission
 from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
 from ringcore.scheduler.planning import share_budget, steps_at_once, take_blocks, victims

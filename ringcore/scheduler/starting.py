@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ringcore.config import SchedulerConfig
 from ringcore.kv_cache.manager import CachedPrefix
-from ringcore.protocol import StartedRequest
+from ringcore.protocol.requests import StartedRequest
 from ringcore.scheduler.planning import is_worth_starting, num_victims_needed
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.request_queue import RequestQueue

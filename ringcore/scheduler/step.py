@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.protocol import NewBlocks, NewRequest, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
 from ringcore.scheduler.running_table import RunningTable
 
 __all__ = ["StepInFlight", "StepPlan", "check_in_flight"]

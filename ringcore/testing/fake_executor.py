@@ -25,7 +25,8 @@ from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import create_worker, shut_down
-from ringcore.protocol import ModelRunnerOutput, RankHealth, SchedulerOutput
+from ringcore.protocol.messages import RankHealth
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.testing.alarm import Alarm
 from ringcore.testing.clock import HostClock, VirtualClock
 from ringcore.testing.fake_futures import CallValues, FailedCall, StepFuture, Timer, too_late

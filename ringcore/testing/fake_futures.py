@@ -8,7 +8,8 @@ from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import decode_value, portable_error
 from ringcore.executor.wire import STEP_METHOD
-from ringcore.protocol import ModelRunnerOutput, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.testing.alarm import Alarm
 from ringcore.testing.clock import HostClock, VirtualClock
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from ringcore.protocol import NewRequest, SchedulerOutput
+from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.testing.step_cost import StepWork
 
 __all__ = ["FakeRows", "StepRows"]

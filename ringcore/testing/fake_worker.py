@@ -12,15 +12,9 @@ import psutil
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol import (
-    ModelRunnerOutput,
-    NewRequest,
-    PromptLogprobs,
-    RowError,
-    SchedulerOutput,
-    TokenLogprobs,
-    int_array,
-)
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
 from ringcore.testing.step_cost import StepWork

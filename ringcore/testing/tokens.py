@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ringcore.protocol import NewRequest
+from ringcore.protocol.steps import NewRequest
 
 __all__ = ["Script", "ScriptedTokens", "SeededTokens", "TokenSource", "make_token_source"]
 

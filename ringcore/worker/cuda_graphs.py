@@ -23,7 +23,7 @@ from ringcore.kernels.sampling import sample_tokens
 from ringcore.kernels.step import finish_rows, prepare_decode
 from ringcore.kernels.step_state import DecodeInputs
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.protocol import int_array
+from ringcore.protocol.codec import int_array
 from ringcore.worker.device_rows import DeviceRows
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.result_ring import ResultRing

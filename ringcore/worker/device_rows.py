@@ -23,7 +23,7 @@ from ringcore.kernels.step_state import (
     TOP_P,
     StateLayout,
 )
-from ringcore.protocol import NewRequest
+from ringcore.protocol.steps import NewRequest
 from ringcore.worker.request_rows import AppendedBlocks, RequestRows
 from ringcore.worker.upload import PinnedWords
 

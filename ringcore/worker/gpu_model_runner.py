@@ -17,7 +17,7 @@ from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import LaunchedLogprobs, launch_logprobs
-from ringcore.protocol import ModelRunnerOutput, RowError, SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, RowError, SchedulerOutput
 from ringcore.worker.cuda_graphs import DecodeGraphs, DecodeStep, MixedGraphs
 from ringcore.worker.device_rows import DeviceRows
 from ringcore.worker.input_batch import InputBatch

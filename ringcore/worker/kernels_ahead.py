@@ -27,7 +27,8 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
-from ringcore.protocol import NewRequest, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.cuda_graphs import graph_sizes
 from ringcore.worker.kv_caches import choose_backends

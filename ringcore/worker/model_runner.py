@@ -19,7 +19,8 @@ from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.sampler import sample, token_logprobs
-from ringcore.protocol import ModelRunnerOutput, NewRequest, PendingOutput, RowError, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, PendingOutput, RowError, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.input_batch import InputBatch
 from ringcore.worker.kv_caches import allocate_kv_caches, choose_backends, group_of_layer

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ringcore.model_executor.sampler import LogprobTensors, MovedLogprobs, logprob_tensors
-from ringcore.protocol import NewRequest, PromptLogprobs
+from ringcore.protocol.requests import PromptLogprobs
+from ringcore.protocol.steps import NewRequest
 from ringcore.worker.upload import upload
 
 __all__ = ["LaunchedPromptLogprobs", "PromptLogprobRows", "positions_at_once"]

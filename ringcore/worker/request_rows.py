@@ -12,7 +12,8 @@ import numpy as np
 
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import SamplingInputs
-from ringcore.protocol import NewRequest, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.sampling_params import MAX_STOP_TOKEN_IDS
 from ringcore.worker.block_table import AppendedBlocks, BlockTable
 

@@ -15,7 +15,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.model_executor.logit_adjustments import LogitAdjustments
-from ringcore.protocol import NewRequest, RowError
+from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.worker.followed_rows import FollowedRows
 from ringcore.worker.grammars import Grammars, Matcher
 from ringcore.worker.row_processors import RowProcessors

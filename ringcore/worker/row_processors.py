@@ -10,7 +10,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
 from ringcore.logits_processor import LogitsProcessor, LogitsProcessorContext, load_logits_processor
-from ringcore.protocol import NewRequest
+from ringcore.protocol.steps import NewRequest
 
 __all__ = ["RowProcessors"]
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.protocol import ModelRunnerOutput, RowError, TokenLogprobs, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import TokenLogprobs
+from ringcore.protocol.steps import ModelRunnerOutput, RowError
 from ringcore.worker.prompt_logprobs import LaunchedPromptLogprobs
 
 __all__ = ["SampledRows", "make_output"]

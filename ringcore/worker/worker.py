@@ -14,7 +14,7 @@ from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
-from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars import model_grammars
 from ringcore.worker.host_store import HostStore

@@ -17,7 +17,8 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from ringcore.protocol.requests import EngineCoreRequest
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.worker import rpc
 
 RING_BYTES = 64 << 10  # so that a message of LARGE_BYTES goes beside the ring

@@ -25,28 +25,26 @@ from ringcore.executor.value_codec import (
     encode_value,
 )
 from ringcore.executor.wire import CALL, STEP, pack_call, pack_reply, unpack_call, unpack_reply
-from ringcore.protocol import (
+from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
     ClientMessage,
-    EngineCoreOutput,
-    EngineCoreRequest,
     EngineMessage,
     EngineReady,
-    EngineStats,
-    ModelRunnerOutput,
-    NewBlocks,
-    OutputColumns,
     RpcCall,
     RpcResult,
-    SchedulerOutput,
     Shutdown,
+)
+from ringcore.protocol.requests import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineStats,
+    OutputColumns,
     StartedRequest,
     TokenLogprobs,
-    decoder,
-    encoder,
-    int_array,
 )
+from ringcore.protocol.steps import ModelRunnerOutput, NewBlocks, SchedulerOutput
 
 VALUES = [
     None,

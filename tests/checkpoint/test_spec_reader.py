@@ -6,7 +6,7 @@ from raw_files import LLAMA_CONFIG, model_folder, tiny_gguf, tiny_metadata
 
 from ringcore.checkpoint import ModelSpec, RopeSpec, find_model, read_model_spec
 from ringcore.errors import ModelLoadError
-from ringcore.protocol import decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
 from ringcore.registry import MODELS
 
 ROPES = {

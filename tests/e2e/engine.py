@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 
 
 def generate(

@@ -16,7 +16,7 @@ from rank_memory import ArenaPlatform
 
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig
-from ringcore.protocol import ModelRunnerOutput, SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.worker import rpc
 from ringcore.worker.host_link import LocalLink
 from ringcore.worker.host_store import HostBudget, MemoryStore

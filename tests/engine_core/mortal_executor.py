@@ -9,7 +9,7 @@ from fake_engine import CHECKPOINT, FakeWorker, next_token
 from ringcore.errors import EngineDeadError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, decode_value, encode_value
-from ringcore.protocol import RankHealth
+from ringcore.protocol.messages import RankHealth
 from ringcore.worker.rpc import call_rpc
 
 KILLER = 140  # a prompt with token KILLER + n kills the worker whenever it has n tokens or more; n < 50

@@ -14,18 +14,8 @@ from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.output_reader import output_columns
 from ringcore.executor.base import EncodedCall
 from ringcore.executor.value_codec import decode_value, encode_request
-from ringcore.protocol import (
-    EngineCoreOutput,
-    EngineHealth,
-    EngineReady,
-    EngineRecovering,
-    EngineStats,
-    OutputColumns,
-    RpcCall,
-    RpcResult,
-    Shutdown,
-    WireError,
-)
+from ringcore.protocol.messages import EngineHealth, EngineReady, EngineRecovering, RpcCall, RpcResult, Shutdown
+from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColumns, WireError
 
 WAIT_S = 30.0
 IDLE_S = 0.05

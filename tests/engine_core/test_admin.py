@@ -15,7 +15,8 @@ from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, AdminEndpoint
 from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
-from ringcore.protocol import RpcCall, RpcResult, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import RpcCall, RpcResult
 
 # ---------------------------------------------------------------------------------------------------------------
 # Calls and answers.

@@ -12,7 +12,8 @@ from ringcore.engine_core import admin_gatekeeper
 from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S, AdminEndpoint
 from ringcore.engine_core.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value
-from ringcore.protocol import RpcCall, RpcResult, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import RpcCall, RpcResult
 
 # ---------------------------------------------------------------------------------------------------------------
 # What is malformed.

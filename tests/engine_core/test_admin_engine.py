@@ -25,7 +25,9 @@ from ringcore.errors import (
     WorkerError,
 )
 from ringcore.executor.value_codec import encode_value
-from ringcore.protocol import EngineCoreRequest, RpcCall, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import RpcCall
+from ringcore.protocol.requests import EngineCoreRequest
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,9 @@ from ringcore.engine_core import channel as channel_module
 from ringcore.engine_core.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
 from ringcore.engine_core.framing import lay_out
 from ringcore.errors import EngineDeadError, InvalidRequestError
-from ringcore.protocol import (
-    AbortRequests,
-    AddRequests,
-    EngineDead,
-    RpcCall,
-    RpcResult,
-    Shutdown,
-    WireError,
-    encoder,
-)
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import AbortRequests, AddRequests, EngineDead, RpcCall, RpcResult, Shutdown
+from ringcore.protocol.requests import WireError
 
 WAIT_S = 30.0
 LIMITS = FrameLimits(message_bytes=1000, buffer_bytes=10_000, num_buffers=2)

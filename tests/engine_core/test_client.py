@@ -26,7 +26,7 @@ from ringcore.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 
 WAIT_S = 30.0
 

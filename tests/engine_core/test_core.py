@@ -8,7 +8,7 @@ from mortal_executor import MortalExecutor
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, WorkerError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from ringcore.errors import (
     error_from_wire,
 )
 from ringcore.executor.base import EncodedCall
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 
 PAGE = 256  # bytes of a block of 4 tokens in both layers
 

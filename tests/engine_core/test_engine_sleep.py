@@ -17,7 +17,7 @@ from ringcore.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.testing import FakeExecutor
 
 AWAKE = {"weights": "resident", "kv_cache": "resident"}

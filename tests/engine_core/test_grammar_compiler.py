@@ -17,7 +17,7 @@ from ringcore import EngineConfig, SamplingParams
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.grammar_compiler import GrammarCompiler
 from ringcore.errors import InvalidRequestError, RingcoreError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")

@@ -13,7 +13,7 @@ from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import grammar_gate
 from ringcore.engine_core.grammar_compiler import Verdict
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.structured_outputs import StructuredOutputsParams
 
 

@@ -11,7 +11,8 @@ from ringcore.engine_core import idle_work as idle_module
 from ringcore.engine_core.idle_work import IdleWork
 from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError
 from ringcore.executor.value_codec import encode_value
-from ringcore.protocol import AbortRequests, EngineReady, EngineRecovering, OutputColumns
+from ringcore.protocol.messages import AbortRequests, EngineReady, EngineRecovering
+from ringcore.protocol.requests import OutputColumns
 
 FOREVER_S = 1e6
 

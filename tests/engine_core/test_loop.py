@@ -19,18 +19,16 @@ from ringcore.engine_core.output_reader import OutputReader
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
-from ringcore.protocol import (
+from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
-    EngineCoreOutput,
-    EngineCoreRequest,
     EngineReady,
     EngineRecovering,
-    OutputColumns,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
 from ringcore.worker.rpc import call_rpc
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from ringcore.engine_core.channel import Received
 from ringcore.engine_core.mailbox import Mailbox
 from ringcore.engine_core.output_reader import output_columns
 from ringcore.errors import EngineDeadError
-from ringcore.protocol import EngineCoreOutput, EngineStats
+from ringcore.protocol.requests import EngineCoreOutput, EngineStats
 
 STATS = EngineStats(1, 0, 0, 9, 0, 0, 0)
 

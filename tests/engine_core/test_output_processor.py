@@ -11,7 +11,8 @@ from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor
 from ringcore.errors import InvalidRequestError, error_to_wire
 from ringcore.outputs import Logprob
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest, PromptLogprobs, TokenLogprobs, WireError, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, PromptLogprobs, TokenLogprobs, WireError
 from ringcore.tokenizer import load_tokenizer
 
 

@@ -6,17 +6,15 @@ import msgspec
 import numpy as np
 
 from ringcore.engine_core.output_reader import OutputReader, in_messages, output_columns
-from ringcore.protocol import (
+from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.messages import EngineMessage
+from ringcore.protocol.requests import (
     EngineCoreOutput,
-    EngineMessage,
     EngineStats,
     OutputColumns,
     PromptLogprobs,
     StartedRequest,
     TokenLogprobs,
-    decoder,
-    encoder,
-    int_array,
 )
 
 STATS = EngineStats(3, 2, 1, 9, 0, 0, 0)

@@ -17,7 +17,8 @@ from ringcore.engine_core.channel import ClientChannel, EngineChannel, StreamClo
 from ringcore.engine_core.process import CHANNEL, ENTRY, EngineStart
 from ringcore.errors import CapacityError
 from ringcore.executor.child_process import ChildProcess
-from ringcore.protocol import EngineDead, EngineReady, Shutdown, encoder
+from ringcore.protocol.codec import encoder
+from ringcore.protocol.messages import EngineDead, EngineReady, Shutdown
 
 WAIT_S = 20.0
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError, SleepingError, WorkerError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.testing import FakeExecutor
 from ringcore.worker import arena
 

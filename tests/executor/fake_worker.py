@@ -17,7 +17,8 @@ import numpy as np
 from ringcore.checkpoint import ModelFiles, ModelSpec, RopeSpec
 from ringcore.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.errors import CapacityError, ModelLoadError, RingcoreError
-from ringcore.protocol import ModelRunnerOutput, PendingOutput, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ringcore.worker import rpc
 
 FACTORY = f"{__name__}:create_worker"

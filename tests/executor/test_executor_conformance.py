@@ -23,7 +23,8 @@ from ringcore.errors import (
 from ringcore.executor import calls, executor_class, uniproc
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_value, encode_request, encode_value
-from ringcore.protocol import ModelRunnerOutput, decoder
+from ringcore.protocol.codec import decoder
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.testing import fake_futures
 
 EXECUTORS = ["multiproc", "uniproc", "ringcore.testing:FakeExecutor"]

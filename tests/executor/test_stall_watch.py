@@ -23,7 +23,7 @@ from ringcore.executor.calls import CallTable
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.stall_watch import StallWatch
 from ringcore.executor.status_board import RankStatus
-from ringcore.protocol import RankHealth
+from ringcore.protocol.messages import RankHealth
 
 LOGGER = "ringcore.executor.stall_watch"
 

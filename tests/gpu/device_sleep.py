@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from sleeping import PROMPTS, greedy
 
 from ringcore import LLM, EngineCore
-from ringcore.protocol import EngineCoreOutput, EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.weights import WeightGroup
 
 

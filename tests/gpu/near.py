@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from reference import Entry
 
-from ringcore.protocol import EngineCoreOutput
+from ringcore.protocol.requests import EngineCoreOutput
 
 
 class _Error(NamedTuple):

@@ -105,7 +105,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(smollm2, core):
 def test_a_thousand_mixed_requests_end_with_all_blocks_free(core):
     rng = np.random.default_rng(0)
     free = core.stats().num_free_blocks
-    from ringcore.protocol import EngineCoreRequest
+    from ringcore.protocol.requests import EngineCoreRequest
 
     for i in range(1000):
         prompt = rng.integers(0, 49152, rng.integers(1, 200)).tolist()

@@ -20,7 +20,7 @@ from tiny_checkpoints import hf_model
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import InvalidRequestError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.weights import WeightGroup, ipc_handles
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "enable_sleep_mode": True, "kv_cache_bytes": 1 << 24}

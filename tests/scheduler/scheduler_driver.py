@@ -15,18 +15,9 @@ from ringcore.errors import EngineDeadError
 from ringcore.kv_cache.block_hash import BlockHasher
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
-from ringcore.protocol import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ModelRunnerOutput,
-    OutputColumns,
-    PromptLogprobs,
-    RowError,
-    SchedulerOutput,
-    decoder,
-    encoder,
-    int_array,
-)
+from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns, PromptLogprobs
+from ringcore.protocol.steps import ModelRunnerOutput, RowError, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.scheduler import Scheduler
 

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.request import Request, RequestStatus
 

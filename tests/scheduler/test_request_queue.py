@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.request_queue import RequestQueue

@@ -8,7 +8,7 @@ from fake_model import completion
 from scheduler_driver import EOS, Driver
 
 from ringcore.errors import WorkerError, error_from_wire
-from ringcore.protocol import TokenLogprobs
+from ringcore.protocol.requests import TokenLogprobs
 
 A = list(range(1, 9))  # two blocks of 4
 B = list(range(11, 19))

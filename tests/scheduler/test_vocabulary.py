@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver
 
 from ringcore.errors import InvalidRequestError
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.vocabulary import MAX_PROMPT_LOGPROBS, Vocabulary
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from running_service import RunningService
 
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 
 
 @contextmanager

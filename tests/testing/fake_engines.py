@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
-from ringcore.protocol import EngineCoreRequest
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.testing import FakeExecutor, VirtualClock
 

@@ -12,7 +12,9 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import executor_class
-from ringcore.protocol import EngineCoreRequest, SchedulerOutput, TokenLogprobs, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import EngineCoreRequest, TokenLogprobs
+from ringcore.protocol.steps import SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.testing import HARDWARE, FakeExecutor, Fault, StepCost, VirtualClock, write_model_config
 

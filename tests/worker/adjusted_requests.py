@@ -10,7 +10,7 @@ import msgspec
 from adjusted_model import expected_tokens
 from step_driver import admit, make_step
 
-from ringcore.protocol import ModelRunnerOutput
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.worker import Worker

@@ -9,7 +9,8 @@ import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from ringcore.protocol import ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 

@@ -13,7 +13,7 @@ from device_runner import rows_on_device
 from step_driver import admit, decode, make_config, run, sampled, start
 
 from ringcore.errors import ConfigError, InvalidRequestError
-from ringcore.protocol import NewRequest
+from ringcore.protocol.steps import NewRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.row_adjustments import NO_TOKEN_LEFT, RowAdjustments

@@ -11,7 +11,8 @@ import torch
 from device_runner import rows_on_device
 from step_driver import GREEDY, admit, decode, execute, make_config, make_step, run, sampled, start
 
-from ringcore.protocol import SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 

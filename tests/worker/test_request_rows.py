@@ -5,7 +5,8 @@ import pytest
 from step_driver import admit, cache_of, make_step
 
 from ringcore.kv_cache.spec import FullAttentionSpec
-from ringcore.protocol import NewBlocks, SchedulerOutput, int_array
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import NewBlocks, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.request_rows import RequestRows
 

@@ -14,7 +14,8 @@ import torch
 
 from ringcore.errors import InvalidRequestError
 from ringcore.host_tensor import HostTensor
-from ringcore.protocol import NewBlocks, SchedulerOutput, decoder, encoder, int_array
+from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.steps import NewBlocks, SchedulerOutput
 from ringcore.worker import rpc
 from ringcore.worker.rpc import call_rpc, find_rpc, read_only_names, rpc_names
 

@@ -10,7 +10,7 @@ import torch
 from device_runner import rows_on_device
 from step_driver import admit, make_config, run, start
 
-from ringcore.protocol import ModelRunnerOutput
+from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 

@@ -11,7 +11,7 @@ import torch
 from step_driver import admit, make_config, make_step, plan, start
 
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
-from ringcore.protocol import decoder, encoder
+from ringcore.protocol.codec import decoder, encoder
 from ringcore.worker.entry import create_worker
 from ringcore.worker.rpc import call_rpc, read_only_names, rpc, rpc_names
 from ringcore.worker.worker import Worker

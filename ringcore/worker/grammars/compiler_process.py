@@ -17,7 +17,7 @@ from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_to_wire
-from ringcore.protocol import decoder
+from ringcore.protocol.codec import decoder
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars.grammars import Grammars, model_grammars
 
