@@ -23,7 +23,7 @@ from benchmarks.gpu_attention import GpuAttention
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
 from benchmarks.gpu_options import Deadline
-from benchmarks.gpu_profile import GpuProfile, grouped, rows_of, short_name
+from benchmarks.gpu_profile import ALL_REQUESTS, GpuProfile, grouped, rows_of, short_name
 from benchmarks.gpu_startup import GpuStartup
 from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS, find_published
@@ -181,6 +181,8 @@ def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
         "m, batch 1, 2 x `f`": [5.0, 5.0],
         "m, batch 1, all others": [1.0, 1.0],
     }
+    (row, *_) = rows_of("m, offline", "ringcore", [one], top=2, span=ALL_REQUESTS)
+    assert (row.name, row.unit, row.samples) == ("m, offline, all requests by the clock", "ms", {"ringcore": [0.03]})
 
 
 def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
