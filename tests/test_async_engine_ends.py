@@ -24,6 +24,7 @@ from fake_engine import (
     expected,
     make_model_folder,
 )
+from process_stat import is_alive
 
 from ringcore import AsyncEngine, SamplingParams
 from ringcore.engine_core.request_streams import RequestStreams
@@ -48,13 +49,6 @@ def run(coroutine):
 
 async def last_of(stream):
     return [output async for output in stream][-1]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def assert_gone(pids, num_threads):

@@ -7,19 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-
-def stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; None where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def is_alive(pid: int) -> bool:
-    """One that only waits to be reaped is not."""
-    fields = stat_fields(pid)
-    return fields is not None and fields[0] not in "ZX"
+from process_stat import stat_fields
 
 
 def session_members(session: int) -> list[int]:

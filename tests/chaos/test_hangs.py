@@ -11,7 +11,8 @@ import time
 
 import pytest
 from chaos_engine import WAIT_S, TokenReader, make_config
-from process_table import is_alive, wait_until
+from process_stat import is_alive
+from process_table import wait_until
 from scenarios import HERE, child_environment
 
 from ringcore.engine_core import connection

@@ -10,7 +10,8 @@ import textwrap
 
 import pytest
 from chaos_engine import check_serves, make_config
-from process_table import Census, is_alive, session_members, status_kb, wait_until
+from process_stat import is_alive
+from process_table import Census, session_members, status_kb, wait_until
 from scenarios import child_environment
 
 from ringcore.engine_core.client import EngineCoreClient

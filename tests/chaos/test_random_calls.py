@@ -10,7 +10,8 @@ from collections import deque
 
 import pytest
 from chaos_engine import LARGE_BYTES, WAIT_S, ChaosMultiproc, TokenReader, make_config
-from process_table import is_alive, wait_until
+from process_stat import is_alive
+from process_table import wait_until
 
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError

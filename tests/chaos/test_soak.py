@@ -11,7 +11,8 @@ import time
 
 import pytest
 from chaos_engine import WAIT_S, TokenReader, WrongAnswer, make_config
-from process_table import is_alive, num_descriptors, status_kb, wait_until
+from process_stat import is_alive
+from process_table import num_descriptors, status_kb, wait_until
 
 from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RpcTimeoutError, WorkerDiedError, WorkerError

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_engine import KILLS_ONCE, RAISES, SLOW, BrokenMultiproc, FakeMultiproc, expected, make_model_folder
+from process_stat import is_alive
 
 from ringcore import EngineConfig, SamplingParams
 from ringcore.engine_core.client import EngineCoreClient
@@ -70,13 +71,6 @@ def tokens(outputs, request_id):
     return [t for output in outputs if output.request_id == request_id for t in output.new_token_ids]
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until(condition, what):
     deadline = time.monotonic() + WAIT_S
     while not condition():
@@ -89,7 +83,7 @@ def test_ready_describes_the_engine(shared):
     assert ready.max_model_len == 128
     assert ready.token_capacity == ready.num_blocks * 8
     assert set(ready.pids) == {"engine", "worker 0"}
-    assert all(alive(pid) for pid in ready.pids.values())
+    assert all(is_alive(pid) for pid in ready.pids.values())
     assert os.getpid() not in ready.pids.values()
 
 
@@ -375,7 +369,7 @@ def test_a_death_is_told_to_every_call_and_leaves_no_process(folder, kill, proce
     health = client.health()
     assert (health.state, health.error) == ("dead", errors[0].message)
     client.close()
-    wait_until(lambda: not any(alive(pid) for pid in pids.values()), "a process outlived its engine")
+    wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "a process outlived its engine")
 
 
 def test_an_error_in_a_step_ends_the_engine_with_its_cause(folder):
@@ -397,7 +391,7 @@ def test_close_is_idempotent_and_final(folder):
     pids = client.ready.pids
     client.close()
     client.close()
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
     with pytest.raises(EngineDeadError, match="closed"):
         client.get_outputs()
     with pytest.raises(EngineDeadError, match="closed"):
@@ -550,7 +544,7 @@ def test_an_engine_that_heals_puts_out_the_same_tokens(own_folder):
         after = client.ready
         assert after.pids["engine"] == before.pids["engine"]
         assert after.pids["worker 0"] != before.pids["worker 0"]
-        assert not alive(before.pids["worker 0"])
+        assert not is_alive(before.pids["worker 0"])
         health = client.health(timeout=WAIT_S)
         assert (health.state, health.num_restarts) == ("ready", 1)
         assert "SIGKILL" in health.restart_cause
@@ -589,7 +583,7 @@ def test_closing_while_it_heals(own_folder):
     wait_until(lambda: client.health().state == "starting", "it does not heal")
     assert "SIGKILL" in client.health().restart_cause
     client.close()
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -638,7 +632,7 @@ def test_a_dropped_client_leaves_nothing(folder, tmp_path, monkeypatch):
     pids = client.ready.pids
     del client
     gc.collect()
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
     assert list(tmp_path.iterdir()) == []
     assert num_fds() == fds
     assert threading.active_count() == threads

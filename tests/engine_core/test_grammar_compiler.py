@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeMultiproc, expected, make_model_folder
+from process_stat import is_alive, stat_fields
 
 from ringcore import EngineConfig, SamplingParams
 from ringcore.engine_core.client import EngineCoreClient
@@ -63,22 +64,10 @@ def until(condition):
     return found
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def is_gone(pid: int) -> bool:
-    """Also one that only its parent's reading of its end is missing to."""
-    try:
-        return state_of(pid) in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def stop(pid: int) -> None:
     """Returns when it has stopped: on a busy machine it may yet answer what is sent just after the signal."""
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: state_of(pid) == "T")
+    until(lambda: stat_fields(pid)[0] == "T")
 
 
 def ready(compiler) -> int:
@@ -122,7 +111,7 @@ def test_a_grammar_that_takes_too_long_costs_the_process_and_nobody_else(compile
     assert isinstance(error, InvalidRequestError)
     assert "took longer than 60 s" in error.message
     assert ready(compiler) != pid
-    until(lambda: is_gone(pid))
+    until(lambda: not is_alive(pid))
 
 
 def test_a_grammar_of_which_compiling_takes_long_is_refused_in_time(folder):
@@ -190,7 +179,7 @@ def test_closed_while_it_compiles_and_while_it_starts(folder):
         pid = compiler.pid
         compiler.close()
         compiler.close()
-        assert is_gone(pid)
+        assert not is_alive(pid)
         assert set(os.listdir("/proc/self/fd")) == before
         assert set(threading.enumerate()) == threads
 
@@ -296,6 +285,6 @@ def test_no_process_is_left_by_an_engine_that_ends_while_compiling(folder, end):
             os.kill(engine, signal.SIGKILL)
         else:
             client.close()
-        until(lambda: is_gone(pid) and is_gone(engine))
+        until(lambda: not is_alive(pid) and not is_alive(engine))
     finally:
         client.close()

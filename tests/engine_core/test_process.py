@@ -6,10 +6,10 @@ import os
 import select
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from fake_engine import BrokenMultiproc, FakeMultiproc, make_model_folder
+from process_stat import is_alive
 
 from ringcore import EngineConfig
 from ringcore.engine_core import process as process_module
@@ -68,13 +68,6 @@ def start(folder):
     yield start
     for running in started:
         running.close()
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def say_goodbye(running):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
+
+from process_stat import is_alive
 
 BOUND_S = 20.0
 
@@ -17,10 +18,7 @@ def is_gone(pid: int) -> bool:
     """
     deadline = time.monotonic() + BOUND_S
     while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
+        if not is_alive(pid):
             return True
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
