@@ -113,7 +113,7 @@ def test_an_engine_that_nobody_closes_leaves_nothing(model_folder, fresh_tmp, dr
     drop(config)
     gc.collect()
     before = Census()
-    for _ in range(3):
+    for _ in range(2):
         drop(config)
         gc.collect()
         assert wait_until(lambda: not Census().grown_since(before), GONE_S), Census().grown_since(before)

@@ -136,9 +136,7 @@ def test_rows_of_several_programs(device, shape, dtype, config):
 
 
 @pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("gelu_tanh", True)])
-@pytest.mark.parametrize(
-    ("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18), (BLOCKS, 18), (SPLIT_BLOCKS, 50)], ids=str
-)
+@pytest.mark.parametrize(("config", "n"), [(FMA, 1), (FMA, 3), (DOT, 6), (SPLIT, 18), (SPLIT_BLOCKS, 50)], ids=str)
 def test_gated(device, config, n, bias, activation):
     norm = isinstance(config, FmaConfig)
     check(Case(device, n, 41, 136, torch.float16, bias=bias, norm=norm, activation=activation), config)
