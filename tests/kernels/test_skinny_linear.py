@@ -7,9 +7,11 @@ makes of it can be no smaller than what it multiplies, so sizes are taken before
 from __future__ import annotations
 
 import itertools
+import mmap
 
 import pytest
 import torch
+from rank_series import in_processes
 from rounding import rounding
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -22,6 +24,7 @@ from ringcore.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
 )
+from ringcore.worker.platforms.host_memory import HostVirtualMemory, host_view
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -197,6 +200,28 @@ def test_a_row_that_is_not_finite_is_alone(device, config):
     ours = case.run(config)
     assert ours[[0, 2]].isfinite().all()
     assert not ours[1].isfinite().any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is no telling what lies behind a GPU's memory")
+@pytest.mark.parametrize(("config", "n"), [(FMA, 3), (DOT, 5), (SPLIT, 5), (BLOCKS, 18)], ids=str)
+def test_nothing_is_read_behind_the_last_row(device, config, n):
+    """It ends where nothing is mapped: who reads on is ended."""
+    memory = HostVirtualMemory(lambda: 2 * mmap.PAGESIZE)
+    address, file = memory.reserve(2 * mmap.PAGESIZE), memory.create(mmap.PAGESIZE)
+    memory.map(address, mmap.PAGESIZE, file)
+    case = Case(device, n, 32, 64, torch.float16)
+    rows = (
+        host_view(address, mmap.PAGESIZE, memory)[-case.x.nbytes :].view(torch.float16).view(case.x.shape).copy_(case.x)
+    )
+
+    def work(_):
+        assert_close(skinny_linear(rows, case.weight, config), *case.exact())
+
+    try:
+        in_processes(1, work, 60)
+    finally:
+        memory.free(address, 2 * mmap.PAGESIZE)
+        memory.release(file)
 
 
 def test_the_norm_of_a_row_of_zeros(device):
