@@ -194,6 +194,7 @@ def test_a_hung_step_is_killed_and_named(asks, caplog):
 
 def test_a_stopped_worker_hangs_its_step():
     with running(2, step_timeout_s=0.3) as executor:
+        wait_until(lambda: executor.health()[0].method is None)  # it replies before it is idle
         os.kill(executor.pids()["worker 0"], signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match=r"step 7 hung: rank 0 did not .*was idle, stopped"):
             executor.execute_model(step(7)).result(BOUND_S)
