@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks, tile_rows
+from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks
 from ringcore.kernels.decode_merge import merge_parts, written
 from ringcore.kernels.decode_work import (
     COUNT,
@@ -29,6 +29,7 @@ from ringcore.kernels.decode_work import (
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
+from ringcore.kernels.prefetch import ask_for
 from ringcore.kernels.shared_memory import set_aside
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
@@ -37,35 +38,28 @@ _MOST_PARTS = 8  # that are merged in one go: more take registers that the next 
 
 
 @triton.jit
-def _prefetch_tile(
-    blocks,
+def _ask_for_tile(
+    table,
     pages,
-    start,
+    begin,
+    first,
+    end,
     num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
-    width: tl.constexpr,
     block_size: tl.constexpr,
     tile_tokens: tl.constexpr,
+    run: tl.constexpr,
+    threads: tl.constexpr,
 ):
-    """Has the L2 cache fetch a tile's keys and values. There they stay true: a write meanwhile goes to the same place.
-
-    Tokens that nobody sees have block 0 or what is behind the sequence's end in its last block, which can be read.
-    """
+    """Keys and values of the first tile, to be on their way: a write meanwhile goes to the same place."""
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
-    line: tl.constexpr = 1024 // pages.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
-    lines: tl.constexpr = width // line if width > line else 1
-    rows = tile_rows(blocks, start, half_page, head_size, block_size, tile_tokens)
-    number = tl.minimum(tl.arange(0, lines) * line, head_size - 1)
-    keys = pages + rows[:, None] + number[None, :]
-    for half in tl.static_range(2):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(keys + half * half_page).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    run_bytes: tl.constexpr = run * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
+    thread = tl.arange(0, threads)
+    token = begin + thread // 2 * run
+    exists = (token < begin + tile_tokens) & (token + run > first) & (token < end)
+    block = tl.load(table + token // block_size, mask=exists, other=0)
+    places = block.to(tl.int64) * (2 * half_page) + thread % 2 * half_page + token % block_size * head_size
+    ask_for(pages + places, exists, run_bytes)
 
 
 @triton.jit
@@ -101,6 +95,8 @@ def _paged_attention_decode(
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
+    run: tl.constexpr,  # neighbouring tokens that always lie side by side
+    threads: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One loop over all tiles of the run, whatever pairs they belong to: the keys of a pair's first tiles are on their
@@ -136,6 +132,11 @@ def _paged_attention_decode(
     page = kv_head * block_size * head_size
     table = block_table + sequence.to(tl.int64) * table_stride
     blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)  # no work: seq_len is 0
+    if pdl:
+        _ask_for_tile(
+            table, kv_cache + page, begin, first, seq_len,
+            num_kv_heads, head_size, block_size, tile_tokens, run, threads,
+        )  # fmt: skip
     # The pair that others began and that ends here; no other pair of this run is one.
     begun = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the run that are of a pair which others began
     merges = (begun > 0) & (count >= begun)
@@ -145,8 +146,6 @@ def _paged_attention_decode(
     sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
     if pdl:
-        pages = kv_cache + page
-        _prefetch_tile(blocks, pages, begin, num_kv_heads, head_size, width, block_size, tile_tokens)
         gdc_wait()
     queries = tl.load(query + source + in_pair, mask=exists & (count > 0), other=0.0)
     best = tl.full([rows], HIDDEN, tl.float32)
@@ -259,6 +258,8 @@ def paged_attention_decode(
         window=work.window or 0,
         tile_tokens=work.tiling.tile_tokens,
         stages=work.tiling.stages,
+        run=math.gcd(block_size, work.tiling.tile_tokens),
+        threads=32 * work.tiling.num_warps,
         pdl=pdl,
         num_warps=work.tiling.num_warps,
         **launch_options(pdl),

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.prefetch import ask_for
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 
@@ -171,29 +172,6 @@ def _finish(
     tl.store(targets, total.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit
-def _ask_for_rows(first_row, count, row_bytes: tl.constexpr, num_bytes):
-    """Has the L2 cache fetch the first `num_bytes` of `count` rows of `row_bytes`, no more rows than the program has
-    threads: a thread a row. All numbers of bytes, and where the first row begins, are multiples of 16."""
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred mine;
-            .reg .u32 thread;
-            .reg .u64 row;
-            mov.u32 thread, %tid.x;
-            setp.lt.s32 mine, thread, $2;
-            mad.wide.u32 row, thread, $3, $1;
-            @mine cp.async.bulk.prefetch.L2.global [row], $4;
-            mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r,r",
-        [first_row.to(tl.int64), count, row_bytes, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def dot_kernel(
     x,  # [num_rows, num_inputs]
@@ -216,6 +194,7 @@ def dot_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     asked_inputs: tl.constexpr,  # of each row of the program's part, asked for before the wait
+    threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
 ) -> None:
     """Program (i, j, k) sums the j-th part of the inputs for the i-th outputs of the k-th rows: a tile. Of several
@@ -232,28 +211,25 @@ def dot_kernel(
     first = tl.program_id(1) * part
     last = tl.minimum(first + part, num_inputs)
     tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
-    # Rows that are not there are not read: all programs reading one row in their place would wait for each other.
-    are_rows = (rows < num_rows)[None, :]
-    inputs = x + rows[None, :] * num_inputs + steps[:, None]
+    # In place of rows that are not there the first ones are read: a mask would cost a block that is full 1% of a pass,
+    # and if all read the same row, programs would wait for each other.
+    inputs = x + (rows % num_rows)[None, :] * num_inputs + steps[:, None]
     if pdl:
         gdc_launch_dependents()
         if asked_inputs > 0:
             number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            row_bytes: tl.constexpr = num_inputs * number_bytes
-            first_output = tl.program_id(0) * block_outputs
+            mine = tl.program_id(0) * block_outputs + tl.arange(0, threads)  # a thread asks for an output's weights
+            exists = (tl.arange(0, threads) < block_outputs) & (mine < num_outputs) & (first < last)
+            asked = weight + mine.to(tl.int64) * num_inputs + first
             asked_bytes = tl.minimum(last - first, asked_inputs) * number_bytes
-            count = tl.where(first < last, tl.minimum(num_outputs - first_output, block_outputs), 0)
-            asked = weight + first_output.to(tl.int64) * num_inputs + first
-            _ask_for_rows(asked, count, row_bytes, asked_bytes)
+            ask_for(asked, exists, asked_bytes)
             if is_gated:
-                _ask_for_rows(asked + num_outputs.to(tl.int64) * num_inputs, count, row_bytes, asked_bytes)
+                ask_for(asked + num_outputs.to(tl.int64) * num_inputs, exists, asked_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
         w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
-        v = tl.load(
-            inputs + at, mask=are_rows if is_whole else are_rows & (steps[:, None] < num_inputs - at), other=0.0
-        )
+        v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
         total = tl.dot(w, v, total, input_precision="ieee")
     if splits == 1:
         _finish(

@@ -143,7 +143,7 @@ def _launch_dot(
     block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= _MOST_BLOCKS_OF_ROWS * config.block_rows, (num_rows, config)
-    assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config  # a thread asks for an output's weights
+    assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
     across, down = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
     if config.splits > 1:
@@ -167,6 +167,7 @@ def _launch_dot(
         splits=config.splits,
         num_stages=config.num_stages,
         asked_inputs=num_asked_inputs(weight, config),
+        threads=32 * config.num_warps,
         pdl=TRIGGER_FIRST if overlaps_launches(x.device) else 0,
         **options,
     )
