@@ -8,9 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["HIDDEN", "attend_tile", "tile_blocks", "tile_rows"]
+__all__ = ["HIDDEN", "attend_tile", "tile_blocks"]
 
 HIDDEN = tl.constexpr(-1e30)  # a score of nothing: finite, so that a tile in which a row sees nothing makes no NaN
+
+
+@triton.jit
+def _seen(tokens, first, end):
+    """In place of tokens that nobody sees, the nearest that somebody sees: a mask would cost more than to read it."""
+    return tl.minimum(tl.maximum(tokens, first), tl.maximum(end, 1) - 1)
 
 
 @triton.jit
@@ -18,7 +24,7 @@ def tile_blocks(
     table,  # pointer to the sequence's row of the block table
     start,  # the tile's first token, a multiple of tile_tokens
     first,  # tokens before it are not read
-    end,  # nor tokens from it on
+    end,  # nor tokens from it on; 0: nothing is, not even the table
     block_size: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
@@ -26,24 +32,9 @@ def tile_blocks(
     if block_size % tile_tokens == 0:
         blocks = tl.load(table + start // block_size, mask=start < end, other=0)
     else:
-        tokens = start + tl.arange(0, tile_tokens)
-        blocks = tl.load(table + tokens // block_size, mask=(tokens >= first) & (tokens < end), other=0)
+        tokens = _seen(start + tl.arange(0, tile_tokens), first, end)
+        blocks = tl.load(table + tokens // block_size, mask=tokens < end, other=0)
     return blocks
-
-
-@triton.jit
-def tile_rows(
-    blocks,
-    start,
-    half_page: tl.constexpr,  # numbers in the keys of a block
-    head_size: tl.constexpr,
-    block_size: tl.constexpr,
-    tile_tokens: tl.constexpr,
-):
-    """Where the keys of a tile's tokens lie in the cache, from a head's keys in block 0 on: [tile_tokens] int64."""
-    index = tl.arange(0, tile_tokens)
-    offsets = start % block_size + index if block_size % tile_tokens == 0 else (start + index) % block_size
-    return blocks.to(tl.int64) * (2 * half_page) + offsets * head_size
 
 
 @triton.jit
@@ -71,20 +62,16 @@ def attend_tile(
 
     The block ids are an argument, so that a loop can load those of the next tile meanwhile: a load behind another load
     of the same iteration gets half the buffers from the compiler.
-    Values that are not read count as zeros: what lies in their slots may be anything, NaN among it, and a weight of
-    zero would not hide that.
+    What nobody sees is not read: in its slots may be anything, NaN among it, and a weight of zero would not hide that.
     """
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
     dim = tl.arange(0, width)[None, :]
     tokens = start + tl.arange(0, tile_tokens)
-    present = (tokens >= first) & (tokens < end)
-    rows = tile_rows(blocks, start, half_page, head_size, block_size, tile_tokens)
+    offsets = (_seen(tokens, first, end) if masked else tokens) % block_size
+    # From the head's keys in block 0 on. Blocks may be far apart.
+    rows = blocks.to(tl.int64) * (2 * half_page) + offsets * head_size
     source = pages + rows[:, None] + dim
-    if masked:
-        exists = present[:, None] & (dim < head_size)
-        keys = tl.load(source, mask=exists, other=0.0)
-        values = tl.load(source + half_page, mask=exists, other=0.0)
-    elif width == head_size:
+    if width == head_size:
         keys = tl.load(source)
         values = tl.load(source + half_page)
     else:

@@ -174,7 +174,7 @@ def _paged_attention_decode(
         is_pair_end = tiles_behind == 0
         is_end = is_pair_end | (i + 1 == count)
         if is_end:
-            result = attended / total[:, None]
+            result = tl.where(end > 0, attended / total[:, None], 0.0)  # 0: of a sequence of no tokens
             if is_pair_end & (i >= begun):
                 tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
             else:
