@@ -38,11 +38,12 @@ class Variant(NamedTuple):
 
 @contextmanager
 def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
-    """Within it, launches of kernels by this thread that nothing was compiled for do nothing but be entered here.
+    """Within it, launches of kernels by this thread do nothing, and are entered here where nothing was compiled for them.
 
     Whatever else the code does, it does, on whatever memory has where kernels should have written. So it must not wait
     for a kernel, nor use as an index what one writes, unless something harmless stood there before: on a GPU, an index
-    out of range costs the process its device. One thread at a time.
+    out of range costs the process its device. (So a kernel that is compiled already is left out too: others may have
+    been to write what it would read.) One thread at a time.
     """
     caught: dict[tuple[Any, str], Variant] = {}
     thread = threading.get_ident()
@@ -54,12 +55,20 @@ def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
         caught[kernel, key] = Variant(kernel, compile["specialization_data"])
         return True  # go no further
 
+    launch = JITFunction.run
+
+    def leave_out(self: JITFunction, *args: Any, warmup: bool, **others: Any) -> Any:
+        if threading.get_ident() != thread:
+            return launch(self, *args, warmup=warmup, **others)
+        launch(self, *args, warmup=True, **others)  # which stops short of the device
+        return None
+
     assert knobs.runtime.jit_cache_hook is None, "somebody looks at launches already"
-    knobs.runtime.jit_cache_hook = catch
+    knobs.runtime.jit_cache_hook, JITFunction.run = catch, leave_out
     try:
         yield caught
     finally:
-        knobs.runtime.jit_cache_hook = None
+        knobs.runtime.jit_cache_hook, JITFunction.run = None, launch
 
 
 def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int, first: int = 0) -> float:
