@@ -38,7 +38,7 @@ class Variant(NamedTuple):
 
 @contextmanager
 def catch_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
-    """Within it, launches of kernels by this thread do nothing, and are entered here where nothing was compiled for them.
+    """Within it, launches of kernels by this thread do nothing; those that nothing was compiled for are entered here.
 
     Whatever else the code does, it does, on whatever memory has where kernels should have written. So it must not wait
     for a kernel, nor use as an index what one writes, unless something harmless stood there before: on a GPU, an index

@@ -12,8 +12,8 @@ __all__ = ["ask_for"]
 def ask_for(pointers, exists, num_bytes):
     """Has the L2 cache fetch num_bytes from each pointer that exists; nobody waits for it.
 
-    pointers, exists: an entry for each thread of the program, of fewer some are asked for several times. Pointers and
-    num_bytes, which is the same for all: multiples of 16.
+    pointers and exists: an entry for each thread of the program; with fewer, some threads would ask for the same.
+    num_bytes: the same for all. Pointers and num_bytes are multiples of 16, and what they span is mapped.
     """
     tl.inline_asm_elementwise(
         """{
