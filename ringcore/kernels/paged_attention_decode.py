@@ -48,18 +48,18 @@ def _ask_for_tile(
     head_size: tl.constexpr,
     block_size: tl.constexpr,
     tile_tokens: tl.constexpr,
-    run: tl.constexpr,
+    piece: tl.constexpr,
     threads: tl.constexpr,
 ):
-    """Keys and values of the first tile, to be on their way: a write meanwhile goes to the same place."""
+    """Keys and values of the first tile, each piece of them by one thread. A write meanwhile goes to the same place."""
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
-    run_bytes: tl.constexpr = run * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
+    piece_bytes: tl.constexpr = piece * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
     thread = tl.arange(0, threads)
-    token = begin + thread // 2 * run
-    exists = (token < begin + tile_tokens) & (token + run > first) & (token < end)
+    token = begin + thread // 2 * piece
+    exists = (token < begin + tile_tokens) & (token + piece > first) & (token < end)
     block = tl.load(table + token // block_size, mask=exists, other=0)
     places = block.to(tl.int64) * (2 * half_page) + thread % 2 * half_page + token % block_size * head_size
-    ask_for(pages + places, exists, run_bytes)
+    ask_for(pages + places, exists, piece_bytes)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _paged_attention_decode(
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
-    run: tl.constexpr,  # neighbouring tokens that always lie side by side
+    piece: tl.constexpr,  # tokens that lie side by side in every block
     threads: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -135,7 +135,7 @@ def _paged_attention_decode(
     if pdl:
         _ask_for_tile(
             table, kv_cache + page, begin, first, seq_len,
-            num_kv_heads, head_size, block_size, tile_tokens, run, threads,
+            num_kv_heads, head_size, block_size, tile_tokens, piece, threads,
         )  # fmt: skip
     # The pair that others began and that ends here; no other pair of this run is one.
     begun = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the run that are of a pair which others began
@@ -258,7 +258,7 @@ def paged_attention_decode(
         window=work.window or 0,
         tile_tokens=work.tiling.tile_tokens,
         stages=work.tiling.stages,
-        run=math.gcd(block_size, work.tiling.tile_tokens),
+        piece=math.gcd(block_size, work.tiling.tile_tokens),
         threads=32 * work.tiling.num_warps,
         pdl=pdl,
         num_warps=work.tiling.num_warps,
