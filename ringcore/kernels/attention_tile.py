@@ -14,26 +14,40 @@ HIDDEN = tl.constexpr(-1e30)  # a score of nothing: finite, so that a tile in wh
 
 
 @triton.jit
-def _seen(tokens, first, end):
-    """In place of tokens that nobody sees, the nearest that somebody sees: a mask would cost more than to read it."""
-    return tl.minimum(tl.maximum(tokens, first), tl.maximum(end, 1) - 1)
+def _places(
+    start, first, end, block_size: tl.constexpr, window: tl.constexpr, tile_tokens: tl.constexpr, masked: tl.constexpr
+):
+    """How far behind the beginning of `start`'s block the tile's tokens lie: known to the compiler, where it can be.
+
+    masked: in place of tokens that nobody sees, the nearest that somebody sees: a mask would cost more than to read it.
+    """
+    places = tl.arange(0, tile_tokens)
+    if masked:
+        places = tl.minimum(places, tl.maximum(end - start, 1) - 1)
+        if window > 0:
+            places = tl.maximum(places, first - start)
+    if tile_tokens % block_size != 0:  # else a tile begins where a block does
+        places += start % block_size
+    return places
 
 
 @triton.jit
 def tile_blocks(
     table,  # pointer to the sequence's row of the block table
     start,  # the tile's first token, a multiple of tile_tokens
-    first,  # tokens before it are not read
-    end,  # nor tokens from it on; 0: nothing is, not even the table
+    first,  # tokens before it are not read; 0 without a window
+    end,  # nor tokens from it on; of a tile that begins there or behind nothing is read, not even the table
     block_size: tl.constexpr,
+    window: tl.constexpr,  # 0: none
     tile_tokens: tl.constexpr,
 ):
     """The block ids of a tile: one for each of its tokens, or one number if that is the block of all."""
+    table += start // block_size
     if block_size % tile_tokens == 0:
-        blocks = tl.load(table + start // block_size, mask=start < end, other=0)
+        blocks = tl.load(table, mask=start < end, other=0)
     else:
-        tokens = _seen(start + tl.arange(0, tile_tokens), first, end)
-        blocks = tl.load(table + tokens // block_size, mask=tokens < end, other=0)
+        places = _places(start, first, end, block_size, window, tile_tokens, True)
+        blocks = tl.load(table + places // block_size, mask=start < end, other=0)
     return blocks
 
 
@@ -66,11 +80,10 @@ def attend_tile(
     """
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
     dim = tl.arange(0, width)[None, :]
-    tokens = start + tl.arange(0, tile_tokens)
-    offsets = (_seen(tokens, first, end) if masked else tokens) % block_size
-    # From the head's keys in block 0 on. Blocks may be far apart.
-    rows = blocks.to(tl.int64) * (2 * half_page) + offsets * head_size
-    source = pages + rows[:, None] + dim
+    offsets = _places(start, first, end, block_size, window, tile_tokens, masked) % block_size
+    source = pages + (offsets * head_size)[:, None] + dim
+    page = blocks.to(tl.int64) * (2 * half_page)  # from block 0 on: blocks may be far apart
+    source += page if block_size % tile_tokens == 0 else page[:, None]
     if width == head_size:
         keys = tl.load(source)
         values = tl.load(source + half_page)
@@ -79,6 +92,7 @@ def attend_tile(
         values = tl.load(source + half_page, mask=dim < head_size, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if masked:
+        tokens = start + tl.arange(0, tile_tokens)
         visible = tokens[None, :] <= positions
         if window > 0:
             visible &= tokens[None, :] > positions - window

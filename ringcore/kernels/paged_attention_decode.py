@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks
-from ringcore.kernels.decode_merge import merge_parts, written
+from ringcore.kernels.decode_merge import merge_parts, packed
 from ringcore.kernels.decode_work import (
     COUNT,
     FIRST_PROGRAM,
@@ -34,7 +34,7 @@ from ringcore.kernels.shared_memory import set_aside
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
-_MOST_PARTS = 8  # that are merged in one go: more take registers that the next kernel's first programs would have
+_QUERY_BYTES = 16 << 10  # the most of which shared memory has room for two beside two tiles of keys and values
 
 
 @triton.jit
@@ -79,8 +79,7 @@ def _paged_attention_decode(
     seq_lens,
     starts,
     out,
-    partial_out,
-    partial_weight,
+    partials,
     scale_log2,
     query_stride,
     table_stride,
@@ -88,7 +87,7 @@ def _paged_attention_decode(
     group: tl.constexpr,
     rows: tl.constexpr,  # group, rounded up to what a matrix product takes
     merge_rows: tl.constexpr,  # group, rounded up to a power of two
-    parts: tl.constexpr,  # that are merged in one go
+    merged_at_once: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
     block_size: tl.constexpr,
@@ -102,7 +101,7 @@ def _paged_attention_decode(
     """One loop over all tiles of the run, whatever pairs they belong to: the keys of a pair's first tiles are on their
     way while the pair before it ends.
 
-    Iteration i attends to tile i, loads query and block ids of tile i + 1, and the length of tile i + 2's sequence: no
+    Iteration i attends to tile i, loads the block ids of tile i + 1 and the length of tile i + 2's sequence: no
     address depends on a load of the same iteration. What is carried from one iteration to the next is computed in it; a
     value that is only handed on keeps the compiler from overlapping iterations at all.
     """
@@ -131,7 +130,7 @@ def _paged_attention_decode(
     pair = sequence.to(tl.int64) * num_kv_heads + kv_head
     page = kv_head * block_size * head_size
     table = block_table + sequence.to(tl.int64) * table_stride
-    blocks = tile_blocks(table, begin, first, seq_len, block_size, tile_tokens)  # no work: seq_len is 0
+    blocks = tile_blocks(table, begin, first, seq_len, block_size, window, tile_tokens)  # no work: seq_len is 0
     if pdl:
         _ask_for_tile(
             table, kv_cache + page, begin, first, seq_len,
@@ -147,7 +146,6 @@ def _paged_attention_decode(
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
     if pdl:
         gdc_wait()
-    queries = tl.load(query + source + in_pair, mask=exists & (count > 0), other=0.0)
     best = tl.full([rows], HIDDEN, tl.float32)
     total = tl.zeros([rows], tl.float32)
     attended = tl.zeros([rows, width], tl.float32)
@@ -159,13 +157,14 @@ def _paged_attention_decode(
         next_pair = sequence.to(tl.int64) * num_kv_heads + kv_head
         next_page = kv_head * block_size * head_size
         table = block_table + sequence.to(tl.int64) * table_stride
-        next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, tile_tokens)
-        source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
+        next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, window, tile_tokens)
+        next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
         sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
 
         # Always masked: a second loop for a pair's last tile would wait for memory with nothing under way behind it.
         end = begin + tokens
+        queries = tl.load(query + source + in_pair, mask=exists, other=0.0)
         best, total, attended = attend_tile(
             queries, best, total, attended, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
@@ -179,19 +178,17 @@ def _paged_attention_decode(
                 tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
             else:
                 slot = 2 * program + (i >= begun).to(tl.int32)
-                tl.store(partial_out + slot * group * head_size + in_pair, written(result), mask=exists)
-                tl.store(partial_weight + slot * group + row, written(best + tl.log2(total)), mask=row < group)
+                part = packed(result, (best + tl.log2(total))[:, None])
+                tl.store(partials + slot * group * head_size + in_pair, part, mask=exists)
         best = tl.where(is_end, HIDDEN, best)
         total = tl.where(is_end, 0.0, total)
         attended = tl.where(is_end, 0.0, attended)
-        queries = tl.load(query + source + in_pair, mask=exists & (i + 1 < count), other=0.0)
+        source = next_source
         blocks, pair, page, begin = next_blocks, next_pair, next_page, next_begin
         first, tokens, tiles_behind = next_first, next_tokens, next_tiles_behind
     if merges:
-        merged = merge_parts(
-            partial_out, partial_weight, first_program, program - first_program + 1,
-            group, merge_rows, head_size, width, parts,
-        )  # fmt: skip
+        num_parts = program - first_program + 1
+        merged = merge_parts(partials, first_program, num_parts, group, merge_rows, head_size, width, merged_at_once)
         merge_row = tl.arange(0, merge_rows)[:, None]
         tl.store(
             out + merged_pair * group * head_size + merge_row * head_size + dim,
@@ -234,6 +231,8 @@ def paged_attention_decode(
     assert out.shape == query.shape
     assert out.is_contiguous()
     width, merge_rows = padded_head_size(head_size), triton.next_power_of_2(work.group)
+    rows = max(16, merge_rows)
+    fits_twice = rows * width * query.element_size() <= _QUERY_BYTES
     pdl = overlaps_launches(query.device)
     kernel = _paged_attention_decode[(work.num_programs,)](
         query,
@@ -242,22 +241,21 @@ def paged_attention_decode(
         seq_lens,
         work.starts,
         out,
-        work.partial_out,
-        work.partial_weight,
+        work.partials,
         scale * math.log2(math.e),
         query.stride(0),
         block_table.stride(0),
         num_kv_heads=num_kv_heads,
         group=work.group,
-        rows=max(16, merge_rows),
+        rows=rows,
         merge_rows=merge_rows,
-        parts=max(1, min(_MOST_PARTS, 4096 // (merge_rows * width))),  # as many as registers have room for
+        merged_at_once=max(1, min(work.tiling.merged_at_once, 4096 // (merge_rows * width))),  # registers have no more
         head_size=head_size,
         width=width,
         block_size=block_size,
         window=work.window or 0,
         tile_tokens=work.tiling.tile_tokens,
-        stages=work.tiling.stages,
+        stages=work.tiling.stages if fits_twice else 1,
         piece=math.gcd(block_size, work.tiling.tile_tokens),
         threads=32 * work.tiling.num_warps,
         pdl=pdl,

@@ -99,12 +99,12 @@ def _paged_attention_prefill(
     if window > 0:
         first = tl.maximum(low - window + 1, 0)
         start = first // tile_tokens * tile_tokens
-    blocks = tile_blocks(table, start, first, end, block_size, tile_tokens)
+    blocks = tile_blocks(table, start, first, end, block_size, window, tile_tokens)
     if window > 0:
         last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
         middle = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
         for at in tl.range(start, middle, tile_tokens, num_stages=stages):
-            following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
+            following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
             best, total, attended = attend_tile(
                 queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
                 num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
@@ -113,14 +113,14 @@ def _paged_attention_prefill(
         start = middle
         seen_by_all = tl.maximum(seen_by_all, middle)
     for at in tl.range(start, seen_by_all, tile_tokens, num_stages=stages):
-        following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
+        following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
         best, total, attended = attend_tile(
             queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, False,
         )  # fmt: skip
         blocks = following
     for at in tl.range(seen_by_all, end, tile_tokens, num_stages=stages):
-        following = tile_blocks(table, at + tile_tokens, first, end, block_size, tile_tokens)
+        following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
         best, total, attended = attend_tile(
             queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, True,

@@ -30,16 +30,11 @@ def work_of(batch: PagedBatch, num_programs: int | None, window: int | None = No
     return DecodeWork.allocate(*shape, tiling, batch.query.device, window=window, num_programs=num_programs)
 
 
-def is_unwritten(scratch: torch.Tensor) -> bool:
-    return bool((scratch.view(torch.int32) == UNWRITTEN.value).all())
-
-
 def decode(batch: PagedBatch, work: DecodeWork) -> torch.Tensor:
     out = batch.poisoned_out()
     tables = (batch.block_table, batch.seq_lens)
     assert paged_attention_decode(batch.query, batch.kv_cache, *tables, work, batch.scale, out=out) is out
-    assert is_unwritten(work.partial_out), "the scratch is not ready for the next launch"
-    assert is_unwritten(work.partial_weight)
+    assert (work.partials == UNWRITTEN.value).all(), "the scratch is not ready for the next launch"
     return out
 
 
@@ -198,6 +193,12 @@ def test_numbers_that_look_unwritten_keep_nobody_waiting(device, bits) -> None:
     expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
     assert out[0].isnan().all()
     assert_close(out[1], expected[1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_heads", [32, 64])
+def test_more_heads_than_shared_memory_has_room_for_twice(device, num_heads) -> None:
+    check([700, 30], None, device=device, num_heads=num_heads, num_kv_heads=1, head_size=256, dtype=torch.bfloat16)
 
 
 @needs_gpu
