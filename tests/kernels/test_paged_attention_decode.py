@@ -9,9 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton
+import triton.language as tl
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_merge import UNWRITTEN
+from ringcore.kernels.decode_merge import UNWRITTEN, packed
 from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
 from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
 
@@ -178,6 +180,24 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
     if decoding:
         assert_close(out[:decoding], expected[:decoding])
     assert out[decoding:].isnan().all()
+
+
+@triton.jit
+def _pack(numbers, weights, out):
+    index = tl.arange(0, 4)
+    tl.store(out + index, packed(tl.load(numbers + index), tl.load(weights + index)))
+
+
+def test_no_two_numbers_pass_for_an_unwritten_place(device) -> None:
+    bits = torch.tensor([-1, -1, 0x7FC00000, 0x40490FDB], dtype=torch.int32, device=device)
+    weights = torch.tensor([-1, 0x3F800000, -1, -0x3FB6F025], dtype=torch.int32, device=device)
+    out = torch.empty(4, dtype=torch.int64, device=device)
+    _pack[(1,)](bits.view(torch.float32), weights.view(torch.float32), out)
+    assert UNWRITTEN.value not in out.tolist()
+    halves = out.view(torch.int32).view(4, 2)
+    assert halves[:, 1].equal(weights)
+    assert halves[2:, 0].equal(bits[2:])
+    assert halves[:2, 0].view(torch.float32).isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
