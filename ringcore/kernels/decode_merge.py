@@ -66,7 +66,7 @@ def merge_parts(
     """What the programs from `first_program` on have of one pair, added up -> [rows, width] float32.
 
     The first program left its part in its slot 1, since the pair is the last one of its run; the others in slot 0.
-    at_once: parts that are read together.
+    at_once: parts that are read together, of which no thread shares a place with another (`DecodeWork.merged_at_once`).
     """
     row = tl.arange(0, rows)
     dim = tl.arange(0, width)

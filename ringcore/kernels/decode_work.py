@@ -46,6 +46,7 @@ _FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are 
 # more and add it up takes about as long.
 _SLACK_PERCENT = tl.constexpr(15)
 _MOST_SLACK = tl.constexpr(2)
+_MERGED_PLACES = 4096  # in one go
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
 
 
@@ -201,6 +202,12 @@ class DecodeWork:
     @property
     def num_programs(self) -> int:
         return self.starts.shape[0]
+
+    def merged_at_once(self, places: int) -> int:
+        """Parts of `places` places each: as many as the tiling wants and registers have room for, but a place or more
+        for each thread. Of one that several threads read, one may see what is written and another may not yet."""
+        wanted = min(self.tiling.merged_at_once, _MERGED_PLACES // places)
+        return max(wanted, 32 * self.tiling.num_warps // places, 1)
 
     def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
         """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.

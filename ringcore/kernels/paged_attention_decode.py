@@ -249,7 +249,7 @@ def paged_attention_decode(
         group=work.group,
         rows=rows,
         merge_rows=merge_rows,
-        merged_at_once=max(1, min(work.tiling.merged_at_once, 4096 // (merge_rows * width))),  # registers have no more
+        merged_at_once=work.merged_at_once(merge_rows * width),
         head_size=head_size,
         width=width,
         block_size=block_size,

@@ -182,6 +182,15 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
     assert out[decoding:].isnan().all()
 
 
+@pytest.mark.parametrize("num_seqs", [1, 3, 32])
+@pytest.mark.parametrize(("group", "width"), [(1, 16), (1, 64), (1, 128), (2, 128), (4, 128), (8, 64), (128, 256)])
+def test_no_two_threads_read_a_place(group, width, num_seqs) -> None:
+    tiling = DecodeTiling.choose(num_seqs, width, torch.bfloat16)
+    work = DecodeWork.allocate(group, 1, width, tiling, torch.device("cpu"))
+    at_once = work.merged_at_once(group * width)
+    assert 32 * tiling.num_warps <= at_once * group * width <= max(group * width, 4096)
+
+
 @triton.jit
 def _pack(numbers, weights, out):
     index = tl.arange(0, 4)
