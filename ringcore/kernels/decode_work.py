@@ -147,8 +147,8 @@ class DecodeTiling(NamedTuple):
             | (64, 4, 3, 2, 2)|     675 |     929 |   1,100 |      1,955 |            |              8,858 |
 
         Three programs of four warps on an SM, tiles of 32 tokens and a buffer more are slower from 32 sequences on.
-        One or two sequences are in many parts each, so several are merged at once (of 12,000 tokens: 2% of a pass of
-        Qwen3-8B, 6% of Qwen3-0.6B's); of more sequences each has few parts, and less code is faster.
+        One or two sequences are in many parts each, so several are merged at once: one by one, those of 12,000 tokens
+        cost 2% of a pass of Qwen3-8B and 6% of Qwen3-0.6B's. Of more sequences each has few, and less code is faster.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
