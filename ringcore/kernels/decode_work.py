@@ -46,7 +46,7 @@ _FEW_SEQS = 4  # up to here a step is short, so that ramping up and merging are 
 # more and add it up takes about as long.
 _SLACK_PERCENT = tl.constexpr(15)
 _MOST_SLACK = tl.constexpr(2)
-_MERGED_PLACES = 4096  # in one go
+_MOST_PLACES = 32  # of a thread, in the parts of a pair that are merged at once: registers
 _PLANNED_PROGRAMS = 8  # programs of the attention kernel that one of the planning kernel plans
 
 
@@ -133,7 +133,7 @@ class DecodeTiling(NamedTuple):
     stages: int  # of which a load behind a load has one fewer
     programs_per_sm: int
     min_tiles: int  # of a run: shorter ones save less reading than their merging costs
-    merged_at_once: int = 1  # parts of a pair
+    merged_at_once: int  # parts of a pair
 
     @classmethod
     def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
@@ -147,14 +147,15 @@ class DecodeTiling(NamedTuple):
             | (64, 4, 3, 2, 2)|     675 |     929 |   1,100 |      1,955 |            |              8,858 |
 
         Three programs of four warps on an SM, tiles of 32 tokens and a buffer more are slower from 32 sequences on.
-        One or two sequences are in many parts each, so several are merged at once: one by one, those of 12,000 tokens
-        cost 2% of a pass of Qwen3-8B and 6% of Qwen3-0.6B's. Of more sequences each has few, and less code is faster.
+        Few sequences are in many parts each, which are merged eight at once: one by one, those of 1 x 640 tokens cost
+        1.4% of a pass of Qwen3-8B and 6.7% of Qwen3-0.6B's, of 1 x 2,500 tokens 4.4% and 14%; sixteen are no better.
+        Of more sequences each has fewer parts: with four at once in place of one, 8 x 400 tokens gain 0.6% and 3%.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
         if num_seqs <= _FEW_SEQS:
-            return cls(tile_tokens, 8, 3, 1, 2, merged_at_once=8 if num_seqs <= 2 else 1)
-        return cls(tile_tokens, 4, 3, 2, 2)
+            return cls(tile_tokens, 8, 3, 1, 2, 8)
+        return cls(tile_tokens, 4, 3, 2, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +204,15 @@ class DecodeWork:
     def num_programs(self) -> int:
         return self.starts.shape[0]
 
-    def merged_at_once(self, places: int) -> int:
-        """Parts of `places` places each: as many as the tiling wants and registers have room for, but a place or more
-        for each thread. Of one that several threads read, one may see what is written and another may not yet."""
-        wanted = min(self.tiling.merged_at_once, _MERGED_PLACES // places)
-        return max(wanted, 32 * self.tiling.num_warps // places, 1)
+    def merged_rows(self) -> int:
+        """Rows of a part as it is merged: a power of two, and a place or more for each thread (`merge_parts`)."""
+        threads = 32 * self.tiling.num_warps
+        return max(triton.next_power_of_2(self.group), threads // padded_head_size(self.head_size))
+
+    def merged_at_once(self) -> int:
+        """As many parts as the tiling wants and registers have room for."""
+        places = self.merged_rows() * padded_head_size(self.head_size) // (32 * self.tiling.num_warps)
+        return max(min(self.tiling.merged_at_once, _MOST_PLACES // places), 1)
 
     def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
         """Cuts the work of sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.

@@ -86,7 +86,7 @@ def _paged_attention_decode(
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     rows: tl.constexpr,  # group, rounded up to what a matrix product takes
-    merge_rows: tl.constexpr,  # group, rounded up to a power of two
+    merged_rows: tl.constexpr,
     merged_at_once: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
@@ -188,12 +188,12 @@ def _paged_attention_decode(
         first, tokens, tiles_behind = next_first, next_tokens, next_tiles_behind
     if merges:
         num_parts = program - first_program + 1
-        merged = merge_parts(partials, first_program, num_parts, group, merge_rows, head_size, width, merged_at_once)
-        merge_row = tl.arange(0, merge_rows)[:, None]
+        merged = merge_parts(partials, first_program, num_parts, group, merged_rows, head_size, width, merged_at_once)
+        merged_row = tl.arange(0, merged_rows)[:, None]
         tl.store(
-            out + merged_pair * group * head_size + merge_row * head_size + dim,
+            out + merged_pair * group * head_size + merged_row * head_size + dim,
             merged.to(out.dtype.element_ty),
-            mask=(merge_row < group) & (dim < head_size),
+            mask=(merged_row < group) & (dim < head_size),
         )
 
 
@@ -230,8 +230,7 @@ def paged_attention_decode(
     out = query.new_empty(query.shape) if out is None else out
     assert out.shape == query.shape
     assert out.is_contiguous()
-    width, merge_rows = padded_head_size(head_size), triton.next_power_of_2(work.group)
-    rows = max(16, merge_rows)
+    width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(work.group))
     fits_twice = rows * width * query.element_size() <= _QUERY_BYTES
     pdl = overlaps_launches(query.device)
     kernel = _paged_attention_decode[(work.num_programs,)](
@@ -248,8 +247,8 @@ def paged_attention_decode(
         num_kv_heads=num_kv_heads,
         group=work.group,
         rows=rows,
-        merge_rows=merge_rows,
-        merged_at_once=work.merged_at_once(merge_rows * width),
+        merged_rows=work.merged_rows(),
+        merged_at_once=work.merged_at_once(),
         head_size=head_size,
         width=width,
         block_size=block_size,

@@ -15,6 +15,7 @@ from paged_batch import PagedBatch, assert_close
 
 from ringcore.kernels.decode_merge import UNWRITTEN, packed
 from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
+from ringcore.kernels.kv_write import padded_head_size
 from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
@@ -120,7 +121,7 @@ def pairs_of(lens: list[int], work: DecodeWork) -> list[tuple[int, int, int]]:
     return tiles
 
 
-TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, min_tiles=2)
+TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, min_tiles=2, merged_at_once=4)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +184,17 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 32])
-@pytest.mark.parametrize(("group", "width"), [(1, 16), (1, 64), (1, 128), (2, 128), (4, 128), (8, 64), (128, 256)])
-def test_no_two_threads_read_a_place(group, width, num_seqs) -> None:
-    tiling = DecodeTiling.choose(num_seqs, width, torch.bfloat16)
-    work = DecodeWork.allocate(group, 1, width, tiling, torch.device("cpu"))
-    at_once = work.merged_at_once(group * width)
-    assert 32 * tiling.num_warps <= at_once * group * width <= max(group * width, 4096)
+@pytest.mark.parametrize(
+    ("group", "head_size"), [(1, 16), (1, 64), (1, 128), (2, 80), (2, 128), (4, 128), (7, 64), (128, 256)]
+)
+def test_each_thread_merges_a_place_or_more_and_no_more_than_it_has_room_for(group, head_size, num_seqs) -> None:
+    tiling = DecodeTiling.choose(num_seqs, head_size, torch.bfloat16)
+    work = DecodeWork.allocate(group, 1, head_size, tiling, torch.device("cpu"))
+    places = work.merged_rows() * padded_head_size(head_size) // (32 * tiling.num_warps)
+    assert places >= 1
+    assert work.merged_at_once() >= 1
+    assert work.merged_at_once() == 1 or work.merged_at_once() * places <= 32
+    assert work.merged_at_once() == tiling.merged_at_once or group == 128
 
 
 @triton.jit
