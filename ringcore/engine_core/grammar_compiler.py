@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import socket
 import time
 from typing import NamedTuple
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
+from ringcore.executor.job_process import JobProcess, reap
 from ringcore.protocol.codec import encoder
 from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, LENGTH, MAX_MEMORY_BYTES, request_bytes
+from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
 
 __all__ = ["GrammarCompiler", "Verdict"]
 
 _START_S = 120.0  # imports on a machine that is busy with other work
-_BYTES_A_READ = 1 << 16
 
 
 class Verdict(NamedTuple):
@@ -41,7 +39,7 @@ class GrammarCompiler:
         self._config = config
         self._timeout_s = config.scheduler.structured_outputs_timeout_s
         self._spec: StructuredOutputsParams | None = None
-        self._process: _Process | None = None
+        self._process: JobProcess | None = None
         self._ending: list[ChildProcess] = []  # killed, and not reaped yet
         self._due = math.inf
 
@@ -72,21 +70,20 @@ class GrammarCompiler:
         if self._process is not None and not self._process.child.is_alive():
             self._drop_process()
         if self._process is None:
-            self._process = _Process.start(self._config)
+            self._process = JobProcess("grammars", ENTRY, encoder().encode(self._config), CHANNEL)
         self._spec = spec
         self._begin(self._process)
 
-    def _begin(self, process: _Process) -> None:
+    def _begin(self, process: JobProcess) -> None:
         """Sends the grammar, where the process is ready for it; till then it is the start that is waited for."""
         if process.is_ready:
             assert self._spec is not None
-            process.unsent += request_bytes(self._spec)
-            process.write()
+            process.send(job_of(self._spec))
         self._due = time.monotonic() + (self._timeout_s if process.is_ready else _START_S)
 
     def poll(self) -> Verdict | None:
         """The verdict on the grammar at work, if it has come; it is the next one's turn then."""
-        self._reap()
+        reap(self._ending)
         if self._spec is None:
             return None
         verdict = self._poll()
@@ -105,23 +102,25 @@ class GrammarCompiler:
         process = self._process
         assert process is not None
         process.write()
-        answer = process.read()
-        if answer is not None and not process.is_ready:
-            if answer.error is not None:
+        if not process.is_ready:
+            try:
+                is_ready = process.poll_ready()
+            except RingcoreError as error:
                 self._drop_process()
-                return answer
-            process.is_ready = True
-            self._begin(process)
-            answer = process.read()
+                return Verdict(error)
+            if is_ready:
+                self._begin(process)
+        answer = process.poll_answer() if process.is_ready else None
         if answer is not None:
-            return answer
+            wire = json.loads(answer)
+            return Verdict(None if wire is None else error_from_wire(wire))
         if not process.child.is_alive():
             return self._ended(process)
         if time.monotonic() >= self._due:
             return self._overdue(process)
         return None
 
-    def _ended(self, process: _Process) -> Verdict:
+    def _ended(self, process: JobProcess) -> Verdict:
         how = process.child.describe_end()
         self._drop_process()
         if not process.is_ready:
@@ -131,7 +130,7 @@ class GrammarCompiler:
             "memory, or lies too deeply in itself; simplify it"
         )
 
-    def _overdue(self, process: _Process) -> Verdict:
+    def _overdue(self, process: JobProcess) -> Verdict:
         self._drop_process()
         if not process.is_ready:
             return Verdict(RingcoreError(f"the process that compiles grammars did not start within {_START_S:g} s"))
@@ -152,15 +151,8 @@ class GrammarCompiler:
         """Kills it; nobody waits until it is gone."""
         assert self._process is not None
         process, self._process = self._process, None
-        process.channel.close()
-        process.child.signal(signal.SIGKILL)
-        self._ending.append(process.child)
-        self._reap()
-
-    def _reap(self) -> None:
-        for child in [child for child in self._ending if not child.is_alive()]:
-            child.terminate()
-            self._ending.remove(child)
+        self._ending.append(process.kill())
+        reap(self._ending)
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
@@ -170,50 +162,3 @@ class GrammarCompiler:
         while self._ending:
             self._ending.pop().terminate()  # it was killed: the kernel is at it
 
-
-class _Process:
-    """A process, and the messages to and from it."""
-
-    def __init__(self, child: ChildProcess, channel: socket.socket) -> None:
-        self.child, self.channel = child, channel
-        self.is_ready = False
-        self.unsent = bytearray()
-        self._received = bytearray()
-
-    @classmethod
-    def start(cls, config: EngineConfig) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                child = ChildProcess.start("grammars", ENTRY, encoder().encode(config), {CHANNEL: theirs.fileno()})
-            except BaseException:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        return cls(child, ours)
-
-    def write(self) -> None:
-        """Sends what the socket takes. Where the other end is gone, its death tells."""
-        while self.unsent:
-            try:
-                del self.unsent[: self.channel.send(self.unsent)]
-            except BlockingIOError:
-                return
-            except (BrokenPipeError, ConnectionResetError):
-                self.unsent.clear()
-
-    def read(self) -> Verdict | None:
-        """The next message, if it is there whole."""
-        try:
-            while data := self.channel.recv(_BYTES_A_READ):
-                self._received += data
-        except (BlockingIOError, ConnectionResetError):
-            pass
-        if len(self._received) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-        if len(self._received) < end:
-            return None
-        wire = json.loads(self._received[LENGTH.size : end])
-        del self._received[:end]
-        return Verdict(None if wire is None else error_from_wire(wire))
