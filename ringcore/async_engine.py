@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.daemon_threads import DaemonThreads
-from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt
+from ringcore.engine_core.front_end import FrontEnd
+from ringcore.engine_core.input_processor import InputProcessor, Preparation, Prompt
 from ringcore.engine_core.request_streams import RequestStream, RequestStreams
+from ringcore.engine_core.text_jobs import TextAnswer, TextJob
 from ringcore.errors import RingcoreError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
@@ -26,9 +28,6 @@ from ringcore.tokenizer import Tokenizer
 __all__ = ["AsyncEngine", "OutputStream"]
 
 T = TypeVar("T")
-
-_SHORT_PROMPT = 1024  # characters or tokens: about a millisecond of an event loop's time
-_INPUT_THREADS = 2
 
 
 class AsyncEngine:
@@ -54,7 +53,6 @@ class AsyncEngine:
         self._client = self._streams.client
         self._finalizer = weakref.finalize(self, self._streams.close_in_finalizer)  # also when dropped, and at exit
         self._calls = DaemonThreads("ringcore-call")
-        self._input_threads = DaemonThreads("ringcore-input", _INPUT_THREADS)
 
     async def start(self) -> EngineReady:
         """Waits until the engine is ready; raises what stopped it. Idempotent."""
@@ -82,8 +80,12 @@ class AsyncEngine:
         return self._streams.opened.result().tokenizer
 
     @property
+    def _front_end(self) -> FrontEnd:
+        return self._streams.opened.result()
+
+    @property
     def _inputs(self) -> InputProcessor:
-        return self._streams.opened.result().inputs
+        return self._front_end.inputs
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests.
@@ -110,10 +112,10 @@ class AsyncEngine:
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
-        def prepare() -> PreparedRequest:
-            return self._inputs.process(prompt, _params(sampling_params), **options)
+        def prepare() -> Preparation:
+            return self._inputs.prepare(prompt, _params(sampling_params), **options)
 
-        return OutputStream(self, prepare, is_short=_is_short(prompt))
+        return OutputStream(self, prepare)
 
     def chat(
         self,
@@ -135,8 +137,8 @@ class AsyncEngine:
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
-        def prepare() -> PreparedRequest:
-            return self._inputs.process_chat(
+        def prepare() -> Preparation:
+            return self._inputs.prepare_chat(
                 messages,
                 _params(sampling_params),
                 add_generation_prompt=add_generation_prompt,
@@ -145,13 +147,33 @@ class AsyncEngine:
                 **options,
             )
 
-        return OutputStream(self, prepare, is_short=False)
+        return OutputStream(self, prepare)
 
-    async def _begin(self, prepare: Callable[[], PreparedRequest], is_short: bool) -> RequestStream:
+    async def _begin(self, prepare: Callable[[], Preparation]) -> RequestStream:
         self._streams.check_open()
         await self.start()
-        prepared = prepare() if is_short else await asyncio.wrap_future(self._input_threads.submit(prepare))
-        return self._streams.add(prepared)
+        preparation = prepare()
+        answer = None if preparation.job is None else await self.run_text_job(preparation.job)
+        return self._streams.add(preparation.finish(answer))
+
+    async def run_text_job(self, job: TextJob) -> TextAnswer:
+        """What the model's chat template and tokenizer make of it, in a process of theirs. Raises
+        `InvalidRequestError` for what they refuse, or take too long for, and `QueueFullError`. Cancelling drops it."""
+        return await asyncio.wrap_future(self._front_end.tokenizer_pool.submit(job))
+
+    def encode_job(self, text: str, add_special_tokens: bool = True, *, return_token_texts: bool = False) -> TextJob:
+        """Encodes a text. Raises `InvalidRequestError` for one that is longer than any prompt of this model."""
+        return self._inputs.encode_job(text, add_special_tokens, return_token_texts=return_token_texts)
+
+    @property
+    def num_tokenizer_jobs(self) -> int:
+        """Prompts that wait for the tokenizer, or are being encoded."""
+        return self._front_end.tokenizer_pool.num_jobs
+
+    @property
+    def num_tokenizer_refusals(self) -> int:
+        """Prompts that were refused because too many waited."""
+        return self._front_end.tokenizer_pool.num_refused
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output, with finish reason "abort". An unknown one is no error."""
@@ -249,9 +271,9 @@ class AsyncEngine:
 class OutputStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader. It ends after the output that is `finished`."""
 
-    def __init__(self, engine: AsyncEngine, prepare: Callable[[], PreparedRequest], *, is_short: bool) -> None:
+    def __init__(self, engine: AsyncEngine, prepare: Callable[[], Preparation]) -> None:
         self._engine = engine  # as long as somebody reads, it lives
-        self._prepare, self._is_short = prepare, is_short
+        self._prepare = prepare
         self._stream: RequestStream | None = None
         self._is_over = self._is_reading = False
 
@@ -263,7 +285,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._is_reading = True
         try:
             if self._stream is None:
-                self._stream = await self._engine._begin(self._prepare, self._is_short)
+                self._stream = await self._engine._begin(self._prepare)
                 if self._is_over:  # closed meanwhile
                     self._end()
             output = await self._stream.next()
@@ -295,9 +317,3 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
 def _params(sampling_params: SamplingParams | None) -> SamplingParams:
     return SamplingParams() if sampling_params is None else sampling_params
-
-
-def _is_short(prompt: Any) -> bool:
-    """Whether checking and encoding it takes an event loop no noticeable time."""
-    parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
-    return all(len(part) <= _SHORT_PROMPT for part in parts if isinstance(part, str | list | tuple))

@@ -59,10 +59,16 @@ class ModelConfig:
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
     )
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    tokenizer_timeout_s: float = _option(10.0, "a prompt whose chat template and tokenizer take longer is refused")
+    max_tokenizer_queue: int = _option(1024, "prompts that may wait for the tokenizer; further ones are refused")
     logits_processors: list[str] = _option([], "'module:Class' of each custom LogitsProcessor, or the class itself")
     # resolved
     files: ModelFiles
     spec: ModelSpec
+
+    @property
+    def tokenizer_source(self) -> str | ModelFiles:
+        return self.tokenizer or self.files
 
     @property
     def context_len(self) -> int:
@@ -236,7 +242,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
     executor = options["executor"]
     if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
         raise _bad("executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'")
-    for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
+    for name in ("block_size", "max_num_seqs", "tensor_parallel_size", "max_tokenizer_queue"):
         _check_count(name, options[name], 1)
     for name in ("kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
         if options[name] is not None:
@@ -253,7 +259,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
         _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
     for name in ("call_ring_bytes", "reply_ring_bytes"):
         _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
-    for name in ("stall_warning_s", "structured_outputs_timeout_s"):
+    for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
         _check_seconds(name, options[name])
     if options["step_timeout_s"] is not None:
         _check_seconds("step_timeout_s", options["step_timeout_s"])

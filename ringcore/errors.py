@@ -4,6 +4,7 @@
     ├── ConfigError            (ValueError)    an engine option is wrong, alone or with another
     ├── UnknownOptionError     (TypeError)     no such engine option or sampling parameter
     ├── InvalidRequestError    (ValueError)    one request is wrong; its neighbours go on
+    ├── QueueFullError                         too many requests wait; the same one may be served a second later
     ├── ModelLoadError                         the checkpoint cannot be read or does not fit the model
     ├── CapacityError                          too little memory; carries what would fit
     ├── EngineDeadError                        a process of the engine ended; every later call raises it again
@@ -28,6 +29,7 @@ __all__ = [
     "EngineDeadError",
     "InvalidRequestError",
     "ModelLoadError",
+    "QueueFullError",
     "RingcoreError",
     "RpcTimeoutError",
     "SleepingError",
@@ -82,6 +84,10 @@ class InvalidRequestError(RingcoreError, ValueError):
     """A request cannot be served as asked. Details: `field`, `value`, and `index` where it came in a batch."""
 
 
+class QueueFullError(RingcoreError):
+    """A bounded queue is full. Details: `num_waiting`, `limit`."""
+
+
 class ModelLoadError(RingcoreError):
     """A model cannot be found, read or built. Details: `path`, `tensor`, `architecture` as known."""
 
@@ -131,6 +137,7 @@ _WIRE_TYPES: dict[str, type[RingcoreError]] = {
         ConfigError,
         UnknownOptionError,
         InvalidRequestError,
+        QueueFullError,
         ModelLoadError,
         CapacityError,
         EngineDeadError,

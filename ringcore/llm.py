@@ -79,7 +79,7 @@ class LLM(MemoryMethods):
         Raises `InvalidRequestError` (or `UnknownOptionError`) whose details name the prompt's `index`, and
         `EngineDeadError`.
         """
-        prepare = self._front_end.inputs.process
+        prepare = self._front_end.inputs.prepare
         return self._generate(as_prompt_list(prompts), prepare, sampling_params, use_tqdm, on_error)
 
     def chat(
@@ -102,7 +102,7 @@ class LLM(MemoryMethods):
         """
 
         prepare = partial(
-            self._front_end.inputs.process_chat,
+            self._front_end.inputs.prepare_chat,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
@@ -117,7 +117,7 @@ class LLM(MemoryMethods):
         use_tqdm: bool,
         on_error: OnError,
     ) -> list[RequestOutput]:
-        prepared = prepare_all(items, sampling_params, prepare, on_error)
+        prepared = self._prepare_all(items, sampling_params, prepare, on_error)
         with self._turn:
             outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
         results = [p if isinstance(p, RequestOutput) else next(outputs) for p in prepared]
@@ -126,6 +126,15 @@ class LLM(MemoryMethods):
                 if result.error is not None:
                     raise with_index(result.error, index)
         return results
+
+    def _prepare_all(
+        self,
+        items: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prepare: Prepare,
+        on_error: OnError,
+    ) -> list[PreparedRequest | RequestOutput]:
+        return prepare_all(items, sampling_params, prepare, self._front_end.tokenizer_pool.submit, on_error)
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Generates until every request is finished; whole outputs, in the order of the requests."""
@@ -158,7 +167,8 @@ class LLM(MemoryMethods):
         same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
         """
         check_choice("by", by, ("request", "token"))
-        prepared = prepare_all(as_prompt_list(prompts), sampling_params, self._front_end.inputs.process, on_error)
+        prepare = self._front_end.inputs.prepare
+        prepared = self._prepare_all(as_prompt_list(prompts), sampling_params, prepare, on_error)
         return self._stream(prepared, "final" if by == "request" else None, on_error)
 
     def _stream(
@@ -229,6 +239,7 @@ class LLM(MemoryMethods):
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""
         self._client.close()
+        self._front_end.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from ringcore.checkpoint import ModelFiles
-from ringcore.checkpoint.chat_template import ChatTemplate
+from ringcore.checkpoint.chat_template import ChatTemplate, conversation_json
 from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from ringcore.checkpoint.model_files import find_tokenizer
+from ringcore.checkpoint.token_lengths import TokenLengths
 from ringcore.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_folder
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_tokenizer_files"]
+__all__ = ["IncrementalDecoder", "Tokenizer", "check_unicode", "load_tokenizer", "read_tokenizer_files"]
 
 _REPLACEMENT = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet
 # Tokens of the prompt that a completion's decoder looks back on: a SentencePiece decoder drops the space before
@@ -44,6 +46,19 @@ def read_tokenizer_files(source: str | os.PathLike[str] | ModelFiles) -> Tokeniz
     """What the files say that `load_tokenizer` reads; raises as it does."""
     path = Path(source.tokenizer_path) if isinstance(source, ModelFiles) else find_tokenizer(source)
     return read_gguf_tokenizer(str(path)) if path.suffix == ".gguf" else read_tokenizer_folder(path)
+
+
+def check_unicode(text: str, field: str = "prompt") -> None:
+    """Raises `InvalidRequestError` for a text that has no UTF-8 form."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise InvalidRequestError(
+            f"{field}: character {at} is half of a surrogate pair and stands for nothing; remove it",
+            field=field,
+            value=repr(text[max(0, at - 20) : at + 20]),
+        ) from error
 
 
 class Tokenizer:
@@ -82,22 +97,27 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the model's files say to add (often a BOS, or none)."""
+        check_unicode(text)
         try:
-            ids: list[int]
             if len(text) <= _LONG_TEXT:
-                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # the one call of tokenizers that lets other threads run meanwhile
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:  # it leaves out the places of tokens in the text, and lets other threads run meanwhile
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except TypeError as error:  # what tokenizers says of a text that has no UTF-8 form
-            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-            if at is None:
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of tokenizers' Rust code; no Exception, and not importable
                 raise
             raise InvalidRequestError(
-                f"prompt: character {at} is half of a surrogate pair and stands for nothing; remove it",
-                field="prompt",
-                value=repr(text[max(0, at - 20) : at + 20]),
-            ) from error
+                f"prompt: the model's tokenizer fails at it: {error}", field="prompt", value=repr(text[:80])
+            ) from None
         return ids
+
+    @cached_property
+    def _lengths(self) -> TokenLengths:
+        return TokenLengths(self._backend)
+
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of a text, by its length alone; 0 for tokenizers of which there is none."""
+        return self._lengths.min_num_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary become nothing."""
@@ -152,16 +172,20 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, its special tokens written out; see `apply_chat_template`."""
+        return self.render_conversation(conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs))
+
+    def render_conversation(self, conversation: str) -> str:
+        """`render_chat` with its arguments as `conversation_json` has them."""
         if self._chat_template is None:
             if self._files.chat_template is None:
                 raise InvalidRequestError(
                     f"messages: the model in {self._files.path} has no chat template (chat_template.jinja, or the "
                     "field chat_template of tokenizer_config.json); give a prompt instead, or a chat model",
                     field="messages",
-                    value=repr(messages)[:200],
+                    value=conversation[:200],
                 )
             self._chat_template = ChatTemplate(self._files.chat_template, self._files.special_tokens, self._files.path)
-        return self._chat_template.render(messages, add_generation_prompt, tools, chat_template_kwargs)
+        return self._chat_template.render(conversation)
 
 
 class IncrementalDecoder:

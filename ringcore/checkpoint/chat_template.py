@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ringcore.errors import InvalidRequestError, ModelLoadError
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "conversation_json"]
 
 MAX_RENDERED_CHARS = 16 << 20
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
@@ -100,25 +100,12 @@ class ChatTemplate:
             raise ModelLoadError(f"{path}: the chat template is not valid: {error}", path=path) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as one text; `chat_template_kwargs` are further variables of the template.
-
-        No tools and an empty list are the same. Raises `InvalidRequestError` for values of a wrong shape, and where
-        the template refuses them.
-        """
-        variables: dict[str, Any] = self._special_tokens | {"documents": None}
-        variables |= _plain_kwargs(chat_template_kwargs)
-        variables |= {
-            "messages": _plain_messages(messages),
-            "tools": _plain_tools(tools),
-            "add_generation_prompt": bool(add_generation_prompt),
-        }
+    def render(self, conversation: str) -> str:
+        """The conversation, as `conversation_json` has it, as one text. Raises `InvalidRequestError` where the template
+        refuses it."""
+        given = json.loads(conversation)
+        messages = given["messages"]
+        variables = self._special_tokens | {"documents": None} | given.pop("chat_template_kwargs") | given
         pieces: list[str] = []
         num_chars = 0
         try:
@@ -129,6 +116,8 @@ class ChatTemplate:
                 pieces.append(piece)
         except InvalidRequestError:
             raise
+        except MemoryError:
+            raise _bad("the model's chat template takes too much memory for them; send less", messages) from None
         except Exception as error:  # a template can fail in any way that Python can
             raise _bad(f"the model's chat template refuses them: {type(error).__name__}: {error}", messages) from error
         return "".join(pieces)
@@ -138,15 +127,34 @@ def _bad(what: str, value: object, field: str = "messages") -> InvalidRequestErr
     return InvalidRequestError(f"{field}: {what}", field=field, value=repr(value)[:200])
 
 
-def _plain(value: Any, field: str) -> Any:
-    """`value` as builtin values: the sandbox knows what those can do."""
+def conversation_json(
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """What a chat template is given, as JSON: the sandbox knows what its values can do.
+
+    No tools and an empty list are the same; `chat_template_kwargs` are further variables of the template. Raises
+    `InvalidRequestError` for values of a wrong shape.
+    """
+    fields = {
+        "messages": _checked_messages(messages),
+        "tools": _checked_tools(tools),
+        "chat_template_kwargs": _checked_kwargs(chat_template_kwargs),
+        "add_generation_prompt": bool(add_generation_prompt),
+    }
+    return "{" + ", ".join(f'"{name}": {_json(value, name)}' for name, value in fields.items()) + "}"
+
+
+def _json(value: Any, field: str) -> str:
     try:
-        return json.loads(json.dumps(value))
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad(f"only strings, numbers, lists and dicts can be rendered: {error}", value, field) from error
 
 
-def _plain_messages(messages: object) -> list[dict[str, Any]]:
+def _checked_messages(messages: object) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _bad(f"a list of dicts is needed, got {type(messages).__name__}", messages)
     if not messages:
@@ -158,11 +166,10 @@ def _plain_messages(messages: object) -> list[dict[str, Any]]:
             raise _bad(f"message {position} has no 'role' (system, user, assistant, tool)", messages)
         if not ("content" in message or "tool_calls" in message):
             raise _bad(f"message {position} has no 'content'", messages)
-    plain: list[dict[str, Any]] = _plain(list(map(dict, messages)), "messages")
-    return plain
+    return list(map(dict, messages))
 
 
-def _plain_tools(tools: object) -> list[dict[str, Any]] | None:
+def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
@@ -176,10 +183,10 @@ def _plain_tools(tools: object) -> list[dict[str, Any]] | None:
             raise _bad(f"tool {position} has no 'name'; give {form}", tools, "tools")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise _bad(f"the 'parameters' of tool {position} are no JSON schema, which is a dict", tools, "tools")
-    return _plain(list(map(dict, tools)), "tools") or None
+    return list(map(dict, tools)) or None
 
 
-def _plain_kwargs(kwargs: object) -> dict[str, Any]:
+def _checked_kwargs(kwargs: object) -> dict[str, Any]:
     field = "chat_template_kwargs"
     if kwargs is None:
         return {}
@@ -190,5 +197,4 @@ def _plain_kwargs(kwargs: object) -> dict[str, Any]:
             raise _bad(f"{name!r} is no variable's name, a string is needed", kwargs, field)
         if name in _OWN_VARIABLES:
             raise _bad(f"{name!r} has a parameter of its own; give it there", kwargs, field)
-    plain: dict[str, Any] = _plain(dict(kwargs), field)
-    return plain
+    return dict(kwargs)

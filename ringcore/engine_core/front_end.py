@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from ringcore.config import EngineConfig
@@ -9,6 +10,7 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.engine_core.request_state import RequestState
+from ringcore.engine_core.tokenizer_pool import TokenizerPool
 from ringcore.errors import RingcoreError
 from ringcore.sampling_params import OutputKind
 from ringcore.tokenizer import load_tokenizer
@@ -25,12 +27,16 @@ class FrontEnd:
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient) -> None:
         self._client = client
+        self.tokenizer_pool = TokenizerPool(config)
+        self._finalizer = weakref.finalize(self, self.tokenizer_pool.close)  # also when dropped, and at exit
         try:
-            self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.files)
+            self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+            self.tokenizer_pool.start()
             self.ready = client.wait_ready()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready.max_model_len)
             self.outputs = OutputProcessor(self.tokenizer)
         except BaseException as error:
+            self.close()
             client.close(error if isinstance(error, RingcoreError) else None)
             raise
 
@@ -50,6 +56,10 @@ class FrontEnd:
         if processed.abort_ids:
             self._client.abort(processed.abort_ids)
         return processed
+
+    def close(self) -> None:
+        """Ends the processes that belong to it. Idempotent."""
+        self._finalizer()
 
     def drop_unfinished(self) -> None:
         """Ends every request that is under way, and forgets it."""

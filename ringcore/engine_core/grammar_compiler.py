@@ -161,4 +161,3 @@ class GrammarCompiler:
             self._drop_process()
         while self._ending:
             self._ending.pop().terminate()  # it was killed: the kernel is at it
-

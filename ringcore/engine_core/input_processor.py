@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
+from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.config import EngineConfig
-from ringcore.engine_core.bad_words import bad_words_token_ids
+from ringcore.engine_core.text_jobs import Encode, EncodeChat, Encoded, TextAnswer
+from ringcore.engine_core.tokenizer_process import too_long
 from ringcore.errors import InvalidRequestError, unknown_option
 from ringcore.logits_processor import check_params, load_logits_processor
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.vocabulary import Vocabulary
+from ringcore.tokenizer import Tokenizer, check_unicode
 
-__all__ = ["InputProcessor", "PreparedRequest", "Prompt", "as_prompt_list"]
+__all__ = ["InputProcessor", "Preparation", "PreparedRequest", "Prompt", "as_prompt_list"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -28,18 +32,15 @@ _MAX_ID_BYTES = 256
 _MAX_PRIORITY = 2**31 - 1
 
 
-class TextEncoder(Protocol):
-    """What is needed of a `Tokenizer`."""
+class _Head(NamedTuple):
+    """What of a request does not depend on its tokens."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
+    number: int
+    arrival_s: float
+    params: SamplingParams
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,16 @@ class PreparedRequest:
     prompt: str | None
 
 
+class Preparation(NamedTuple):
+    """A request that is checked as far as it can be without the tokenizer's process.
+
+    job: what that is to do, if anything. finish: makes the request of its answer; raises `InvalidRequestError`.
+    """
+
+    job: Encode | EncodeChat | None
+    finish: Callable[[TextAnswer | None], PreparedRequest]
+
+
 class InputProcessor:
     """Checks prompts against one model, before anything is sent: every error here is an `InvalidRequestError`
     (or an `UnknownOptionError` for a key of a prompt's dict) that names the field, the value and the remedy.
@@ -58,7 +69,7 @@ class InputProcessor:
     max_model_len: the engine's, as it is known when it is ready; without it, the model's.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: TextEncoder, max_model_len: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_model_len: int | None = None) -> None:
         self._tokenizer = tokenizer
         spec = config.model.spec
         self._vocabulary = Vocabulary(spec.vocab_size, spec.eos_token_ids, config.scheduler.max_logprobs)
@@ -66,7 +77,7 @@ class InputProcessor:
         self._logits_processors = [load_logits_processor(name) for name in config.model.logits_processors]
         self._numbers = count()
 
-    def process(
+    def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -74,37 +85,31 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
-    ) -> PreparedRequest:
+    ) -> Preparation:
         """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". What is given as
         an argument goes before what the dict has.
         """
-        if not isinstance(params, SamplingParams):
-            raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
         _check_keys(fields)
-        text, token_ids = self._text_and_ids(fields)
-        if not token_ids:
-            raise _bad("prompt_token_ids", 0, "the prompt is empty; give at least one token")
-        self._vocabulary.tokens("prompt_token_ids", token_ids)
-        self._check_length(len(token_ids))
-        bad_words = bad_words_token_ids(params.bad_words or (), self._encode_bare)
-        self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or [])
-        self._vocabulary.check(params, bad_words, len(token_ids))
-        check_params(self._logits_processors, params)
-        number = next(self._numbers)
-        request_id = _checked_string("request_id", _first(request_id, fields.get("request_id"))) or f"request-{number}"
-        first = EngineCoreRequest(
-            request_id=f"{request_id}#{number}",
-            prompt_token_ids=token_ids,
-            sampling_params=params,
-            arrival_s=time.monotonic(),
-            priority=_priority(_first(priority, fields.get("priority"))),
-            cache_salt=_checked_string("cache_salt", _first(cache_salt, fields.get("cache_salt"))),
-            bad_words_token_ids=bad_words,
+        head = self._head(
+            params,
+            _first(request_id, fields.get("request_id")),
+            _first(priority, fields.get("priority")),
+            _first(cache_salt, fields.get("cache_salt")),
         )
-        return PreparedRequest([first] if params.n == 1 else _one_a_completion(first), request_id, text)
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if (text is None) == (token_ids is None):
+            raise _bad("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
+        if text == "":
+            raise _bad("prompt", "", "the prompt is empty; give at least one character")
+        if text is not None:
+            job = self.encode_job(text, bad_words=params.bad_words or ())
+            return Preparation(job, partial(self._finish, head, text, None))
+        token_ids = self._checked_token_ids(token_ids)
+        words = self._encode_bad_words(params)
+        return Preparation(words, partial(self._finish, head, None, token_ids))
 
-    def process_chat(
+    def prepare_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
@@ -112,37 +117,88 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> PreparedRequest:
-        """A request of one conversation, written out by the model's own template; options as of `process`."""
-        token_ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt, tools, chat_template_kwargs)
-        return self.process(token_ids, params, **options)
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Preparation:
+        """A request of one conversation, written out by the model's own template; options as of `prepare`."""
+        head = self._head(params, request_id, priority, cache_salt)
+        conversation = conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs)
+        words = _encodable(params.bad_words or ())
+        job = EncodeChat(conversation, words, max_num_tokens=self._max_model_len - 1)
+        return Preparation(job, partial(self._finish, head, None, None))
 
-    def _text_and_ids(self, fields: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if (text is None) == (token_ids is None):
-            raise _bad("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
-        if token_ids is not None:
-            return None, _integers("prompt_token_ids", token_ids)
+    def encode_job(
+        self,
+        text: object,
+        add_special_tokens: bool = True,
+        bad_words: Sequence[str] = (),
+        return_token_texts: bool = False,
+    ) -> Encode:
+        """Raises `InvalidRequestError` for what is no text, and for one with too many tokens by its length alone."""
         if not isinstance(text, str):
             raise _bad("prompt", type(text).__name__, "give a str, or token ids as prompt_token_ids")
-        if not text:
-            raise _bad("prompt", "", "the prompt is empty; give at least one character")
-        return text, self._tokenizer.encode(text)
+        check_unicode(text)
+        num_tokens = self._tokenizer.min_num_tokens(text)
+        if num_tokens >= self._max_model_len:
+            raise too_long(f"at least {num_tokens}", self._max_model_len)
+        return Encode(text, add_special_tokens, _encodable(bad_words), return_token_texts)
 
-    def _encode_bare(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode_bad_words(self, params: SamplingParams) -> Encode | None:
+        return Encode(None, bad_words=_encodable(params.bad_words)) if params.bad_words else None
+
+    def _head(
+        self, params: SamplingParams, request_id: str | None, priority: int | None, cache_salt: str | None
+    ) -> _Head:
+        if not isinstance(params, SamplingParams):
+            raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
+        return _Head(
+            next(self._numbers),
+            time.monotonic(),
+            params,
+            _checked_string("request_id", request_id),
+            _priority(priority),
+            _checked_string("cache_salt", cache_salt),
+        )
+
+    def _finish(
+        self, head: _Head, text: str | None, token_ids: list[int] | None, answer: TextAnswer | None
+    ) -> PreparedRequest:
+        """token_ids: None where the answer has them."""
+        bad_words: list[list[int]] = []
+        if answer is not None:
+            assert isinstance(answer, Encoded)
+            bad_words = answer.bad_words_token_ids
+            token_ids = answer.token_ids if token_ids is None else token_ids
+        assert token_ids is not None
+        if not token_ids:
+            raise _bad("prompt_token_ids", 0, "the prompt is empty; give at least one token")
+        params = head.params
+        self._vocabulary.tokens("prompt_token_ids", token_ids)
+        self._check_length(len(token_ids))
+        self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or [])
+        self._vocabulary.check(params, bad_words, len(token_ids))
+        check_params(self._logits_processors, params)
+        request_id = head.request_id or f"request-{head.number}"
+        first = EngineCoreRequest(
+            request_id=f"{request_id}#{head.number}",
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            arrival_s=head.arrival_s,
+            priority=head.priority,
+            cache_salt=head.cache_salt,
+            bad_words_token_ids=bad_words,
+        )
+        return PreparedRequest([first] if params.n == 1 else _one_a_completion(first), request_id, text)
+
+    def _checked_token_ids(self, token_ids: object) -> list[int]:
+        if isinstance(token_ids, list | tuple):
+            self._check_length(len(token_ids))  # before each is looked at
+        return _integers("prompt_token_ids", token_ids)
 
     def _check_length(self, num_tokens: int) -> None:
-        longest = self._max_model_len - 1  # one token of the completion has to fit
-        if num_tokens > longest:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens and max_model_len is {self._max_model_len}; "
-                f"shorten it to {longest} tokens or raise max_model_len",
-                field="prompt",
-                value=num_tokens,
-                max_model_len=self._max_model_len,
-            )
+        if num_tokens >= self._max_model_len:  # one token of the completion has to fit
+            raise too_long(num_tokens, self._max_model_len)
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
@@ -174,6 +230,12 @@ def _one_a_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     ]
 
 
+def _encodable(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        check_unicode(word, "bad_words")
+    return words
+
+
 def _first(given: Any, otherwise: Any) -> Any:
     return otherwise if given is None else given
 
@@ -196,6 +258,8 @@ def _integers(field: str, values: Any) -> list[int]:
     """The values as plain ints; numpy's are taken too, floats and bools are not."""
     if not isinstance(values, list | tuple):
         raise _bad(field, type(values).__name__, "give a list of token ids")
+    if set(map(type, values)) == {int}:  # as they come from JSON, all at once
+        return list(values)
     for position, value in enumerate(values):
         if not _is_integer(value):
             raise InvalidRequestError(

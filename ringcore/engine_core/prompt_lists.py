@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Literal, NamedTuple, get_args
 
-from ringcore.engine_core.input_processor import PreparedRequest
-from ringcore.errors import InvalidRequestError, RingcoreError
+from ringcore.engine_core.input_processor import Preparation, PreparedRequest
+from ringcore.engine_core.text_jobs import TextAnswer, TextJob
+from ringcore.errors import InvalidRequestError, QueueFullError, RingcoreError
 from ringcore.outputs import RequestOutput
 from ringcore.sampling_params import SamplingParams
 
 __all__ = ["OnError", "Prepare", "as_conversations", "check_choice", "prepare_all", "with_index"]
 
 OnError = Literal["raise", "return"]
-Prepare = Callable[[Any, SamplingParams], PreparedRequest]
+Prepare = Callable[[Any, SamplingParams], Preparation]
+Submit = Callable[[TextJob], Future[TextAnswer]]
+
+_MAX_SUBMITTED = 64  # prompts at the tokenizer's process: enough that it never waits
+_FULL_QUEUE_S = 0.05
+
+
+class _Submitted(NamedTuple):
+    """A prompt whose tokens are on their way; of one that has no use for the tokenizer, `answer` is None."""
+
+    preparation: Preparation
+    answer: Future[TextAnswer] | None
+
+    def finish(self) -> PreparedRequest:
+        return self.preparation.finish(None if self.answer is None else self.answer.result())
 
 
 def prepare_all(
     items: list[Any],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     prepare: Prepare,
+    submit: Submit,
     on_error: OnError,
 ) -> list[PreparedRequest | RequestOutput]:
     """Each item as a request, or (with `on_error="return"`) as the output that says what is wrong with it."""
@@ -27,9 +46,11 @@ def prepare_all(
     params = _params_of_each(sampling_params, len(items))
     prepared: list[PreparedRequest | RequestOutput] = []
     taken: set[str] = set()
-    for index, (item, one) in enumerate(zip(items, params, strict=True)):
+    for index, submitted in enumerate(_submitted(zip(items, params, strict=True), prepare, submit)):
         try:
-            request = prepare(item, one)
+            if isinstance(submitted, RingcoreError):
+                raise submitted
+            request = submitted.finish()
             if request.request_id in taken:
                 raise InvalidRequestError(
                     f"request_id={request.request_id!r} is there twice; give each prompt its own, or none",
@@ -39,11 +60,40 @@ def prepare_all(
         except RingcoreError as error:
             if on_error == "raise":
                 raise with_index(error, index) from None
-            prepared.append(_failed(item, index, with_index(error, index)))
+            prepared.append(_failed(items[index], index, with_index(error, index)))
         else:
             taken.add(request.request_id)
             prepared.append(request)
     return prepared
+
+
+def _submitted(
+    prompts: Iterable[tuple[Any, SamplingParams]], prepare: Prepare, submit: Submit
+) -> Iterator[_Submitted | RingcoreError]:
+    """The prompts in their order, with the next ones submitted already."""
+    window: deque[_Submitted | RingcoreError] = deque()
+    for item, one in prompts:
+        try:
+            preparation = prepare(item, one)
+            answer = None if preparation.job is None else _submit(preparation.job, submit, window)
+            window.append(_Submitted(preparation, answer))
+        except RingcoreError as error:
+            window.append(error)
+        if len(window) > _MAX_SUBMITTED:
+            yield window.popleft()
+    yield from window
+
+
+def _submit(job: TextJob, submit: Submit, window: Iterable[_Submitted | RingcoreError]) -> Future[TextAnswer]:
+    """Waits where the queue is full: these prompts have a caller who does."""
+    while True:
+        try:
+            return submit(job)
+        except QueueFullError:
+            under_way = [one.answer for one in window if isinstance(one, _Submitted) and one.answer is not None]
+            wait(under_way, timeout=_FULL_QUEUE_S, return_when=FIRST_COMPLETED)
+            if all(answer.done() for answer in under_way):  # it is full of others' prompts
+                time.sleep(_FULL_QUEUE_S)
 
 
 def _failed(item: Any, index: int, error: RingcoreError) -> RequestOutput:

@@ -238,6 +238,8 @@ class RequestStreams:
                 stream.state.end(time.monotonic())
             self._wake(rest)
             self.client.close()
+            if self.opened.done() and self.opened.exception() is None:
+                self.opened.result().close()
             self._to_send.put(None)
             for thread in self._threads:
                 if thread is not threading.current_thread():

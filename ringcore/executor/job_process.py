@@ -95,4 +95,3 @@ def reap(killed: list[ChildProcess]) -> None:
     for child in [child for child in killed if not child.is_alive()]:
         child.terminate()
         killed.remove(child)
-

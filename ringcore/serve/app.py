@@ -29,6 +29,7 @@ from ringcore.serve.limits import Gate
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
+from ringcore.serve.streaming import while_connected
 from ringcore.serve.tokens import detokenize, tokenize
 
 __all__ = ["create_app"]
@@ -72,14 +73,13 @@ def _described(answer: Any, *media_types: str) -> _Described:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    # Not async: a long text is worked on in a thread, and the streams go on.
     @app.post("/tokenize", responses=_described(TokensResponse))
-    def tokenize_(body: TokenizeRequest) -> Response:
-        return json_response(tokenize(service, body))
+    async def tokenize_(body: TokenizeRequest, request: Request) -> Response:
+        return json_response(await while_connected(request.receive, tokenize(service, body)))
 
     @app.post("/detokenize", responses=_described(TextResponse))
-    def detokenize_(body: DetokenizeRequest) -> Response:
-        return json_response(detokenize(service, body))
+    async def detokenize_(body: DetokenizeRequest, request: Request) -> Response:
+        return json_response(await while_connected(request.receive, detokenize(service, body)))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
 from ringcore.chat import MessageBuilder
+from ringcore.checkpoint.chat_template import conversation_json
+from ringcore.engine_core.text_jobs import RenderChat, Rendered
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
 from ringcore.sampling_params import SamplingParams
@@ -158,7 +159,7 @@ class _Chat:
         """The parameters with what the answer is held to, which may hang on how the prompt ends."""
         if self._form is None and not self._tools.must_call:
             return self._params
-        prompt_end = await run_in_threadpool(self._prompt_end) if self._parsing.reasons else ""
+        prompt_end = await self._prompt_end() if self._parsing.reasons else ""
         try:
             bounds = self._parsing.structured_outputs(self._form, prompt_end)
             return replace(self._params, structured_outputs=bounds)
@@ -170,12 +171,14 @@ class _Chat:
         """The field that asks for structured outputs, if any does."""
         return "tools" if self._form is None else self._form.field
 
-    def _prompt_end(self) -> str:
+    async def _prompt_end(self) -> str:
         body = self._body
-        text = self._service.engine.get_tokenizer().render_chat(
+        conversation = conversation_json(
             self._messages, body.add_generation_prompt, self._tools.shown, body.chat_template_kwargs
         )
-        return text[-PROMPT_END_CHARS:]
+        answer = await self._service.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
+        assert isinstance(answer, Rendered)
+        return answer.text
 
     def _logprobs(self, logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
         return None if logprobs is None else chat_logprobs(logprobs, self._num_top)

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from ringcore.errors import (
     EngineDeadError,
     InvalidRequestError,
+    QueueFullError,
     RingcoreError,
     RpcTimeoutError,
     SleepingError,
@@ -53,9 +54,15 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def over_limit(num_under_way: int, limit: int) -> ApiError:
+    return _too_many(
+        f"{num_under_way} completions are under way and the service takes {limit} at once; try again in a second"
+    )
+
+
+def _too_many(message: str) -> ApiError:
     return ApiError(
         HTTPStatus.TOO_MANY_REQUESTS,
-        f"{num_under_way} completions are under way and the service takes {limit} at once; try again in a second",
+        message,
         "rate_limit_error",
         code="rate_limit_exceeded",
         headers={"Retry-After": "1"},
@@ -75,6 +82,8 @@ def api_error_of(error: Exception) -> ApiError:
             return _unavailable(error, "engine_sleeping")
         case WorkerDiedError():  # the engine starts new workers
             return _unavailable(error, "engine_recovering", {"Retry-After": "1"})
+        case QueueFullError():
+            return _too_many(error.message)
         case EngineDeadError():
             return _unavailable(error, "engine_dead")
         case RpcTimeoutError():

@@ -1,6 +1,6 @@
 """What Prometheus reads: the engine's state at the moment of asking, and what the service has seen of its requests.
 
-The names are vLLM's, so that its dashboards work.
+The names are vLLM's where it has the same figure, so that its dashboards work.
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ class _EngineCollector(Collector):
         yield self._counter("num_preemptions", "Requests that lost their place.", stats.num_preemptions)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
+        waiting = "Prompts that wait for the tokenizer, or are being encoded."
+        yield self._gauge("num_tokenizer_jobs", waiting, self._engine.num_tokenizer_jobs, "ringcore")
+        refused = "Prompts refused because too many waited for the tokenizer."
+        yield self._counter("num_tokenizer_refusals", refused, self._engine.num_tokenizer_refusals, "ringcore")
         sleeping = GaugeMetricFamily(
             "vllm:engine_sleep_state", "1 for the state.", labels=[*self._labels, "sleep_state"]
         )
@@ -166,12 +170,12 @@ class _EngineCollector(Collector):
             sleeping.add_metric([*self._labels.values(), state], float(is_so))
         yield sleeping
 
-    def _gauge(self, name: str, doc: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", doc, labels=list(self._labels))
+    def _gauge(self, name: str, doc: str, value: float, prefix: str = "vllm") -> Metric:
+        family = GaugeMetricFamily(f"{prefix}:{name}", doc, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counter(self, name: str, doc: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", doc, labels=list(self._labels))
+    def _counter(self, name: str, doc: str, value: float, prefix: str = "vllm") -> Metric:
+        family = CounterMetricFamily(f"{prefix}:{name}", doc, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ringcore.checkpoint.chat_template import conversation_json
+from ringcore.engine_core.text_jobs import Decode, EncodeChat, Encoded, Rendered, TextJob
 from ringcore.errors import InvalidRequestError
 from ringcore.serve.conversations import request_tools, text_messages
 from ringcore.serve.schema import DetokenizeRequest, TokenizeRequest
@@ -12,41 +14,51 @@ from ringcore.serve.service import Service
 __all__ = ["detokenize", "tokenize"]
 
 
-def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     service.model_name(body.model)
-    tokenizer = service.engine.get_tokenizer()
-    token_ids = _token_ids(service, body)
-    texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    answer = await service.engine.run_text_job(_job(service, body))
+    assert isinstance(answer, Encoded)
     return {
-        "count": len(token_ids),
+        "count": len(answer.token_ids),
         "max_model_len": service.max_model_len,
-        "tokens": token_ids,
-        "token_strs": texts,
+        "tokens": answer.token_ids,
+        "token_strs": answer.token_texts,
     }
 
 
-def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
-    tokenizer = service.engine.get_tokenizer()
+def _job(service: Service, body: TokenizeRequest) -> TextJob:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages, and not both", field="prompt")
+    wants_texts = bool(body.return_token_strs)
     if body.prompt is not None:
         if body.tools:
             raise InvalidRequestError("tools: shown to a model with messages alone; leave them out", field="tools")
-        return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        return service.engine.encode_job(
+            body.prompt, body.add_special_tokens is not False, return_token_texts=wants_texts
+        )
     assert body.messages is not None
     if body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens: the chat template writes a conversation's special tokens; leave it out",
             field="add_special_tokens",
         )
-    return tokenizer.apply_chat_template(
+    conversation = conversation_json(
         text_messages(body.messages),
         body.add_generation_prompt,
         request_tools(body.tools).shown,
         body.chat_template_kwargs,
     )
+    return EncodeChat(conversation, max_num_tokens=service.max_model_len, return_token_texts=wants_texts)
 
 
-def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, str]:
+async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, str]:
     service.model_name(body.model)
-    return {"prompt": service.engine.get_tokenizer().decode(body.tokens, skip_special_tokens=False)}
+    if len(body.tokens) > service.max_model_len:
+        raise InvalidRequestError(
+            f"tokens: there are {len(body.tokens)}, and max_model_len is {service.max_model_len}; send fewer",
+            field="tokens",
+            value=len(body.tokens),
+        )
+    answer = await service.engine.run_text_job(Decode(body.tokens))
+    assert isinstance(answer, Rendered)
+    return {"prompt": answer.text}

@@ -1,6 +1,6 @@
 import pytest
 
-from ringcore.checkpoint.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from ringcore.checkpoint.chat_template import MAX_RENDERED_CHARS, ChatTemplate, conversation_json
 from ringcore.errors import InvalidRequestError, ModelLoadError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -52,16 +52,21 @@ def test_renders_as_transformers_does(name, messages, prompt, tools, kwargs):
 
     given = {"chat_template": TEMPLATES[name], "add_generation_prompt": prompt, **SPECIAL, **kwargs}
     theirs, _ = render_jinja_template([messages], tools=tools, **given)
-    assert ChatTemplate(TEMPLATES[name], SPECIAL, "here").render(messages, prompt, tools, kwargs) == theirs[0]
+    assert (
+        ChatTemplate(TEMPLATES[name], SPECIAL, "here").render(conversation_json(messages, prompt, tools, kwargs))
+        == theirs[0]
+    )
 
 
 def test_no_tools_and_an_empty_list_are_the_same():
     template = ChatTemplate("{{ tools is none }}", {}, "here")
-    assert template.render(CHAT, True, []) == template.render(CHAT, True) == "True"
+    assert (
+        template.render(conversation_json(CHAT, True, [])) == template.render(conversation_json(CHAT, True)) == "True"
+    )
 
 
 def test_the_date(monkeypatch):
-    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}, "here").render(CHAT, True)
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}, "here").render(conversation_json(CHAT, True))
     assert len(text) == 10
     assert text.count("-") == 2
 
@@ -88,19 +93,19 @@ def test_the_date(monkeypatch):
 )
 def test_a_template_cannot_get_out_and_its_failure_is_typed(template):
     with pytest.raises(InvalidRequestError, match="messages: the model's chat template refuses them") as caught:
-        ChatTemplate(template, {}, "here").render(CHAT, True, [WEATHER], {"extra": {"a": 1}})
+        ChatTemplate(template, {}, "here").render(conversation_json(CHAT, True, [WEATHER], {"extra": {"a": 1}}))
     assert caught.value.details["field"] == "messages"
 
 
 def test_its_own_words_come_through():
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "here").render(CHAT, True)
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "here").render(conversation_json(CHAT, True))
 
 
 def test_the_output_is_bounded():
     template = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}"
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_RENDERED_CHARS} characters"):
-        ChatTemplate(template, {}, "here").render(CHAT, True)
+        ChatTemplate(template, {}, "here").render(conversation_json(CHAT, True))
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", "{% for m in messages %}"])
@@ -125,7 +130,7 @@ def test_a_template_that_does_not_compile(template):
 )
 def test_the_shape_of_messages(messages, match):
     with pytest.raises(InvalidRequestError, match=match):
-        ChatTemplate("x", {}, "here").render(messages, True)
+        ChatTemplate("x", {}, "here").render(conversation_json(messages, True))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_the_shape_of_messages(messages, match):
 )
 def test_the_shape_of_tools(tools, match):
     with pytest.raises(InvalidRequestError, match=match) as caught:
-        ChatTemplate("x", {}, "here").render(CHAT, True, tools)
+        ChatTemplate("x", {}, "here").render(conversation_json(CHAT, True, tools))
     assert caught.value.details["field"] == "tools"
 
 
@@ -160,5 +165,5 @@ def test_the_shape_of_tools(tools, match):
 )
 def test_the_shape_of_template_variables(kwargs, match):
     with pytest.raises(InvalidRequestError, match=match) as caught:
-        ChatTemplate("x", {}, "here").render(CHAT, True, None, kwargs)
+        ChatTemplate("x", {}, "here").render(conversation_json(CHAT, True, None, kwargs))
     assert caught.value.details["field"] == "chat_template_kwargs"

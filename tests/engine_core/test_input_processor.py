@@ -9,6 +9,7 @@ from fake_engine import VOCAB_SIZE, make_model_folder
 from ringcore import EngineConfig, SamplingParams
 from ringcore.engine_core.bad_words import bad_words_token_ids
 from ringcore.engine_core.input_processor import InputProcessor, as_prompt_list
+from ringcore.engine_core.tokenizer_process import execute
 from ringcore.errors import ConfigError, InvalidRequestError, UnknownOptionError
 from ringcore.tokenizer import load_tokenizer
 
@@ -20,10 +21,27 @@ def folder(tmp_path_factory):
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
+class LocalInputs:
+    """An `InputProcessor` whose tokenizer is executed here."""
+
+    def __init__(self, config, max_model_len=None):
+        self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+        self.inputs = InputProcessor(config, self.tokenizer, max_model_len)
+
+    def process(self, *args, **options):
+        return self.finish(self.inputs.prepare(*args, **options))
+
+    def process_chat(self, *args, **options):
+        return self.finish(self.inputs.prepare_chat(*args, **options))
+
+    def finish(self, preparation):
+        job = preparation.job
+        return preparation.finish(None if job is None else execute(self.tokenizer, job))
+
+
 @pytest.fixture(scope="module")
 def inputs(folder):
-    config = EngineConfig.from_options(model=folder, load_format="dummy", max_model_len=MAX_MODEL_LEN)
-    return InputProcessor(config, load_tokenizer(folder))
+    return LocalInputs(EngineConfig.from_options(model=folder, load_format="dummy", max_model_len=MAX_MODEL_LEN))
 
 
 PARAMS = SamplingParams()
@@ -100,7 +118,7 @@ def test_lengths_that_fit(inputs, num_tokens):
 
 def test_a_context_length_that_the_engine_fitted(folder):
     config = EngineConfig.from_options(model=folder, load_format="dummy", max_model_len="auto")
-    fitted = InputProcessor(config, load_tokenizer(folder), max_model_len=8)
+    fitted = LocalInputs(config, max_model_len=8)
     fitted.process([5] * 7, PARAMS)
     with pytest.raises(InvalidRequestError, match="8 tokens and max_model_len is 8; shorten it to 7"):
         fitted.process([5] * 8, PARAMS)
@@ -215,9 +233,9 @@ def test_what_the_model_cannot_do(inputs, params, says):
 
 def test_log_probabilities_as_the_engine_bounds_them(folder):
     options = {"model": folder, "load_format": "dummy", "max_model_len": MAX_MODEL_LEN}
-    every = InputProcessor(EngineConfig.from_options(**options, max_logprobs=-1), load_tokenizer(folder))
+    every = LocalInputs(EngineConfig.from_options(**options, max_logprobs=-1))
     every.process("Hi", SamplingParams(logprobs=-1, prompt_logprobs=VOCAB_SIZE))
-    none = InputProcessor(EngineConfig.from_options(**options, max_logprobs=0), load_tokenizer(folder))
+    none = LocalInputs(EngineConfig.from_options(**options, max_logprobs=0))
     none.process("Hi", SamplingParams(logprobs=0))
     with pytest.raises(InvalidRequestError, match="max_logprobs is 0"):
         none.process("Hi", SamplingParams(logprobs=1))

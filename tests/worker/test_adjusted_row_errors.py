@@ -204,7 +204,7 @@ def test_the_front_end_asks_the_processors(tiny_llama: tuple[str, Any]) -> None:
 
     config = make_config(tiny_llama[0], logits_processors=["processors:Pushed"])
     inputs = InputProcessor(config, None)  # type: ignore[arg-type] - token ids need no tokenizer
-    inputs.process([3, 4], SamplingParams(extra_args={"push": 4}))
+    inputs.prepare([3, 4], SamplingParams(extra_args={"push": 4})).finish(None)
     with pytest.raises(InvalidRequestError, match="Pushed refuses the request: push has to be a token id") as error:
-        inputs.process([3, 4], SamplingParams(extra_args={"push": "four"}))
+        inputs.prepare([3, 4], SamplingParams(extra_args={"push": "four"})).finish(None)
     assert error.value.details["field"] == "extra_args"
