@@ -68,9 +68,6 @@ class Tokenizer:
         self._files = files
         self._backend = files.backend
         self._chat_template: ChatTemplate | None = None
-        # A plain token to stand before another: see `token_text`.
-        self._anchor = self._backend.encode("a", add_special_tokens=False).ids
-        self._anchor_text = self.decode(self._anchor)
 
     @property
     def vocab_size(self) -> int:
@@ -127,8 +124,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one token as it stands within a text, special tokens included; U+FFFD for half a character."""
         # A SentencePiece decoder drops the space before the first word, so the token is decoded as the second.
-        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
-        return text[len(self._anchor_text) :]
+        anchor_ids, anchor_text = self._anchor
+        return self.decode([*anchor_ids, token_id], skip_special_tokens=False)[len(anchor_text) :]
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A plain token to stand before another, and its text. Most vocabularies have this one: nothing is encoded."""
+        token_id = self._backend.token_to_id("a")
+        ids = self.encode("a", add_special_tokens=False) if token_id is None else [token_id]
+        return ids, self.decode(ids)
 
     def stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         """A decoder for one completion, which follows `prompt_ids`."""

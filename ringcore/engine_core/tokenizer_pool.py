@@ -41,6 +41,8 @@ _START_S = 120.0  # imports on a machine that is busy with other work
 _TICK_S = 0.25
 _AWAKE_S = 2.0  # without work, until the thread sleeps without a tick
 _JOIN_S = 10.0
+# Threads of the tokenizers' own would reserve more address space than a process may have; a panic is one line of log.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class _Lane:
 
     def start(self) -> None:
         payload = encoder().encode(self._config)
-        self.process = JobProcess("tokenizer", ENTRY, payload, CHANNEL)
+        self.process = JobProcess("tokenizer", ENTRY, payload, CHANNEL, _ENVIRONMENT)
         self._started_s = time.monotonic()
 
     def dispatch(self) -> None:

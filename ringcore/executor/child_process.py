@@ -196,7 +196,8 @@ class ChildProcess:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._abandoned.detach()
+            if self._abandoned.detach() is None:
+                return  # the interpreter ends, and has run it before the owner came to this
             self._log.close()
             self._stacks.close()
             for fd in self._fds:

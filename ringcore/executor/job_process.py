@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Mapping
 
 from ringcore.executor.child_process import ChildProcess
 from ringcore.protocol.job_channel import LENGTH, framed, start_error
@@ -19,13 +20,15 @@ class JobProcess:
     `child` is the process, `channel` the socket to poll: for reading, and for writing while `has_backlog`.
     """
 
-    def __init__(self, name: str, entry: str, payload: bytes, channel_name: str) -> None:
-        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socket. Raises
-        `RingcoreError` where no process can be started."""
+    def __init__(
+        self, name: str, entry: str, payload: bytes, channel_name: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socket; `env` is laid
+        over this process's environment. Raises `RingcoreError` where no process can be started."""
         self.channel, theirs = socket.socketpair()
         with theirs:
             try:
-                self.child = ChildProcess.start(name, entry, payload, {channel_name: theirs.fileno()})
+                self.child = ChildProcess.start(name, entry, payload, {channel_name: theirs.fileno()}, env)
             except BaseException:
                 self.channel.close()
                 raise

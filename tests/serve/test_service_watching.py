@@ -25,7 +25,7 @@ def samples(service) -> dict[tuple[str, str], float]:
     assert answer.headers["content-type"].startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(answer.text):
-        assert family.name.startswith("vllm:")
+        assert family.name.startswith(("vllm:", "ringcore:"))
         assert family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
