@@ -133,7 +133,7 @@ def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, ma
     for _ in range(3):
         assert answer(pool, chat("hello")).token_ids == list(b"hello")
         assert not looping.done()
-    with pytest.raises(InvalidRequestError, match="messages: .* longer than 4 s for it; .*tokenizer_timeout_s"):
+    with pytest.raises(InvalidRequestError, match=r"messages: .* longer than 4 s for it; .*tokenizer_timeout_s"):
         looping.result(WAIT_S)
     until(lambda: not pool._leaving)
     assert answer(pool, HI) == Encoded([104, 105], [])
@@ -142,7 +142,7 @@ def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, ma
 def test_a_template_that_takes_all_memory_is_refused(folder, make_pool):
     pool = make_pool(folder)
     swelling, plain = pool.submit(chat("swell")), pool.submit(HI)
-    with pytest.raises(InvalidRequestError, match="messages: .*memory"):
+    with pytest.raises(InvalidRequestError, match=r"messages: .*memory"):
         swelling.result(WAIT_S)
     assert plain.result(WAIT_S).token_ids == [104, 105]
 
