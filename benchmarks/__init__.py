@@ -13,6 +13,7 @@ BENCHMARKS = {
     "null_engine": "benchmarks.null_engine:NullEngine",
     "simulator": "benchmarks.simulator:Simulator",
     "service_load": "benchmarks.service_load:ServiceLoad",
+    "hostile_load": "benchmarks.hostile_load:HostileLoad",
     "front_end": "benchmarks.front_end:FrontEnd",
     "gpu": "benchmarks.gpu:Gpu",
     "gpu_startup": "benchmarks.gpu_startup:GpuStartup",

@@ -135,10 +135,15 @@ def read_answer(events: list[Event]) -> Answer:
         if "error" in value:
             raise HttpError(f"an answer broke off: {value['error']}")
         usage = value.get("usage") or usage
-        text = "".join(choice["text"] for choice in value["choices"])
+        text = "".join(_text(choice) for choice in value["choices"])
         if text:
             text_s.append(at_s)
             texts.append(text)
     if usage is None or not text_s:
         raise HttpError(f"an answer without {'usage' if usage is None else 'text'}")
     return Answer(text_s, "".join(texts), usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """Of a completion's choice, or of a chat's."""
+    return str(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
