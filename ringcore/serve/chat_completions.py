@@ -49,6 +49,7 @@ class _Chat:
     """One request: a conversation with n choices for its next message."""
 
     def __init__(self, service: Service, body: ChatCompletionRequest) -> None:
+        service.check_messages(body.messages)
         service.check_n(body.num_completions)
         service.check_logprobs("top_logprobs", body.top_logprobs)
         service.check_logprobs("prompt_logprobs", body.prompt_logprobs)

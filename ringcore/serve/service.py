@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,6 +46,15 @@ class Service:
             message = f"the model {asked!r} is not served; give one of: {', '.join(self.model_names)}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return asked
+
+    def check_messages(self, messages: Sequence[object]) -> None:
+        """Each takes a token at least; a hundred thousand of them take the event loop a third of a second."""
+        if len(messages) > self.max_model_len:
+            raise InvalidRequestError(
+                f"messages: there are {len(messages)}, and max_model_len is {self.max_model_len} tokens; send fewer",
+                field="messages",
+                value=len(messages),
+            )
 
     def check_n(self, n: int) -> None:
         _check_bounds("n", n, 1, self.options.max_n, "max_n")

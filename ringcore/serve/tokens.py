@@ -37,6 +37,7 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
             body.prompt, body.add_special_tokens is not False, return_token_texts=wants_texts
         )
     assert body.messages is not None
+    service.check_messages(body.messages)
     if body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens: the chat template writes a conversation's special tokens; leave it out",

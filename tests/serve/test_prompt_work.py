@@ -63,6 +63,12 @@ def test_a_long_conversation_is_refused_before_it_is_encoded(service):
     assert re.search(r"at least \d+ tokens and max_model_len is 128", error["message"])
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_more_messages_than_tokens_are_refused(service, path):
+    error = error_of(post(service, path, messages=[{"role": "user", "content": "a"}] * 129), 400)
+    assert (error["param"], "there are 129" in error["message"]) == ("messages", True)
+
+
 def test_a_template_that_loops_holds_up_its_own_request_alone(service):
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         looping = threads.submit(chat, service, "loop")
