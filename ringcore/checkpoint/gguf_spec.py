@@ -10,6 +10,7 @@ import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.model_file import open_model_file
 from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
 from ringcore.checkpoint.sliding_windows import read_gguf_windows
 from ringcore.errors import ModelLoadError
@@ -168,8 +169,9 @@ def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
     """
     info = header.tensors["rope_freqs.weight"]
     if info.shape == (head_dim // 2,) and info.ggml_type == 0:
-        divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=info.offset)
-        factor = float(divisors.max())
+        with open_model_file(header.path) as file:
+            divisors = np.fromfile(file, "<f4", head_dim // 2, offset=info.offset)
+        factor = float(divisors.max(initial=0)) if len(divisors) == head_dim // 2 else 0.0
         if factor >= 1 and np.allclose(divisors, _llama3_divisors(theta, factor, head_dim), rtol=1e-4, atol=0):
             return RopeSpec(theta, "llama3", factor, _LLAMA3_POSITIONS, _LLAMA3_LOW, _LLAMA3_HIGH)
     raise ModelLoadError(

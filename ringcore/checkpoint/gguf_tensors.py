@@ -9,6 +9,7 @@ import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFTensorInfo, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.model_file import open_model_file
 from ringcore.checkpoint.model_spec import MAX_LAYERS
 from ringcore.errors import ModelLoadError
 
@@ -83,7 +84,8 @@ def read_gguf_tensor(
 
 
 def _read(path: str | os.PathLike[str], info: GGUFTensorInfo, begin: int, nbytes: int) -> np.ndarray:
-    data = np.fromfile(path, np.uint8, nbytes, offset=info.offset + begin)
+    with open_model_file(path) as file:
+        data = np.fromfile(file, np.uint8, nbytes, offset=info.offset + begin)
     if data.nbytes != nbytes:
         raise ModelLoadError(
             f"{path}: truncated: tensor {info.name!r} needs {nbytes} bytes at byte {info.offset + begin}, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ringcore.checkpoint.model_file import read_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["JSON_MAX_BYTES", "Metadata", "read_json"]
@@ -19,14 +20,7 @@ JSON_MAX_BYTES = 1 << 20  # of config.json and its like: a real one has a few Ki
 def read_json(path: str | Path, max_bytes: int = JSON_MAX_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelLoadError` where it cannot be read, is too large or is no object."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    if len(data) > max_bytes:
-        raise ModelLoadError(f"{path}: larger than {max_bytes} bytes, which no such file needs", path=str(path))
-    try:
-        value = msgspec.json.decode(data)
+        value = msgspec.json.decode(read_model_file(path, max_bytes))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}", path=str(path)) from error
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
+from ringcore.checkpoint.model_file import is_there
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
 from ringcore.checkpoint.rope import read_gemma3_ropes, read_rope
@@ -177,7 +178,7 @@ def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
     """The ids that end a completion: those of generation_config.json, then those of config.json."""
     sources = [config]
     generation = Path(files.path) / "generation_config.json"
-    if generation.is_file():
+    if is_there(generation):
         sources.insert(0, Metadata(read_json(generation), str(generation)))
     ids: list[int] = []
     for source in sources:
