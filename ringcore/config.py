@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, cast
 
+import msgspec
+
 from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
+from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.errors import ConfigError, unknown_option
 from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
@@ -181,6 +184,8 @@ class EngineConfig:
         for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
             options[name] = options[name] and os.fspath(options[name])
         files = find_model(options["model"], options["load_format"])
+        if options["tokenizer"] is not None:
+            files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, MODELS)
         parts: dict[str, Any] = {
             name: part(

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.client import EngineCoreClient
-from ringcore.engine_core.front_end import FrontEnd
+from ringcore.engine_core.front_end import FrontEnd, start_engine
 from ringcore.engine_core.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.engine_core.memory_methods import MemoryMethods
 from ringcore.engine_core.prompt_lists import (
@@ -54,7 +53,7 @@ class LLM(MemoryMethods):
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
         self._turn = _Turn()
-        self._client = EngineCoreClient(self.config)
+        self._client = start_engine(self.config)
         self._front_end = FrontEnd(self.config, self._client)
 
     # -----------------------------------------------------------------------------------------------------------

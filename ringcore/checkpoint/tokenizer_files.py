@@ -11,7 +11,7 @@ from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_file import check_model_file, is_there, read_model_file
 from ringcore.errors import ModelLoadError
 
-__all__ = ["TokenizerFiles", "read_tokenizer_folder"]
+__all__ = ["TokenizerFiles", "check_tokenizer_folder", "read_tokenizer_folder"]
 
 TOKENIZER_MAX_BYTES = 256 << 20
 TOKENIZER_CONFIG_MAX_BYTES = 16 << 20  # it may repeat every added token
@@ -62,7 +62,7 @@ def _load(file: Path) -> Tokenizer:
 
 def _through_transformers(folder: Path) -> Tokenizer:
     """A folder in an older layout: transformers can convert it."""
-    _check_convertible(folder)
+    check_tokenizer_folder(folder)
     from transformers import AutoTokenizer  # takes seconds, so only here
 
     try:
@@ -76,8 +76,14 @@ def _through_transformers(folder: Path) -> Tokenizer:
     return backend
 
 
-def _check_convertible(folder: Path) -> None:
-    """There is a vocabulary that transformers knows, and nothing whose opening would wait."""
+def check_tokenizer_folder(folder: Path) -> None:
+    """There is a tokenizer.json, or a vocabulary that transformers can convert and nothing whose opening would wait.
+
+    Raises `ModelLoadError`.
+    """
+    if is_there(folder / "tokenizer.json"):
+        check_model_file(folder / "tokenizer.json")
+        return
     if not any(all(is_there(folder / name) for name in names) for names in _CONVERTIBLE):
         layouts = ", ".join(" with ".join(names) for names in _CONVERTIBLE)
         raise ModelLoadError(

@@ -11,9 +11,16 @@ from ringcore.engine_core.output_processor import OutputProcessor, ProcessedOutp
 from ringcore.engine_core.request_state import RequestState
 from ringcore.errors import RingcoreError
 from ringcore.sampling_params import OutputKind
-from ringcore.tokenizer import load_tokenizer
+from ringcore.tokenizer import check_tokenizer_files, load_tokenizer
 
-__all__ = ["FrontEnd"]
+__all__ = ["FrontEnd", "start_engine"]
+
+
+def start_engine(config: EngineConfig) -> EngineCoreClient:
+    """Begins to start the engine of a front end. Raises `ModelLoadError` where the files of its tokenizer are missing;
+    what they hold is read while the engine starts."""
+    check_tokenizer_files(config.model.files)
+    return EngineCoreClient(config)
 
 
 class FrontEnd:
@@ -26,7 +33,7 @@ class FrontEnd:
     def __init__(self, config: EngineConfig, client: EngineCoreClient) -> None:
         self._client = client
         try:
-            self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.files)
+            self.tokenizer = load_tokenizer(config.model.files)
             self.ready = client.wait_ready()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready.max_model_len)
             self.outputs = OutputProcessor(self.tokenizer)
