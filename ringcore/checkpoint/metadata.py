@@ -63,7 +63,7 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"is {value!r}, an integer is needed")
         if not low <= value <= high:
-            raise self.error(key, f"is {value}, it must be from {low} to {high}")
+            raise self.error(key, f"is {value}, it must be from {low} to {high}; download the file again")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import torch
 
 from ringcore.errors import CapacityError, InvalidRequestError
+from ringcore.host import Host
 from ringcore.worker.arena import Arena, PieceUse
 from ringcore.worker.file_store import FileStore
 from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
 from ringcore.worker.platform import Platform
-from ringcore.worker.platforms.cpu import CpuPlatform
 
 __all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 
@@ -198,7 +198,7 @@ def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) 
     num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
     store: HostStore
     if directory is None:
-        store = MemoryStore(num_bytes, link, HostBudget(CpuPlatform().free_memory_bytes, num_ranks))
+        store = MemoryStore(num_bytes, link, HostBudget(Host().free_memory_bytes, num_ranks))
     else:
         store = FileStore(num_bytes, directory, link)
     store.make_ahead()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
 import torch
 
+from ringcore.host import Host
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.worker.arena import Arena
 from ringcore.worker.communicator import GlooCommunicator
@@ -18,9 +18,6 @@ from ringcore.worker.platform import Platform
 from ringcore.worker.platforms.host_memory import HostVirtualMemory, host_view
 
 __all__ = ["CpuPlatform"]
-
-# Instructions that multiply bfloat16; without them it is converted number by number, slower than float32.
-_BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
 
 
 class CpuPlatform(Platform):
@@ -36,8 +33,7 @@ class CpuPlatform(Platform):
     def __init__(
         self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), enable_sleep_mode: bool = False
     ) -> None:
-        self._proc = proc
-        self._cgroups = cgroups
+        self._host = Host(proc, cgroups)
         self._memory: DeviceMemory = PlainMemory(self.device)
         if enable_sleep_mode:
             addresses = HostVirtualMemory(self.free_memory_bytes)
@@ -55,59 +51,13 @@ class CpuPlatform(Platform):
         return int(self.free_memory_bytes() * share / num_ranks)
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        if asked != "auto":
-            return asked
-        return "bfloat16" if checkpoint == "bfloat16" and self._has_fast_bfloat16() else "float32"
-
-    def _has_fast_bfloat16(self) -> bool:
-        try:
-            lines = (self._proc / "cpuinfo").read_text().splitlines()
-        except OSError:
-            return False
-        flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-        return not _BF16_FLAGS.isdisjoint(flags)
+        return self._host.resolve_dtype(asked, checkpoint)
 
     def total_memory_bytes(self) -> int:
-        limits = [limit for limit, _ in self._cgroup_figures()]
-        return min([int(psutil.virtual_memory().total), *limits])
+        return self._host.total_memory_bytes()
 
     def free_memory_bytes(self) -> int:
-        left = [max(0, limit - used) for limit, used in self._cgroup_figures()]
-        return min([int(psutil.virtual_memory().available), *left])
-
-    def _cgroup_figures(self) -> Iterator[tuple[int, int]]:
-        """(limit, used) in bytes of this process's memory control groups, its own and those above, where limited.
-
-        What is used leaves out file pages that the kernel drops before it refuses memory.
-        """
-        for folder, limit_name, used_name, cache_name in self._cgroup_folders():
-            try:
-                limit = int((folder / limit_name).read_text())  # "max" is no limit
-                used = int((folder / used_name).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):
-                continue
-            yield limit, used - int(stat.get(cache_name, 0))
-
-    def _cgroup_folders(self) -> Iterator[tuple[Path, str, str, str]]:
-        """Version 2 has one hierarchy ("0::/path"), version 1 one for memory ("5:memory:/path")."""
-        try:
-            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                root, names = self._cgroups, ("memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                root = self._cgroups / "memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            else:
-                continue
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(root):
-                    yield folder, *names
+        return self._host.free_memory_bytes()
 
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
         """Pages are mapped, not filled: memory is taken, and cleared, as it is first written.
