@@ -79,7 +79,8 @@ class CacheConfig:
     num_blocks_override: int | None = _option(None, "this many blocks whatever the memory, the null block among them")
     kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
     gpu_memory_utilization: float | None = _option(
-        None, "the share of the device's memory to use; None means 0.9, and 0.4 of the free host memory on a CPU"
+        None,
+        "the share of the device's memory to use; None means 0.9, and on a CPU 0.75 of what the weights leave",
     )
     enable_prefix_caching: bool = _option(True, "keep full blocks of finished requests for prompts that begin alike")
 

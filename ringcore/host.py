@@ -33,6 +33,10 @@ class Host:
         flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
         return not _BF16_FLAGS.isdisjoint(flags)
 
+    def has_gpu(self) -> bool:
+        """Whether there is a driver of an NVIDIA GPU, or of the one that Windows lends its Linux."""
+        return (self._proc / "driver/nvidia/version").exists() or Path("/dev/dxg").exists()
+
     def total_memory_bytes(self) -> int:
         """What the host has, or the limit of this process's control groups if that is lower."""
         limits = [limit for limit, _ in self._cgroup_figures()]

@@ -9,17 +9,17 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.engine_core.request_state import RequestState
+from ringcore.engine_core.start_checks import check_start
 from ringcore.errors import RingcoreError
 from ringcore.sampling_params import OutputKind
-from ringcore.tokenizer import check_tokenizer_files, load_tokenizer
+from ringcore.tokenizer import load_tokenizer
 
 __all__ = ["FrontEnd", "start_engine"]
 
 
 def start_engine(config: EngineConfig) -> EngineCoreClient:
-    """Begins to start the engine of a front end. Raises `ModelLoadError` where the files of its tokenizer are missing;
-    what they hold is read while the engine starts."""
-    check_tokenizer_files(config.model.files)
+    """Begins to start the engine of a front end. Raises what `check_start` does."""
+    check_start(config)
     return EngineCoreClient(config)
 
 

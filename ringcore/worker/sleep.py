@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.host import Host
 from ringcore.worker.arena import Arena, PieceUse
@@ -154,7 +155,7 @@ class RankMemory:
             if not taken:
                 raise
             details = {name: error.details[name] + taken for name in ("needed_bytes", "available_bytes")}
-            raise CapacityError(f"{error.message}; the other tags took {taken / 2**30:.2f} GiB", **details) from error
+            raise CapacityError(f"{error.message}; the other tags took {format_bytes(taken)}", **details) from error
 
     def commit(self) -> dict[str, float]:
         """Goes through with what is prepared; -> by tag what was unmapped, "weights_freed_bytes" and

@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
+from ringcore.errors import CapacityError
 from ringcore.host import Host
 from ringcore.model_executor.parallel import TensorParallel
 from ringcore.worker.arena import Arena
@@ -26,8 +28,10 @@ class CpuPlatform(Platform):
 
     device = torch.device("cpu")
     attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa",)
-    # Other programs live on the host, and the file cache that holds the checkpoint counts as free.
-    default_memory_share: ClassVar[float] = 0.4
+    # Of what is available once the weights are loaded. A quarter is left to all else that lives on a host: other
+    # programs grow, this engine's own other processes take some, and the file cache counts as available, without which
+    # every file is read from its disk again.
+    default_memory_share: ClassVar[float] = 0.75
     attention_gathers: ClassVar[bool] = True
 
     def __init__(
@@ -46,9 +50,12 @@ class CpuPlatform(Platform):
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         return GlooCommunicator(rank, size, rendezvous)
 
-    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
-        """An equal part of `share` of what is free: all ranks have the same memory."""
-        return int(self.free_memory_bytes() * share / num_ranks)
+    def shared_memory_bytes(self, num_ranks: int) -> int:
+        """An equal part of what is free: all ranks have the same memory."""
+        return self.free_memory_bytes() // num_ranks
+
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
+        return asked_bytes
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         return self._host.resolve_dtype(asked, checkpoint)
@@ -67,7 +74,16 @@ class CpuPlatform(Platform):
         """
         if tag != "kv_cache" or isinstance(self._memory, ArenaMemory):
             return self._memory.allocate(num_bytes, tag)
-        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with the tensor
+        try:
+            memory = mmap.mmap(
+                -1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # gone with the tensor
+        except OSError as error:  # a limit of the process, or a kernel that promises no more than there is
+            raise CapacityError(
+                f"{tag}: {format_bytes(num_bytes, exact=True)} asked: {error.strerror}; lower "
+                "gpu_memory_utilization or kv_cache_bytes, or raise the limit on this process's memory (ulimit -v)",
+                needed_bytes=num_bytes,
+            ) from error
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
     @property
