@@ -20,6 +20,7 @@ from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.errors import ConfigError, unknown_option
+from ringcore.file_names import as_file_name
 from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
 
@@ -183,7 +184,7 @@ class EngineConfig:
         _check_values(options)
         # Plain strings: the config travels to other processes.
         for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
-            options[name] = options[name] and os.fspath(options[name])
+            options[name] = options[name] and as_file_name(os.fspath(options[name]))
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))

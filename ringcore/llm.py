@@ -268,7 +268,15 @@ def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int],
         return
     from tqdm import tqdm
 
-    with tqdm(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
+    class Bar(tqdm):  # type: ignore[misc]
+        """Without a thread that looks after it. tqdm's own lock has a named semaphore, which a killed process may leave
+        in /dev/shm, unless somebody has set another or made it already."""
+
+        monitor_interval = 0
+
+    if not hasattr(tqdm, "_lock"):
+        Bar.set_lock(threading.RLock())
+    with Bar(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
         started = shown = time.monotonic()
         num_tokens = 0
 

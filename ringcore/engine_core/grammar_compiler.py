@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
-from ringcore.protocol.codec import encoder
+from ringcore.protocol.codec import encode_start
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, LENGTH, MAX_MEMORY_BYTES, request_bytes
 
@@ -185,7 +185,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                child = ChildProcess.start("grammars", ENTRY, encoder().encode(config), {CHANNEL: theirs.fileno()})
+                child = ChildProcess.start("grammars", ENTRY, encode_start(config), {CHANNEL: theirs.fileno()})
             except BaseException:
                 ours.close()
                 raise
