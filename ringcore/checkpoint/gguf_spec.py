@@ -134,6 +134,8 @@ def _commonest_type(header: GGUFHeader) -> int:
 
 def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeSpec:
     theta = _shortest(meta.number(f"{name}.rope.freq_base", 10_000.0))
+    if theta <= 1:
+        raise meta.error(f"{name}.rope.freq_base", f"is {theta}, it must be above 1: frequencies fall")
     if "rope_freqs.weight" in header.tensors:
         return _llama3_rope(header, theta, head_dim)
     prefix = f"{name}.rope.scaling."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ringcore.errors import ModelLoadError
 
 __all__ = ["JSON_MAX_BYTES", "Metadata", "read_json"]
 
+_MAX_SHOWN = 100  # characters
 JSON_MAX_BYTES = 1 << 20  # of config.json and its like: a real one has a few KiB
 
 
@@ -26,6 +27,12 @@ def read_json(path: str | Path, max_bytes: int = JSON_MAX_BYTES) -> dict[str, An
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: holds a JSON {type(value).__name__}, an object is needed", path=str(path))
     return value
+
+
+def _shown(value: object) -> str:
+    """As much of it as a message needs."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class Metadata:
@@ -61,9 +68,9 @@ class Metadata:
             return default
         value = self.required(key)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {value!r}, an integer is needed")
+            raise self.error(key, f"is {_shown(value)}, an integer is needed")
         if not low <= value <= high:
-            raise self.error(key, f"is {value}, it must be from {low} to {high}; download the file again")
+            raise self.error(key, f"is {_shown(value)}, it must be from {low} to {high}; download the file again")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -72,9 +79,9 @@ class Metadata:
             return default
         value = self.required(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"is {value!r}, a number is needed")
-        if not (math.isfinite(value) and value > 0):
-            raise self.error(key, f"is {value!r}, it must be above 0 and finite")
+            raise self.error(key, f"is {_shown(value)}, a number is needed")
+        if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
+            raise self.error(key, f"is {_shown(value)}, it must be above 0 and finite")
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:
@@ -85,7 +92,7 @@ class Metadata:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(key, f"is {value!r}, true or false is needed")
+            raise self.error(key, f"is {_shown(value)}, true or false is needed")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -93,7 +100,7 @@ class Metadata:
             return default
         value = self.required(key)
         if not isinstance(value, str):
-            raise self.error(key, f"is {value!r}, a string is needed")
+            raise self.error(key, f"is {_shown(value)}, a string is needed")
         return value
 
     def child(self, key: str) -> Metadata | None:
@@ -102,5 +109,5 @@ class Metadata:
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
-            raise self.error(key, f"is {value!r}, an object is needed")
+            raise self.error(key, f"is {_shown(value)}, an object is needed")
         return Metadata(value, self.path, f"{self.prefix}{key}.")
