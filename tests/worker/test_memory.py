@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.worker.device_memory import MemoryTag
 from ringcore.worker.memory import StepPeaks, activation_bytes, format_table, memory_table
 from ringcore.worker.platform import Platform, ProcessMemory
+from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.worker import Worker
 
 MIB = 2**20
@@ -337,3 +339,34 @@ def test_the_numbers_of_a_refusal_are_enough(
         planned(make_config(tiny_llama[0], gpu_memory_utilization=share, max_model_len=fits), platform, specs)
     if head_size == 16:
         assert "gpu_memory_utilization" in details
+
+
+def test_a_cpu_plans_with_three_quarters_of_what_its_control_group_leaves(
+    tiny_llama: tuple[str, Any], tmp_path: Path
+) -> None:
+    """Of 200 MiB, 50 are used, 10 of them by file pages; the context is what fits into the rest."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/a\n")
+    group = tmp_path / "groups" / "a"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(str(200 * MIB))
+    (group / "memory.current").write_text(str(50 * MIB))
+    (group / "memory.stat").write_text(f"inactive_file {10 * MIB}\n")
+    specs: dict[str, KVCacheSpec] = {
+        f"layers.{i}.attention": FullAttentionSpec(block_size=4, num_kv_heads=25, head_size=4096, dtype="float32")
+        for i in range(3)
+    }
+    config = make_config(tiny_llama[0], max_model_len="auto")
+    found = memory_table(config, CpuPlatform(tmp_path, tmp_path / "groups"), specs, "float32", weights_bytes=7)
+    assert (found["shared_bytes"], found["asked_bytes"]) == (160 * MIB, 120 * MIB)
+    left = found["budget_bytes"] - found["activations_bytes"]
+    assert found["available_kv_cache_bytes"] == left - left // 4
+    (plan,) = plan_kv_cache(
+        [specs],
+        [found["available_kv_cache_bytes"]],
+        max_model_len=config.model.context_len,
+        fit_max_model_len=True,
+        max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
+        num_blocks_override=None,
+    )
+    assert 2 < plan.max_model_len == 4 * (plan.num_blocks - 1) < 128
