@@ -269,8 +269,8 @@ def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int],
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """Without a thread that looks after it. tqdm's own lock has a named semaphore, which a killed process may leave
-        in /dev/shm, unless somebody has set another or made it already."""
+        """Without tqdm's monitor thread. tqdm's default lock makes a named semaphore, which a killed process may leave
+        in /dev/shm; a lock of threads takes its place, unless this process has used a bar of tqdm before."""
 
         monitor_interval = 0
 

@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything of that name, a link that leads nowhere too: whoever opens it says what is wrong."""
+    """Whether there is anything of that name, a link that leads nowhere too: opening it tells what is wrong."""
     return os.path.lexists(path)
 
 

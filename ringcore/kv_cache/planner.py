@@ -57,8 +57,8 @@ def plan_kv_cache(
     seven groups of four, of which the last has two.
 
     Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (with the
-    numbers that would work, see `capacity`) where one request of max_model_len
-    does not fit, or with `fit_max_model_len` not one of two tokens.
+    numbers that would work, see `capacity`) where one request of max_model_len does not fit, or with
+    `fit_max_model_len` not one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
     layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
