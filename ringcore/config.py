@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, cast
 
+import msgspec
+
 from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
+from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.errors import ConfigError, unknown_option
+from ringcore.file_names import as_file_name
 from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
 
@@ -67,10 +71,6 @@ class ModelConfig:
     spec: ModelSpec
 
     @property
-    def tokenizer_source(self) -> str | ModelFiles:
-        return self.tokenizer or self.files
-
-    @property
     def context_len(self) -> int:
         """`max_model_len`, or the model's own. Of "auto" the upper bound; what fits, the start-up finds."""
         return self.max_model_len if isinstance(self.max_model_len, int) else self.spec.max_position_embeddings
@@ -82,7 +82,8 @@ class CacheConfig:
     num_blocks_override: int | None = _option(None, "this many blocks whatever the memory, the null block among them")
     kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
     gpu_memory_utilization: float | None = _option(
-        None, "the share of the device's memory to use; None means 0.9, and 0.4 of the free host memory on a CPU"
+        None,
+        "the share of the device's memory to use; None means 0.9, and on a CPU 0.75 of what the weights leave",
     )
     enable_prefix_caching: bool = _option(True, "keep full blocks of finished requests for prompts that begin alike")
 
@@ -185,8 +186,10 @@ class EngineConfig:
         _check_values(options)
         # Plain strings: the config travels to other processes.
         for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
-            options[name] = options[name] and os.fspath(options[name])
+            options[name] = options[name] and as_file_name(os.fspath(options[name]))
         files = find_model(options["model"], options["load_format"])
+        if options["tokenizer"] is not None:
+            files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, MODELS)
         parts: dict[str, Any] = {
             name: part(

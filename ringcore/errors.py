@@ -89,11 +89,13 @@ class QueueFullError(RingcoreError):
 
 
 class ModelLoadError(RingcoreError):
-    """A model cannot be found, read or built. Details: `path`, `tensor`, `architecture` as known."""
+    """A model cannot be found, read or built. Details: `path`, `field`, `tensor`, `architecture` as known."""
 
 
 class CapacityError(RingcoreError):
-    """Memory does not hold what was asked. Details: `needed_bytes`, `available_bytes`, `max_model_len` that fits."""
+    """Memory does not hold what was asked. Details: `needed_bytes`, `available_bytes`; of a start-up also
+    `missing_bytes`, `max_model_len` that fits (0: none), `budget` (bytes by entry), and by the name of each option that
+    could be raised the smallest value that would do."""
 
 
 class EngineDeadError(RingcoreError):

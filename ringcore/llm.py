@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.client import EngineCoreClient
-from ringcore.engine_core.front_end import FrontEnd
+from ringcore.engine_core.front_end import FrontEnd, start_engine
 from ringcore.engine_core.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.engine_core.memory_methods import MemoryMethods
 from ringcore.engine_core.prompt_lists import (
@@ -54,7 +53,7 @@ class LLM(MemoryMethods):
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
         self._turn = _Turn()
-        self._client = EngineCoreClient(self.config)
+        self._client = start_engine(self.config)
         self._front_end = FrontEnd(self.config, self._client)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -280,7 +279,15 @@ def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int],
         return
     from tqdm import tqdm
 
-    with tqdm(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
+    class Bar(tqdm):  # type: ignore[misc]
+        """Without tqdm's monitor thread. tqdm's default lock makes a named semaphore, which a killed process may leave
+        in /dev/shm; a lock of threads takes its place, unless this process has used a bar of tqdm before."""
+
+        monitor_interval = 0
+
+    if not hasattr(tqdm, "_lock"):
+        Bar.set_lock(threading.RLock())
+    with Bar(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
         started = shown = time.monotonic()
         num_tokens = 0
 

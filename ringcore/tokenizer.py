@@ -19,10 +19,17 @@ from ringcore.checkpoint.chat_template import ChatTemplate, conversation_json
 from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.checkpoint.token_lengths import TokenLengths
-from ringcore.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_folder
+from ringcore.checkpoint.tokenizer_files import TokenizerFiles, check_tokenizer_folder, read_tokenizer_folder
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["IncrementalDecoder", "Tokenizer", "check_unicode", "load_tokenizer", "read_tokenizer_files"]
+__all__ = [
+    "IncrementalDecoder",
+    "Tokenizer",
+    "check_tokenizer_files",
+    "check_unicode",
+    "load_tokenizer",
+    "read_tokenizer_files",
+]
 
 _REPLACEMENT = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet
 # Tokens of the prompt that a completion's decoder looks back on: a SentencePiece decoder drops the space before
@@ -40,6 +47,12 @@ def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
     Raises `ModelLoadError` where it is missing or broken.
     """
     return Tokenizer(read_tokenizer_files(source))
+
+
+def check_tokenizer_files(files: ModelFiles) -> None:
+    """Raises `ModelLoadError` where a model has no tokenizer, without reading one; a .gguf file is not looked into."""
+    if not files.tokenizer_path.endswith(".gguf"):
+        check_tokenizer_folder(Path(files.tokenizer_path))
 
 
 def read_tokenizer_files(source: str | os.PathLike[str] | ModelFiles) -> TokenizerFiles:

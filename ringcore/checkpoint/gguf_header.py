@@ -11,8 +11,8 @@ The package `gguf` reads the same, but takes seconds on the token arrays.
 
 from __future__ import annotations
 
+import io
 import math
-import mmap
 import os
 import struct
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUFHeader", "GGUFTensorInfo", "LongArray", "read_gguf_header"]
@@ -41,6 +42,9 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
 _MAX_DIMS = 4  # the format's own cap
+HEADER_MAX_BYTES = 128 << 20  # the largest vocabularies take 20 MiB
+_MAX_ENTRIES = 1 << 18  # tensors, or keys
+_READ_BYTES = 1 << 20
 _LONG = 1024  # elements; an array beyond is a vocabulary or its like
 
 
@@ -82,26 +86,31 @@ def read_gguf_header(path: str | os.PathLike[str], *, long_arrays: bool = False)
     """
     path = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise ModelLoadError(f"{path}: empty file; download it again", path=path)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Parser(path, data, long_arrays).header()
+        with open_model_file(path) as file:
+            return _Parser(path, file, long_arrays).header()
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}", path=path) from error
 
 
 class _Parser:
-    """Walks the header. `position` never passes the end of the data: `_take` is the one way to move it."""
+    """Walks the header. `position` never passes the end of `data`: `_take` is the one way to move it.
 
-    def __init__(self, path: str, data: mmap.mmap, long_arrays: bool) -> None:
+    data: the file's bytes as far as they were needed. Not a mapping: where the file shrinks under that, the process
+    ends by SIGBUS.
+    """
+
+    def __init__(self, path: str, file: io.FileIO, long_arrays: bool) -> None:
         self.path = path
-        self.data = data
-        self.size = len(data)
+        self.file = file
+        self.data = bytearray()
+        self.size = os.fstat(file.fileno()).st_size
         self.position = 0
         self.long_arrays = long_arrays
 
     def header(self) -> GGUFHeader:
+        if not self.size:
+            raise self.error("empty file; download it again")
+        self._read_to(min(4, self.size))
         if self.data[:4] != b"GGUF":
             raise self.error("not a GGUF file: it does not begin with 'GGUF'")
         self._take(4)
@@ -110,6 +119,8 @@ class _Parser:
             what = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version}"
             raise self.error(f"a GGUF file of {what}; little-endian files of version 2 and 3 can be read")
         num_tensors, num_metadata = self._count(_U64.size + 4 + 8), self._count(_U64.size + 4)
+        if max(num_tensors, num_metadata) > _MAX_ENTRIES:
+            raise self.error(f"it claims {num_tensors} tensors and {num_metadata} keys, {_MAX_ENTRIES} are allowed")
         metadata: dict[str, Any] = {}
         for _ in range(num_metadata):
             key = self._string()
@@ -132,8 +143,18 @@ class _Parser:
                 f"truncated: the header needs {nbytes} bytes at byte {begin}, the file has {self.size}; "
                 "download it again"
             )
+        self._read_to(begin + nbytes)
         self.position = begin + nbytes
         return begin
+
+    def _read_to(self, end: int) -> None:
+        if end > HEADER_MAX_BYTES:
+            raise self.error(f"its header needs {end} bytes, more than the {HEADER_MAX_BYTES} allowed")
+        while len(self.data) < end:
+            piece = self.file.read(max(_READ_BYTES, end - len(self.data)))
+            if not piece:
+                raise self.error(f"truncated: it had {self.size} bytes and ends at {len(self.data)}; download it again")
+            self.data += piece
 
     def _scalar(self, kind: struct.Struct) -> Any:
         return kind.unpack_from(self.data, self._take(kind.size))[0]

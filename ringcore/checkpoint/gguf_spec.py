@@ -10,7 +10,8 @@ import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
-from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
+from ringcore.checkpoint.model_file import open_model_file
+from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec, RopeSpec
 from ringcore.checkpoint.sliding_windows import read_gguf_windows
 from ringcore.errors import ModelLoadError
 
@@ -48,22 +49,28 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{path}: tensor 'token_embd.weight' is missing", path=path, tensor="token_embd.weight")
-    hidden_size = meta.integer(f"{name}.embedding_length")
-    num_heads = meta.integer(f"{name}.attention.head_count")
+    if len(embedding.shape) != 2:
+        raise meta.error("token_embd.weight", f"has the shape {list(embedding.shape)}, a matrix is needed")
+
+    def size(key: str, field: str, default: int | None = None) -> int:
+        return meta.integer(f"{name}.{key}", default, high=MAX_SIZES[field])
+
+    hidden_size = size("embedding_length", "hidden_size")
+    num_heads = size("attention.head_count", "num_heads")
     head_dim = _head_dim(meta, name, hidden_size, num_heads)
-    num_layers = meta.integer(f"{name}.block_count", high=MAX_LAYERS)
+    num_layers = size("block_count", "num_layers")
     gemma3 = _gemma3(meta, num_layers, hidden_size // num_heads) if name == "gemma3" else {}
     return ModelSpec(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=meta.integer(f"{name}.feed_forward_length"),
+        intermediate_size=size("feed_forward_length", "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=meta.integer(f"{name}.attention.head_count_kv", num_heads),
+        num_kv_heads=size("attention.head_count_kv", "num_kv_heads", num_heads),
         head_dim=head_dim,
         rms_norm_eps=_shortest(meta.number(f"{name}.attention.layer_norm_rms_epsilon")),
-        max_position_embeddings=meta.integer(f"{name}.context_length"),
+        max_position_embeddings=size("context_length", "max_position_embeddings"),
         rope=_rope(header, meta, name, head_dim),
         tie_word_embeddings="output.weight" not in header.tensors,
         attention_bias="blk.0.attn_q.bias" in header.tensors,
@@ -104,7 +111,7 @@ def _refuse_unsupported(meta: Metadata, name: str) -> None:
 def _head_dim(meta: Metadata, name: str, hidden_size: int, num_heads: int) -> int:
     if f"{name}.attention.key_length" not in meta and hidden_size % num_heads:
         raise meta.error(f"{name}.attention.head_count", f"is {num_heads}, which does not divide {hidden_size}")
-    head_dim = meta.integer(f"{name}.attention.key_length", hidden_size // num_heads)
+    head_dim = meta.integer(f"{name}.attention.key_length", hidden_size // num_heads, high=MAX_SIZES["head_dim"])
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(f"{name}.{key}", head_dim) != head_dim:
             raise meta.error(f"{name}.{key}", f"is {meta.get(f'{name}.{key}')}; only the head size {head_dim} is known")
@@ -127,6 +134,8 @@ def _commonest_type(header: GGUFHeader) -> int:
 
 def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeSpec:
     theta = _shortest(meta.number(f"{name}.rope.freq_base", 10_000.0))
+    if theta <= 1:
+        raise meta.error(f"{name}.rope.freq_base", f"is {theta}, it must be above 1: frequencies fall")
     if "rope_freqs.weight" in header.tensors:
         return _llama3_rope(header, theta, head_dim)
     prefix = f"{name}.rope.scaling."
@@ -168,8 +177,9 @@ def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
     """
     info = header.tensors["rope_freqs.weight"]
     if info.shape == (head_dim // 2,) and info.ggml_type == 0:
-        divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=info.offset)
-        factor = float(divisors.max())
+        with open_model_file(header.path) as file:
+            divisors = np.fromfile(file, "<f4", head_dim // 2, offset=info.offset)
+        factor = float(divisors.max(initial=0)) if len(divisors) == head_dim // 2 else 0.0
         if factor >= 1 and np.allclose(divisors, _llama3_divisors(theta, factor, head_dim), rtol=1e-4, atol=0):
             return RopeSpec(theta, "llama3", factor, _LLAMA3_POSITIONS, _LLAMA3_LOW, _LLAMA3_HIGH)
     raise ModelLoadError(

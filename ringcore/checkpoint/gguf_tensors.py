@@ -9,7 +9,8 @@ import numpy as np
 
 from ringcore.checkpoint.gguf_header import GGUFTensorInfo, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
-from ringcore.checkpoint.model_spec import MAX_LAYERS
+from ringcore.checkpoint.model_file import open_model_file
+from ringcore.checkpoint.model_spec import MAX_SIZES
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUFTensors", "gguf_tensor_names", "read_gguf_tensor"]
@@ -83,7 +84,8 @@ def read_gguf_tensor(
 
 
 def _read(path: str | os.PathLike[str], info: GGUFTensorInfo, begin: int, nbytes: int) -> np.ndarray:
-    data = np.fromfile(path, np.uint8, nbytes, offset=info.offset + begin)
+    with open_model_file(path) as file:
+        data = np.fromfile(file, np.uint8, nbytes, offset=info.offset + begin)
     if data.nbytes != nbytes:
         raise ModelLoadError(
             f"{path}: truncated: tensor {info.name!r} needs {nbytes} bytes at byte {info.offset + begin}, "
@@ -140,7 +142,7 @@ class GGUFTensors:
         self._infos: dict[str, GGUFTensorInfo] = {}
         left = dict(header.tensors)
         left.pop(_DERIVED, None)
-        num_layers = meta.integer(f"{name}.block_count", high=MAX_LAYERS)
+        num_layers = meta.integer(f"{name}.block_count", high=MAX_SIZES["num_layers"])
         for hf_name, gguf_name in gguf_tensor_names(name, num_layers).items():
             if gguf_name in left:
                 self._infos[hf_name] = left.pop(gguf_name)

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ringcore.checkpoint.model_file import read_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["JSON_MAX_BYTES", "Metadata", "read_json"]
 
+_MAX_SHOWN = 100  # characters
 JSON_MAX_BYTES = 1 << 20  # of config.json and its like: a real one has a few KiB
 
 
 def read_json(path: str | Path, max_bytes: int = JSON_MAX_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelLoadError` where it cannot be read, is too large or is no object."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    if len(data) > max_bytes:
-        raise ModelLoadError(f"{path}: larger than {max_bytes} bytes, which no such file needs", path=str(path))
-    try:
-        value = msgspec.json.decode(data)
+        value = msgspec.json.decode(read_model_file(path, max_bytes))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}", path=str(path)) from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: holds a JSON {type(value).__name__}, an object is needed", path=str(path))
     return value
+
+
+def _shown(value: object) -> str:
+    """As much of it as a message needs."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class Metadata:
@@ -67,9 +68,9 @@ class Metadata:
             return default
         value = self.required(key)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {value!r}, an integer is needed")
+            raise self.error(key, f"is {_shown(value)}, an integer is needed")
         if not low <= value <= high:
-            raise self.error(key, f"is {value}, it must be from {low} to {high}")
+            raise self.error(key, f"is {_shown(value)}, it must be from {low} to {high}; download the file again")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -78,9 +79,9 @@ class Metadata:
             return default
         value = self.required(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"is {value!r}, a number is needed")
-        if not (math.isfinite(value) and value > 0):
-            raise self.error(key, f"is {value!r}, it must be above 0 and finite")
+            raise self.error(key, f"is {_shown(value)}, a number is needed")
+        if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
+            raise self.error(key, f"is {_shown(value)}, it must be above 0 and finite")
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:
@@ -91,7 +92,7 @@ class Metadata:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(key, f"is {value!r}, true or false is needed")
+            raise self.error(key, f"is {_shown(value)}, true or false is needed")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -99,7 +100,7 @@ class Metadata:
             return default
         value = self.required(key)
         if not isinstance(value, str):
-            raise self.error(key, f"is {value!r}, a string is needed")
+            raise self.error(key, f"is {_shown(value)}, a string is needed")
         return value
 
     def child(self, key: str) -> Metadata | None:
@@ -108,5 +109,5 @@ class Metadata:
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
-            raise self.error(key, f"is {value!r}, an object is needed")
+            raise self.error(key, f"is {_shown(value)}, an object is needed")
         return Metadata(value, self.path, f"{self.prefix}{key}.")

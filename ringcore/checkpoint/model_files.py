@@ -11,6 +11,7 @@ import msgspec
 
 from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.metadata import read_json
+from ringcore.checkpoint.model_file import is_there
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.errors import ModelLoadError
 
@@ -44,9 +45,9 @@ def find_model(model: str | os.PathLike[str], load_format: str = "auto") -> Mode
     """
     name = os.fspath(model)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib's own raises where it may not look
         return _in_folder(path.absolute(), load_format)
-    if path.is_file():
+    if is_there(path):
         return _single_file(path.absolute(), load_format)
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _in_folder(_download(name, load_format), load_format)
@@ -58,11 +59,11 @@ def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
     """The folder or .gguf file of a tokenizer given as either of them, as a tokenizer.json or as a hub id."""
     name = os.fspath(tokenizer)
     path = Path(name).expanduser()
-    if path.is_file() and path.name == "tokenizer.json":
+    if path.name == "tokenizer.json" and is_there(path):
         path = path.parent
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if os.path.isdir(path) or (path.suffix == ".gguf" and is_there(path)):
         return path.absolute()
-    if not path.exists() and _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".json")):
+    if not is_there(path) and _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".json")):
         return _download(name, "dummy")
     raise ModelLoadError(
         f"tokenizer {name!r}: give a folder with a tokenizer.json, a .gguf file or a hub id; none is there", path=name
@@ -75,7 +76,7 @@ def _bad(path: Path, what: str, **details: Any) -> ModelLoadError:
 
 def _single_file(path: Path, load_format: str) -> ModelFiles:
     if path.suffix != ".gguf":
-        raise _bad(path, "is a file, but no .gguf file; give the model's folder")
+        raise _bad(path, "is no folder and no .gguf file; give the model's folder")
     if load_format == "safetensors":
         raise _bad(path, "is a .gguf file, but load_format is 'safetensors'; give load_format 'auto' or 'gguf'")
     read_gguf_header(path)
@@ -86,12 +87,12 @@ def _single_file(path: Path, load_format: str) -> ModelFiles:
 def _in_folder(folder: Path, load_format: str) -> ModelFiles:
     config = folder / "config.json"
     gguf_files = sorted(folder.glob("*.gguf"))
-    if load_format == "gguf" or (gguf_files and not config.is_file()):
+    if load_format == "gguf" or (gguf_files and not is_there(config)):
         if len(gguf_files) != 1:
             names = ", ".join(file.name for file in gguf_files) or "none"
             raise _bad(folder, f"one .gguf file is needed, found {names}; give the path of the file")
         return _single_file(gguf_files[0], load_format)
-    if not config.is_file():
+    if not is_there(config):
         raise _bad(folder, "config.json is missing; give a folder in the Hugging Face layout, or a .gguf file")
     if load_format == "dummy":
         return ModelFiles("dummy", str(folder), str(config), [], str(folder))
@@ -117,9 +118,9 @@ def _no_weights(folder: Path) -> ModelLoadError:
 def safetensors_files(folder: Path) -> list[str]:
     """The files with the weights, each checked against its header; none if there are none. Raises `ModelLoadError`."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
+    if is_there(single):
         files = [str(single)]
-    elif index.is_file():
+    elif is_there(index):
         return _indexed_files(folder, index)
     else:
         files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
@@ -137,7 +138,7 @@ def _indexed_files(folder: Path, index: Path) -> list[str]:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or PurePath(shard).name != shard or not shard.endswith(".safetensors"):
             raise _bad(index, f"names {shard!r} for {tensor!r}: a .safetensors file beside it is needed", tensor=tensor)
-        if shard not in shards and not (folder / shard).is_file():
+        if shard not in shards and not is_there(folder / shard):
             raise _bad(folder, f"shard {shard} is missing; {index.name} names it for {tensor!r}", tensor=tensor)
         shards[shard] = str(folder / shard)
     files = sorted(shards.values())

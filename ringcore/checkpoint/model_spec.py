@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_LAYERS", "ModelSpec", "RopeSpec"]
+__all__ = ["MAX_SIZES", "ModelSpec", "RopeSpec"]
 
-MAX_LAYERS = 10_000  # a file that claims more is broken: names are made for each
+# By field of `ModelSpec`: several times what any published model has. A file that claims more is broken, and no loop
+# or table becomes as long as it says: names for each layer, an order of the entries of each head.
+MAX_SIZES = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_layers": 1000,
+    "num_heads": 4096,
+    "num_kv_heads": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 1 << 27,
+}
 
 
 class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -49,10 +49,13 @@ def read_gemma3_ropes(config: Metadata, max_position_embeddings: int) -> tuple[R
 def _read(config: Metadata, scaling: Metadata | None, theta: float, max_position_embeddings: int) -> RopeSpec:
     """From `scaling`, whose own rope_theta goes before `theta`."""
     _refuse_partial(config)
+    if scaling is not None:
+        _refuse_partial(scaling)
+        theta = scaling.number("rope_theta", theta)
+    if theta <= 1:
+        raise config.error("rope_theta", f"is {theta}, it must be above 1: frequencies fall")
     if scaling is None:
         return RopeSpec(theta=theta)
-    _refuse_partial(scaling)
-    theta = scaling.number("rope_theta", theta)
     key = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.text(key, "default")
     if kind not in ROPE_KINDS:

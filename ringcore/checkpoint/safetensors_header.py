@@ -6,6 +6,7 @@ header_size (LE)   {"name": {dtype, shape, [begin, end]}}   data; offsets count 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["DTYPE_BYTES", "TensorEntry", "TensorIndex", "read_safetensors_header"]
@@ -84,16 +86,16 @@ def _bad(path: str, what: str, tensor: str | None = None) -> ModelLoadError:
 def _read_raw(path: str) -> tuple[dict[str, _RawEntry], int, int]:
     """The header's entries, the offset of the data, the size of the file."""
     try:
-        with open(path, "rb") as file:
+        with open_model_file(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < 8:
                 raise _bad(path, f"has {file_bytes} bytes, not a safetensors file; download it again")
-            header_bytes = int.from_bytes(file.read(8), "little")
+            header_bytes = int.from_bytes(_read_whole(file, path, 8), "little")
             if header_bytes > HEADER_MAX_BYTES:
                 raise _bad(path, f"its header claims {header_bytes} bytes, the format allows {HEADER_MAX_BYTES}")
             if 8 + header_bytes > file_bytes:
                 raise _bad(path, f"truncated: the header needs {8 + header_bytes} bytes, the file has {file_bytes}")
-            header = file.read(header_bytes)
+            header = _read_whole(file, path, header_bytes)
     except OSError as error:
         raise _bad(path, f"cannot be read: {error.strerror}") from error
     try:
@@ -103,6 +105,16 @@ def _read_raw(path: str) -> tuple[dict[str, _RawEntry], int, int]:
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise _bad(path, f"its header is not valid: {error}") from error
     return entries, 8 + header_bytes, file_bytes
+
+
+def _read_whole(file: io.FileIO, path: str, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = file.read(num_bytes - len(data))
+        if not piece:
+            raise _bad(path, f"truncated: it ends within its header of {num_bytes} bytes; download it again")
+        data += piece
+    return data
 
 
 def _entry(path: str, name: str, raw: _RawEntry, data_begin: int, file_bytes: int) -> TensorEntry:

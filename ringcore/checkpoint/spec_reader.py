@@ -8,8 +8,9 @@ from typing import Any
 
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
+from ringcore.checkpoint.model_file import is_there
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_LAYERS, ModelSpec, RopeSpec
+from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec, RopeSpec
 from ringcore.checkpoint.rope import read_gemma3_ropes, read_rope
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.checkpoint.sliding_windows import read_windows
@@ -92,21 +93,21 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
     architecture = _architecture(Metadata(raw, files.config_path), known)
     config = Metadata(_DEFAULTS.get(architecture, {}) | raw, files.config_path)
     _refuse_unsupported(config, architecture)
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = _size(config, "num_hidden_layers", "num_layers")
+    hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads", "num_heads")
     if "head_dim" not in config and hidden_size % num_heads:
         raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size {hidden_size}")
-    max_position_embeddings = config.integer("max_position_embeddings")
+    max_position_embeddings = _size(config, "max_position_embeddings")
     rope, sliding_rope = _ropes(config, architecture, max_position_embeddings)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=_size(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        num_kv_heads=_size(config, "num_key_value_heads", "num_kv_heads", num_heads),
+        head_dim=_size(config, "head_dim", default=hidden_size // num_heads),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position_embeddings,
         rope=rope,
@@ -119,6 +120,11 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
         sliding_rope=sliding_rope,
         query_pre_attn_scalar=config.number("query_pre_attn_scalar") if architecture == "Gemma3ForCausalLM" else None,
     )
+
+
+def _size(config: Metadata, key: str, field: str | None = None, default: int | None = None) -> int:
+    """field: of `ModelSpec`, where it has another name."""
+    return config.integer(key, default, high=MAX_SIZES[field or key])
 
 
 def _biases(config: Metadata, architecture: str) -> dict[str, bool]:
@@ -177,7 +183,7 @@ def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
     """The ids that end a completion: those of generation_config.json, then those of config.json."""
     sources = [config]
     generation = Path(files.path) / "generation_config.json"
-    if generation.is_file():
+    if is_there(generation):
         sources.insert(0, Metadata(read_json(generation), str(generation)))
     ids: list[int] = []
     for source in sources:

@@ -8,13 +8,16 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ringcore.checkpoint.metadata import Metadata, read_json
+from ringcore.checkpoint.model_file import check_model_file, is_there, read_model_file
 from ringcore.errors import ModelLoadError
 
-__all__ = ["TokenizerFiles", "read_tokenizer_folder"]
+__all__ = ["TokenizerFiles", "check_tokenizer_folder", "read_tokenizer_folder"]
 
 TOKENIZER_MAX_BYTES = 256 << 20
 TOKENIZER_CONFIG_MAX_BYTES = 16 << 20  # it may repeat every added token
 TEMPLATE_MAX_BYTES = 1 << 20
+# Vocabularies of older layouts, each with the files that it takes.
+_CONVERTIBLE = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",))
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -35,12 +38,12 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     add_bos_token and add_eos_token of tokenizer_config.json are of a time before it.
     """
     config_path = folder / "tokenizer_config.json"
-    raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if config_path.is_file() else {}
+    raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if is_there(config_path) else {}
     config = Metadata(raw, str(config_path))
     special = _special_tokens(config, folder)
     template = _chat_template(config, folder)
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not is_there(file):
         return TokenizerFiles(str(folder), _through_transformers(folder), special, template)
     backend = _load(file)
     # A limit of length saved by a training run would cut prompts and pad them.
@@ -50,21 +53,16 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
 
 
 def _load(file: Path) -> Tokenizer:
-    size = file.stat().st_size
-    if size > TOKENIZER_MAX_BYTES:
-        raise ModelLoadError(f"{file}: has {size} bytes, more than the {TOKENIZER_MAX_BYTES} allowed", path=str(file))
+    data = read_model_file(file, TOKENIZER_MAX_BYTES)
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises its own kind, by no name
         raise ModelLoadError(f"{file}: not a valid tokenizer: {error}", path=str(file)) from error
 
 
 def _through_transformers(folder: Path) -> Tokenizer:
-    """A folder in an older layout (vocab.json and merges.txt, tokenizer.model): transformers can convert it."""
-    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model", "tokenizer_config.json")):
-        raise ModelLoadError(
-            f"{folder}: tokenizer.json is missing; give the option tokenizer, a folder that has one", path=str(folder)
-        )
+    """A folder in an older layout: transformers can convert it."""
+    check_tokenizer_folder(folder)
     from transformers import AutoTokenizer  # takes seconds, so only here
 
     try:
@@ -78,11 +76,32 @@ def _through_transformers(folder: Path) -> Tokenizer:
     return backend
 
 
+def check_tokenizer_folder(folder: Path) -> None:
+    """There is a tokenizer.json, or a vocabulary that transformers can convert and nothing whose opening would wait.
+
+    Raises `ModelLoadError`.
+    """
+    if is_there(folder / "tokenizer.json"):
+        check_model_file(folder / "tokenizer.json")
+        return
+    if not any(all(is_there(folder / name) for name in names) for names in _CONVERTIBLE):
+        layouts = ", ".join(" with ".join(names) for names in _CONVERTIBLE)
+        raise ModelLoadError(
+            f"{folder}: tokenizer.json is missing, and so is what could be converted ({layouts}); give the option "
+            "tokenizer, a folder that has one",
+            path=str(folder),
+        )
+    vocabularies = {name for names in _CONVERTIBLE for name in names}
+    for entry in folder.iterdir():
+        if entry.name in vocabularies or not entry.is_dir():
+            check_model_file(entry)
+
+
 def _special_tokens(config: Metadata, folder: Path) -> dict[str, str]:
     """From tokenizer_config.json; where it has none, from special_tokens_map.json, as older folders have it."""
     sources = [config]
     older = folder / "special_tokens_map.json"
-    if older.is_file():
+    if is_there(older):
         sources.append(Metadata(read_json(older), str(older)))
     special: dict[str, str] = {}
     for name in _SPECIAL:
@@ -101,12 +120,9 @@ def _special_tokens(config: Metadata, folder: Path) -> dict[str, str]:
 def _chat_template(config: Metadata, folder: Path) -> str | None:
     """chat_template.jinja, else the field of tokenizer_config.json; of several named ones the "default"."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        data = file.read_bytes()
-        if len(data) > TEMPLATE_MAX_BYTES:
-            raise ModelLoadError(f"{file}: larger than {TEMPLATE_MAX_BYTES} bytes", path=str(file))
+    if is_there(file):
         try:
-            return data.decode("utf-8")
+            return read_model_file(file, TEMPLATE_MAX_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ModelLoadError(f"{file}: not UTF-8: {error}", path=str(file)) from error
     value = config.get("chat_template")

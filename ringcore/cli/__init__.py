@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 __all__ = ["main"]
@@ -12,12 +13,20 @@ def main(args: list[str] | None = None) -> None:
     from ringcore.cli.app import make_app
     from ringcore.errors import ConfigError, InvalidRequestError, RingcoreError, UnknownOptionError
 
+    _print_anything()
     try:
         make_app()(args)
     except (ConfigError, InvalidRequestError, UnknownOptionError) as error:
         sys.exit(_report(error, 2))
     except RingcoreError as error:
         sys.exit(_report(error, 1))
+
+
+def _print_anything() -> None:
+    """What the terminal's encoding lacks is written as an escape: no error in the middle of an answer."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _report(error: Exception, exit_code: int) -> int:

@@ -14,7 +14,7 @@ from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.process import CHANNEL, ENTRY, EngineStart
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess
-from ringcore.protocol.codec import encoder
+from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import ClientMessage, EngineMessage, Shutdown
 
 __all__ = ["EngineConnection"]
@@ -40,7 +40,7 @@ class EngineConnection:
         ours, theirs = channel_pair()
         try:
             with theirs:
-                payload = encoder().encode(EngineStart(config))
+                payload = encode_start(EngineStart(config))
                 self._process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: theirs.fileno()})
         except BaseException:
             os.close(self._wake_fd)

@@ -10,12 +10,19 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.engine_core.request_state import RequestState
+from ringcore.engine_core.start_checks import check_start
 from ringcore.engine_core.tokenizer_pool import TokenizerPool
 from ringcore.errors import RingcoreError
 from ringcore.sampling_params import OutputKind
 from ringcore.tokenizer import load_tokenizer
 
-__all__ = ["FrontEnd"]
+__all__ = ["FrontEnd", "start_engine"]
+
+
+def start_engine(config: EngineConfig) -> EngineCoreClient:
+    """Begins to start the engine of a front end. Raises what `check_start` does."""
+    check_start(config)
+    return EngineCoreClient(config)
 
 
 class FrontEnd:
@@ -30,7 +37,7 @@ class FrontEnd:
         self.tokenizer_pool = TokenizerPool(config)
         self._finalizer = weakref.finalize(self, self.tokenizer_pool.close)  # also when dropped, and at exit
         try:
-            self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+            self.tokenizer = load_tokenizer(config.model.files)
             self.tokenizer_pool.start()
             self.ready = client.wait_ready()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready.max_model_len)

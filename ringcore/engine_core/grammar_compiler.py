@@ -11,7 +11,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
-from ringcore.protocol.codec import encoder
+from ringcore.protocol.codec import encode_start
 from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
 
@@ -70,7 +70,7 @@ class GrammarCompiler:
         if self._process is not None and not self._process.child.is_alive():
             self._drop_process()
         if self._process is None:
-            self._process = JobProcess("grammars", ENTRY, encoder().encode(self._config), CHANNEL)
+            self._process = JobProcess("grammars", ENTRY, encode_start(self._config), CHANNEL)
         self._spec = spec
         self._begin(self._process)
 

@@ -23,8 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.client import EngineCoreClient
-from ringcore.engine_core.front_end import FrontEnd
+from ringcore.engine_core.front_end import FrontEnd, start_engine
 from ringcore.engine_core.input_processor import PreparedRequest
 from ringcore.engine_core.request_state import RequestState
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
@@ -85,7 +84,7 @@ class RequestStreams:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.client = EngineCoreClient(config)
+        self.client = start_engine(config)
         self.opened: Future[FrontEnd] = Future()
         self.opened.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it for the others
         self._by_id: dict[str, RequestStream] = {}

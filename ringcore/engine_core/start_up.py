@@ -50,6 +50,7 @@ def start_up(
             fit_max_model_len=config.model.max_model_len == "auto",
             max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
             num_blocks_override=config.cache.num_blocks_override,
+            tables=tables,
         )
         assert all(plan == plans[0] for plan in plans), "ranks have different KV cache plans"
         plan = plans[0]

@@ -27,7 +27,7 @@ from ringcore.engine_core.tokenizer_process import CHANNEL, ENTRY, MAX_MEMORY_BY
 from ringcore.errors import EngineDeadError, InvalidRequestError, QueueFullError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
-from ringcore.protocol.codec import encoder
+from ringcore.protocol.codec import encode_start
 
 __all__ = ["MAX_QUEUE_BYTES", "TokenizerPool"]
 
@@ -84,7 +84,7 @@ class _Lane:
         return not self.queue and not self.in_flight
 
     def start(self) -> None:
-        payload = encoder().encode(self._config)
+        payload = encode_start(self._config)
         self.process = JobProcess("tokenizer", ENTRY, payload, CHANNEL, _ENVIRONMENT)
         self._started_s = time.monotonic()
 

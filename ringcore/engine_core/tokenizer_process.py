@@ -44,7 +44,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is no news
 
     def start() -> Callable[[bytes], bytes]:
-        tokenizer = load_tokenizer(config.model.tokenizer_source)
+        tokenizer = load_tokenizer(config.model.files)
         limit_memory(MAX_MEMORY_BYTES)
         return partial(_execute, tokenizer, msgspec.msgpack.Decoder(TextJob), msgspec.msgpack.Encoder())
 

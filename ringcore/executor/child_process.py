@@ -259,7 +259,8 @@ def _popen(
 
 def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
     """Memory with what the child reads first: a line of JSON, then the payload."""
-    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": sys.path}
+    path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
+    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
     fd = unnamed_file("boot")
     try:
         with open(fd, "wb", closefd=False) as boot:
@@ -273,7 +274,7 @@ def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) 
 
 
 def _interpreter_flags() -> list[str]:
-    """The options of this interpreter that a child must share: they change what its code means."""
+    """The options of this interpreter that a child must share, since they change what its code means; and UTF-8."""
     options = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -283,5 +284,6 @@ def _interpreter_flags() -> list[str]:
         "-OO": sys.flags.optimize >= 2,
     }
     flags = [name for name, is_on in options.items() if is_on]
+    flags += ["-X", "utf8"]  # names of files come as UTF-8, and what it prints is taken as that
     flags += [f"-W{option}" for option in sys.warnoptions]
     return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

@@ -19,7 +19,7 @@ from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
-from ringcore.protocol.codec import encoder
+from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import RankHealth
 
 __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
@@ -87,7 +87,7 @@ class WorkerGroup:
                 | _prefixed(REPLIES, queue.fds_of_writer())
                 | shared
             )
-            child = ChildProcess.start(f"worker {rank}", ENTRY, encoder().encode(start), fds, environment)
+            child = ChildProcess.start(f"worker {rank}", ENTRY, encode_start(start), fds, environment)
             self.children.append(child)
             reader = MessageReader(queue, 0, spin_s=spin_s)
             self._cleanup.callback(reader.close)

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ringcore.errors import CapacityError, ConfigError
+from ringcore.errors import ConfigError
+from ringcore.kv_cache.capacity import too_few_blocks, too_little_memory
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["plan_kv_cache"]
@@ -32,6 +33,7 @@ def plan_kv_cache(
     fit_max_model_len: bool,
     max_tokens_in_flight: int,
     num_blocks_override: int | None,
+    tables: Sequence[Mapping[str, int]] = (),
 ) -> list[KVCacheConfig]:
     """The cache of every rank, by rank, all equal, with as many blocks as the rank with the least room has room for.
 
@@ -41,6 +43,7 @@ def plan_kv_cache(
     fit_max_model_len: where it does not fit, the plan has the largest max_model_len that does.
     max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
     num_blocks_override: this many blocks whatever the bytes, the null block counted.
+    tables: of each rank, what `worker.memory` found; for the error alone.
 
     A layer whose window is no shorter than `max_model_len` is planned as one of full attention: the window hides
     nothing, and a `max_model_len` that is fitted only becomes smaller. Where layers have pages of different sizes, the
@@ -53,9 +56,9 @@ def plan_kv_cache(
     alike are one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make
     seven groups of four, of which the last has two.
 
-    Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (details
-    `needed_bytes`, `available_bytes`, and `max_model_len`, the largest that fits) where one request of max_model_len
-    does not fit, or with `fit_max_model_len` not one of two tokens.
+    Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (with the
+    numbers that would work, see `capacity`) where one request of max_model_len does not fit, or with
+    `fit_max_model_len` not one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
     layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
@@ -70,7 +73,10 @@ def plan_kv_cache(
     fits = plan.max_num_tokens(plan.num_blocks - 1)  # block 0 is the null block
     least = min(_SMALLEST_CONTEXT, max_model_len) if fit_max_model_len else max_model_len
     if fits < least:
-        raise _too_small(plan, least, fits, min(available_bytes), num_blocks_override)
+        if num_blocks_override is not None:
+            raise too_few_blocks(plan, least, fits)
+        poorest = min(range(len(specs)), key=lambda rank: available_bytes[rank])
+        raise too_little_memory(plan, least, fits, available_bytes[poorest], tables[poorest] if tables else {})
     return [msgspec.structs.replace(plan, max_model_len=fits) for _ in specs]
 
 
@@ -178,35 +184,3 @@ def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
         return num_pages * (100 + _GROUP_PRICE_PERCENT * sum(num_groups))
 
     return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=price)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Too little memory.
-
-
-def _too_small(
-    plan: KVCacheConfig, num_tokens: int, fits: int, available_bytes: int, num_blocks_override: int | None
-) -> CapacityError:
-    """The numbers of a cache that does not hold one request of `num_tokens`; the null block is among what it needs."""
-    needed = (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes
-    if num_blocks_override is None:
-        remedy = "raise gpu_memory_utilization/kv_cache_bytes"
-    else:
-        available_bytes, remedy = plan.total_bytes, f"raise num_blocks_override={num_blocks_override}"
-    is_fitted = num_tokens < plan.max_model_len
-    if fits and not is_fitted:
-        remedy = f"lower max_model_len to {fits} or {remedy}"
-    return CapacityError(
-        f"KV cache: one request of {num_tokens} tokens{', the least of use,' if is_fitted else ''} needs "
-        f"{_size(needed)}, {_size(max(available_bytes, 0))} free; {remedy}",
-        needed_bytes=needed,
-        available_bytes=available_bytes,
-        max_model_len=fits,
-    )
-
-
-def _size(num_bytes: int) -> str:
-    """GiB to two digits; a cache too small for these, as in a test, in MiB or bytes."""
-    if num_bytes >= 2**30 // 10 or num_bytes == 0:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 2**20 // 10 else f"{num_bytes} bytes"

@@ -6,7 +6,6 @@ A layer declares what it needs as data (`Weight`), in the terms of the checkpoin
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Self
 import torch
 
 from ringcore.checkpoint import ModelFiles
-from ringcore.errors import ModelLoadError
+from ringcore.checkpoint.expected_tensors import check_tensors
 from ringcore.model_executor.staging import Copied, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Init, Weight, WeightPart
@@ -27,28 +26,15 @@ __all__ = [
     "Readers",
     "Weight",
     "WeightPart",
-    "and_more",
-    "is_dispensable",
     "load_weights",
     "pending_weights",
 ]
-
-# Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
-# that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
-# else than its authors did.
-_DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
-
 
 _ALIGNMENT = 256  # bytes: of a tensor's address in the memory of all
 _NUM_READERS = 8  # threads: a few fill what the memory of a host gives
 _PIECE_BYTES = 32 << 20  # of a tensor that one thread reads; a large one is read by several
 
 Allocate = Callable[[int], torch.Tensor]  # bytes -> uint8 [bytes], at a multiple of 256 bytes
-
-
-def is_dispensable(checkpoint_name: str) -> bool:
-    """Whether no model misses this tensor that has no place for it."""
-    return _DISPENSABLE.fullmatch(checkpoint_name) is not None
 
 
 def load_weights(
@@ -169,38 +155,6 @@ def _carved(weights: Sequence[Weight], device: torch.device, allocate: Allocate)
 
 def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -> None:
     """Before anything is read: every tensor is there in the right shape, and none is left over."""
-    shapes = source.shapes
-    if shapes is None:
-        return
-    expected = {part.checkpoint_name: part.checkpoint_shape for weight in weights for part in weight.parts}
-    missing = [name for name in expected if name not in shapes]
-    if missing:
-        raise ModelLoadError(
-            f"{files.path}: tensor {missing[0]!r} is missing{and_more(missing)}; the files are incomplete "
-            "or config.json describes another model",
-            path=files.path,
-            tensor=missing[0],
-        )
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            file = source.file_of(name)
-            raise ModelLoadError(
-                f"{file}: tensor {name!r} has the shape {list(shapes[name])}, the configuration asks for "
-                f"{list(shape)}; weights and configuration are of different models",
-                path=file,
-                tensor=name,
-            )
-    left = [name for name in shapes if name not in expected and not is_dispensable(name)]
-    if left:
-        file = source.file_of(left[0])
-        raise ModelLoadError(
-            f"{file}: tensor {left[0]!r} has no place in the model{and_more(left)}; its output would be wrong "
-            "without it: config.json describes another model, or the checkpoint is quantized or carries adapters",
-            path=file,
-            tensor=left[0],
-        )
-
-
-def and_more(names: Sequence[str]) -> str:
-    """What is said behind the first of several names."""
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    if source.shapes is not None:
+        expected = {part.checkpoint_name: part.checkpoint_shape for weight in weights for part in weight.parts}
+        check_tensors(expected, source.shapes, files.path, source.file_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 import struct
@@ -17,6 +18,7 @@ import torch
 
 from ringcore.checkpoint import ModelFiles, TensorEntry, TensorIndex
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
+from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.staging import Staging
 from ringcore.model_executor.weight import Init, WeightPart
@@ -86,8 +88,8 @@ class SafetensorsSource(TensorSource):
     def __init__(self, files: Sequence[str]) -> None:
         self._index = TensorIndex(files)
         self.shapes = {name: entry.shape for name, entry in self._index.items()}
-        self._descriptors: dict[str, int] = {}
-        self._lock = threading.Lock()  # of the descriptors
+        self._opened: dict[str, io.FileIO] = {}
+        self._lock = threading.Lock()  # of what is opened
         self._of_thread = _OfThread()
 
     def file_of(self, name: str) -> str:
@@ -142,14 +144,14 @@ class SafetensorsSource(TensorSource):
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[file]
+            if file not in self._opened:
+                self._opened[file] = open_model_file(file)
+            return self._opened[file].fileno()
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._opened.values():
+            file.close()
+        self._opened.clear()
 
 
 class GGUFSource(TensorSource):

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
 from ringcore.errors import InvalidRequestError
-from ringcore.model_executor.loader import Readers, and_more, is_dispensable
+from ringcore.model_executor.loader import Readers
 from ringcore.model_executor.tensor_source import SafetensorsSource, TensorSource
 from ringcore.model_executor.weight import Init, Weight, WeightPart
 

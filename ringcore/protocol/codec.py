@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ringcore.file_names import with_utf8_names
+
 __all__ = [
     "FloatArray",
     "IntArray",
     "decoder",
+    "encode_start",
     "encoder",
     "int_array",
 ]
@@ -42,6 +45,11 @@ def _decode_extra(kind: type, value: Any) -> Any:
 
 def encoder() -> msgspec.msgpack.Encoder:
     return msgspec.msgpack.Encoder(enc_hook=_encode_extra)
+
+
+def encode_start(start: Any) -> bytes:
+    """What a child process is handed at its start. Raises `ModelLoadError` for the name of a file that is no UTF-8."""
+    return msgspec.msgpack.encode(with_utf8_names(msgspec.to_builtins(start)))
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:

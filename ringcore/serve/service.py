@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from ringcore.async_engine import AsyncEngine, OutputStream
 from ringcore.errors import InvalidRequestError, UnknownOptionError
+from ringcore.file_names import as_utf8
 from ringcore.outputs import CompletionOutput, RequestOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.serve.answers import PromptTokensDetails, UsageInfo
@@ -31,7 +32,7 @@ class Service:
     def __init__(self, engine: AsyncEngine, options: ServiceOptions) -> None:
         self.engine = engine
         self.options = options
-        self.model_names = options.served_model_names or (engine.config.model.model,)
+        self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
         self.places = Places(options)
         self.metrics = ServiceMetrics(engine, self.model_names[0])
         self.max_model_len = engine.ready.max_model_len

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ringcore.checkpoint import ModelSpec
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.layer_specs import layer_specs
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec
 
 __all__ = ["HARDWARE", "Hardware", "ModelSize", "find_hardware", "kv_cache_spec", "memory_table", "model_dtype"]
 
@@ -82,21 +83,8 @@ def model_dtype(config: EngineConfig) -> str:
 
 def kv_cache_spec(config: EngineConfig) -> dict[str, KVCacheSpec]:
     """What each attention layer stores on one rank, by the layer's name."""
-    spec, ranks = config.model.spec, config.parallel.tensor_parallel_size
-    full = FullAttentionSpec(
-        block_size=config.cache.block_size,
-        num_kv_heads=max(1, spec.num_kv_heads // ranks),
-        head_size=spec.head_dim,
-        dtype=model_dtype(config),
-    )
-
-    def of_layer(index: int) -> KVCacheSpec:
-        window = spec.sliding_windows.get(index)
-        if window is None:
-            return full
-        return SlidingWindowSpec(full.block_size, full.num_kv_heads, full.head_size, full.dtype, window)
-
-    return {f"layers.{index}": of_layer(index) for index in range(spec.num_layers)}
+    ranks = config.parallel.tensor_parallel_size
+    return layer_specs(config.model.spec, ranks, config.cache.block_size, model_dtype(config))
 
 
 def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:

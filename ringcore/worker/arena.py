@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 
 __all__ = ["ALIGNMENT", "Arena", "PieceUse", "TensorView", "VirtualMemory"]
@@ -144,8 +145,8 @@ class Arena:
         left = self.capacity - self._end
         if num_bytes > left:
             raise CapacityError(
-                f"{self.tag}: {num_bytes / 2**30:.2f} GiB more do not fit into an arena of {self.capacity / 2**30:.2f} "
-                f"GiB, of which {self.used_bytes / 2**30:.2f} GiB are used",
+                f"{self.tag}: {format_bytes(num_bytes)} more do not fit into an arena of "
+                f"{format_bytes(self.capacity)}, of which {format_bytes(self.used_bytes)} are used",
                 needed_bytes=num_bytes,
                 available_bytes=left,
             )
@@ -216,7 +217,7 @@ class Arena:
         """taken: what was mapped before the device said no, and is given back."""
         available = error.details.get("available_bytes", 0) + taken
         return CapacityError(
-            f"{self.tag}: {purpose} it needs {needed / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; end what "
+            f"{self.tag}: {purpose} it needs {format_bytes(needed)}, {format_bytes(available)} are free; end what "
             f"else uses this device, and try again ({error.message})",
             needed_bytes=needed,
             available_bytes=available,

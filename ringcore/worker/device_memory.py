@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.worker.arena import ALIGNMENT, Arena, TensorView, VirtualMemory
 
@@ -53,7 +54,7 @@ class PlainMemory(DeviceMemory):
         try:
             memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(f"{tag}: {num_bytes / 2**30:.2f} GiB asked: {error}", needed_bytes=num_bytes) from error
+            raise CapacityError(f"{tag}: {format_bytes(num_bytes)} asked: {error}", needed_bytes=num_bytes) from error
         begin = -memory.data_ptr() % ALIGNMENT
         return memory[begin : begin + num_bytes]
 

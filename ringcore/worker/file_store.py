@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.worker.host_link import HostLink
 from ringcore.worker.host_store import HostStore
@@ -123,8 +124,8 @@ class FileStore(HostStore):
         stat = os.statvfs(self._directory)
         free = stat.f_bavail * stat.f_frsize
         return CapacityError(
-            f"sleep_directory={self._directory!r}: {error.strerror}: {self.num_bytes / 2**30:.2f} GiB of weights have "
-            f"to be kept there, {free / 2**30:.2f} GiB are free; make room, give another directory, or sleep with "
+            f"sleep_directory={self._directory!r}: {error.strerror}: {format_bytes(self.num_bytes)} of weights have "
+            f"to be kept there, {format_bytes(free)} are free; make room, give another directory, or sleep with "
             "level=2",
             needed_bytes=self.num_bytes,
             available_bytes=free,

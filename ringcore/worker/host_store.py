@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.worker.host_link import HostLink
 from ringcore.worker.platforms.host_memory import HugePages
@@ -49,8 +50,8 @@ class HostBudget:
         needed = left + self.num_ranks * min(in_flight, num_bytes)
         if needed > free:
             raise CapacityError(
-                f"sleep: {num_bytes / 2**30:.2f} GiB of weights have to be kept in host memory; that needs "
-                f"{needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free; end what else uses this host's memory, "
+                f"sleep: {format_bytes(num_bytes)} of weights have to be kept in host memory; that needs "
+                f"{format_bytes(needed)}, {format_bytes(free)} are free; end what else uses this host's memory, "
                 "give sleep_directory, a directory with room for them, or sleep with level=2",
                 needed_bytes=needed,
                 available_bytes=free,

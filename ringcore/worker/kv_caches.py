@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import choose_backend
 from ringcore.attention.layer import Attention
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.worker.arena import ALIGNMENT
@@ -61,10 +62,12 @@ def allocate_kv_caches(
     free = platform.free_memory_bytes()
     if config.total_bytes > free:
         raise CapacityError(
-            f"KV cache: {config.num_blocks} blocks need {config.total_bytes / 2**30:.2f} GiB, "
-            f"{free / 2**30:.2f} GiB are free; lower num_blocks_override or kv_cache_bytes",
+            f"KV cache: {config.num_blocks} blocks need {format_bytes(config.total_bytes, exact=True)}, "
+            f"{format_bytes(free, exact=True)} available, {format_bytes(config.total_bytes - free, exact=True)} "
+            f"missing; lower num_blocks_override to {free // config.block_bytes}, or kv_cache_bytes to {free}",
             needed_bytes=config.total_bytes,
             available_bytes=free,
+            missing_bytes=config.total_bytes - free,
         )
     shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
     tensors = _tensors(shapes[0], page_dtype(backends[0].spec), config.num_tensors, platform)

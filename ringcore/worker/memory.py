@@ -103,11 +103,14 @@ def memory_table(
     if config.cache.kv_cache_bytes is not None:
         return table | needs | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
     share = config.cache.gpu_memory_utilization or platform.default_memory_share
-    budget = platform.memory_budget_bytes(share, config.parallel.tensor_parallel_size)
+    shared = platform.shared_memory_bytes(config.parallel.tensor_parallel_size)
+    asked = int(shared * share)
+    budget = platform.memory_budget_bytes(asked)
     left = max(0, budget - sum(needs.values()))
     gather = {"attention_gather_bytes": left // (plan.num_tensors + 1)} if platform.attention_gathers else {}
     available = min(left - sum(gather.values()), _useful_bytes(config, plan))
-    return table | {"budget_bytes": budget} | needs | gather | {"available_kv_cache_bytes": available}
+    table |= {"shared_bytes": shared, "asked_bytes": asked, "budget_bytes": budget}
+    return table | needs | gather | {"available_kv_cache_bytes": available}
 
 
 def _needs(

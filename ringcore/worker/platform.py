@@ -36,7 +36,7 @@ class Platform(ABC):
 
     device: torch.device
     attention_backends: ClassVar[Sequence[str]]  # for attention_backend="auto", the best first
-    default_memory_share: ClassVar[float]  # for `memory_budget_bytes`, where the user gave no gpu_memory_utilization
+    default_memory_share: ClassVar[float]  # of `shared_memory_bytes`, where the user gave no gpu_memory_utilization
     attention_gathers: ClassVar[bool]  # whether its backends copy pages together
     measures_steps: ClassVar[bool] = False  # whether a step is run, to see what it takes, before there are pages
 
@@ -62,8 +62,13 @@ class Platform(ABC):
         """What can be allocated now without taking it from anybody."""
 
     @abstractmethod
-    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
-        """What this rank, one of `num_ranks` of the host, may still take, where it shall have `share` of the device."""
+    def shared_memory_bytes(self, num_ranks: int) -> int:
+        """What gpu_memory_utilization is a share of, for this rank, one of `num_ranks` of the host."""
+
+    @abstractmethod
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
+        """What this rank may still take, where it asks for so much of `shared_memory_bytes`; negative where its process
+        has more than that already."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.byte_sizes import format_bytes
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
@@ -59,7 +60,7 @@ def profile_steps(
     except torch.OutOfMemoryError as error:
         free = platform.free_memory_bytes()
         raise CapacityError(
-            f"a step of {num_tokens} tokens does not fit beside the weights, {free / 2**30:.2f} GiB are free; lower "
+            f"a step of {num_tokens} tokens does not fit beside the weights, {format_bytes(free)} are free; lower "
             "max_num_batched_tokens or max_num_seqs",
             available_bytes=free,
         ) from error

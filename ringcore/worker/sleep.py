@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError, InvalidRequestError
+from ringcore.host import Host
 from ringcore.worker.arena import Arena, PieceUse
 from ringcore.worker.file_store import FileStore
 from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
 from ringcore.worker.platform import Platform
-from ringcore.worker.platforms.cpu import CpuPlatform
 
 __all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 
@@ -154,7 +155,7 @@ class RankMemory:
             if not taken:
                 raise
             details = {name: error.details[name] + taken for name in ("needed_bytes", "available_bytes")}
-            raise CapacityError(f"{error.message}; the other tags took {taken / 2**30:.2f} GiB", **details) from error
+            raise CapacityError(f"{error.message}; the other tags took {format_bytes(taken)}", **details) from error
 
     def commit(self) -> dict[str, float]:
         """Goes through with what is prepared; -> by tag what was unmapped, "weights_freed_bytes" and
@@ -198,7 +199,7 @@ def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) 
     num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
     store: HostStore
     if directory is None:
-        store = MemoryStore(num_bytes, link, HostBudget(CpuPlatform().free_memory_bytes, num_ranks))
+        store = MemoryStore(num_bytes, link, HostBudget(Host().free_memory_bytes, num_ranks))
     else:
         store = FileStore(num_bytes, directory, link)
     store.make_ahead()

@@ -166,7 +166,10 @@ def test_refusals_of_gemma3(tmp_path, changed, match):
         ({"architecture": "gemma"}, "'gemma' is not known; known: gemma3, llama, qwen2, qwen3"),
         ({"arrays": {"x": np.ones(1)}}, "'token_embd.weight' is missing"),
         ({"block_count": None}, "'llama.block_count' is missing"),
-        ({"block_count": ("u64", 1 << 40)}, "'llama.block_count' is 1099511627776, it must be from 1 to 10000"),
+        (
+            {"block_count": ("u64", 1 << 40)},
+            "'llama.block_count' is 1099511627776, it must be from 1 to 1000;",
+        ),
         ({"context_length": ("str", "64")}, "'llama.context_length' is '64', an integer"),
         ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
         ({"expert_count": ("u32", 8)}, "experts are not computed"),

@@ -203,7 +203,7 @@ def test_a_missing_field_is_named(tmp_path, key):
         ({"hidden_size": 32.5}, "'hidden_size' is 32.5, an integer is needed"),
         ({"vocab_size": True}, "'vocab_size' is True, an integer"),
         ({"vocab_size": 0}, "'vocab_size' is 0, it must be from 1"),
-        ({"num_hidden_layers": 1 << 30}, "'num_hidden_layers' is 1073741824, it must be from 1 to 10000"),
+        ({"num_hidden_layers": 1 << 30}, "'num_hidden_layers' is 1073741824, it must be from 1 to 1000;"),
         ({"rms_norm_eps": 0}, "'rms_norm_eps' is 0, it must be above 0"),
         ({"rms_norm_eps": "1e-5"}, "'rms_norm_eps' is '1e-5', a number"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', true or false"),

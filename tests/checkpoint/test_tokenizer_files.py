@@ -95,7 +95,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, match):
 
 
 def test_no_tokenizer_at_all(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"tokenizer.json is missing; give the option tokenizer"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json is missing.*; give the option tokenizer"):
         read_tokenizer_folder(tmp_path)
 
 
@@ -103,5 +103,5 @@ def test_an_overlong_tokenizer_is_not_read(tmp_path):
     folder = tokenizer_folder(tmp_path / "t")
     with open(folder / "tokenizer.json", "r+b") as file:
         file.truncate((256 << 20) + 1)  # sparse: takes no space
-    with pytest.raises(ModelLoadError, match=r"has 268435457 bytes, more than the 268435456 allowed"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: larger than 268435456 bytes"):
         read_tokenizer_folder(folder)

@@ -111,7 +111,7 @@ def test_chat(capsys, folder):
         (["--prompt", "a" * 64, "--max-model-len", "auto", "--kv-cache-bytes", "5120"], 2, "max_model_len is 64"),
         (["--prompts-file", "/no/such/file"], 2, "cannot be read"),
         ([], 2, "no prompts; give --prompt or --prompts-file"),
-        (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "raise gpu_memory_utilization/kv_cache_bytes"),
+        (["--prompt", "a", "--kv-cache-bytes", "512"], 1, "raise kv_cache_bytes to"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(capsys, folder, flags, code, says):

@@ -25,7 +25,7 @@ class LocalInputs:
     """An `InputProcessor` whose tokenizer is executed here."""
 
     def __init__(self, config, max_model_len=None):
-        self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+        self.tokenizer = load_tokenizer(config.model.files)
         self.inputs = InputProcessor(config, self.tokenizer, max_model_len)
 
     def process(self, *args, **options):

@@ -196,12 +196,13 @@ def test_a_neighbour_changes_nothing_in_our_figures(platform, neighbour):
         pytest.skip("NVML does not tell processes apart here")
     platform.allocate(GIB, "weights")
     held = torch.ones(GIB // 2, dtype=torch.uint8, device="cuda")
-    before, budget, free = platform.process_memory(), platform.memory_budget_bytes(0.5, 1), free_bytes()
+    half = platform.shared_memory_bytes(1) // 2
+    before, budget, free = platform.process_memory(), platform.memory_budget_bytes(half), free_bytes()
     assert before.own_bytes >= GIB * 3 // 2
     neighbour()
     assert free - free_bytes() > 2 * GIB
     assert platform.process_memory() == before
-    assert platform.memory_budget_bytes(0.5, 1) == budget
+    assert platform.memory_budget_bytes(half) == budget
     del held
 
 

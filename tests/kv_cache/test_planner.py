@@ -90,11 +90,14 @@ def test_too_small_gives_the_numbers_and_what_fits():
     assert error.value.details == {
         "needed_bytes": 11 * BLOCK_BYTES,
         "available_bytes": 10 * BLOCK_BYTES,
+        "missing_bytes": BLOCK_BYTES,
         "max_model_len": 36,
+        "kv_cache_bytes": 11 * BLOCK_BYTES,
+        "budget": {},
     }
     assert error.value.message == (
-        "KV cache: one request of 37 tokens needs 5632 bytes, 5120 bytes free; "
-        "lower max_model_len to 36 or raise gpu_memory_utilization/kv_cache_bytes"
+        "KV cache: one request of 37 tokens needs 5632 bytes, 5120 bytes available, 512 bytes missing; "
+        "lower max_model_len to 36 or raise kv_cache_bytes to 5632 bytes"
     )
     plan(LAYERS, 10 * BLOCK_BYTES, max_model_len=36)
 
@@ -102,27 +105,33 @@ def test_too_small_gives_the_numbers_and_what_fits():
 def test_sizes_of_a_real_model_are_in_gib():
     spec = full(16, 8, 128, "bfloat16")  # 64 KiB a page
     layers = model(*[spec] * 32)  # 2 MiB a block
-    with pytest.raises(CapacityError, match=r"32768 tokens needs 4\.00 GiB, 2\.50 GiB free; .* to 20464 or"):
+    with pytest.raises(CapacityError, match=r"needs 4\.00 GiB \(4297064448 bytes\), 2\.50 GiB .* to 20464 or"):
         plan(layers, 5 * 2**29, max_model_len=32768)
 
 
 @pytest.mark.parametrize("available", [-5, 0, 511, BLOCK_BYTES])
 def test_no_length_fits(available):
-    with pytest.raises(CapacityError, match="free; raise gpu_memory") as error:
+    with pytest.raises(CapacityError, match="missing; raise kv_cache_bytes") as error:
         plan(LAYERS, available, max_model_len=4)
     assert error.value.details["max_model_len"] == 0
 
 
 def test_override_too_small():
-    with pytest.raises(CapacityError, match="lower max_model_len to 4 or raise num_blocks_override=2") as error:
-        plan(LAYERS, max_model_len=5, num_blocks_override=2)
-    assert error.value.details["available_bytes"] == 2 * BLOCK_BYTES
+    with pytest.raises(CapacityError) as error:
+        plan(LAYERS, max_model_len=37, num_blocks_override=2)
+    assert error.value.message == (
+        "KV cache: one request of 37 tokens needs 10 blocks, num_blocks_override=2 has 1 beside the null block, "
+        "9 missing; lower max_model_len to 4 or raise num_blocks_override to 11"
+    )
+    assert error.value.details["num_blocks_override"] == 11
+    plan(LAYERS, max_model_len=37, num_blocks_override=11)
+    plan(LAYERS, max_model_len=4, num_blocks_override=2)
 
 
 def test_too_small_for_all_groups_together():
     # 9 tokens: 3 blocks of full attention; in each of the two window groups 8 - 1 + 2 in flight, so 3. One is null.
     plan(MIXED, 10 * BLOCK_BYTES, max_model_len=9)
-    with pytest.raises(CapacityError, match="9 tokens needs 5120 bytes, 4608 bytes free; lower max_model_len to 8 or"):
+    with pytest.raises(CapacityError, match=r"needs 5120 bytes, 4608 bytes .* lower max_model_len to 8 or"):
         plan(MIXED, 9 * BLOCK_BYTES, max_model_len=9)
 
 
@@ -150,18 +159,15 @@ def test_auto_with_windows_alone_ends_at_what_was_given():
 def test_auto_where_not_even_a_small_context_fits(layers, num_blocks):
     groups = num_blocks
     assert plan(layers, (groups + 1) * BLOCK_BYTES, max_model_len=100, fit=True).max_model_len == 4
-    with pytest.raises(CapacityError, match=r"of 2 tokens, the least of use, needs .* free; raise") as error:
+    with pytest.raises(CapacityError, match=r"of 2 tokens, the least of use, needs .* missing; raise") as error:
         plan(layers, groups * BLOCK_BYTES, max_model_len=100, fit=True)
-    assert error.value.details == {
-        "needed_bytes": (groups + 1) * BLOCK_BYTES,
-        "available_bytes": groups * BLOCK_BYTES,
-        "max_model_len": 0,
-    }
+    assert error.value.details["needed_bytes"] == (groups + 1) * BLOCK_BYTES
+    assert (error.value.details["available_bytes"], error.value.details["max_model_len"]) == (groups * BLOCK_BYTES, 0)
 
 
 def test_a_context_without_room_for_a_token_to_generate_is_of_no_use():
     layers = model(full(block_size=1))
-    with pytest.raises(CapacityError, match=r"2 tokens, the least of use, needs .* free; raise"):
+    with pytest.raises(CapacityError, match=r"2 tokens, the least of use, needs .* missing; raise"):
         plan(layers, 2 * PAGE // 4, max_model_len=100, fit=True)
     assert plan(layers, 3 * PAGE // 4, max_model_len=100, fit=True).max_model_len == 2
 

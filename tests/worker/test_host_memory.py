@@ -41,7 +41,7 @@ class TestHostVirtualMemory:
 
     def test_no_more_than_is_free(self) -> None:
         before = os.listdir("/proc/self/fd")
-        with pytest.raises(CapacityError, match=r"host memory: 0\.00 GiB asked, 0\.00 GiB free") as error:
+        with pytest.raises(CapacityError, match=r"host memory: .* bytes asked, .* bytes free") as error:
             HostVirtualMemory(lambda: 8192).create(12288)
         assert error.value.details == {"needed_bytes": 12288, "available_bytes": 8192}
         assert os.listdir("/proc/self/fd") == before

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from step_driver import make_config
 
 from ringcore.errors import CapacityError
+from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.worker.device_memory import MemoryTag
 from ringcore.worker.memory import StepPeaks, activation_bytes, format_table, memory_table
 from ringcore.worker.platform import Platform, ProcessMemory
+from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.worker import Worker
 
 MIB = 2**20
@@ -31,8 +34,11 @@ class FakePlatform(Platform):
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         return SingleRank()
 
-    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
-        return int(self.free_memory_bytes() * share / num_ranks)
+    def shared_memory_bytes(self, num_ranks: int) -> int:
+        return self.free_memory_bytes() // num_ranks
+
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
+        return asked_bytes
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         return "float32"
@@ -60,7 +66,7 @@ class MeasuringPlatform(FakePlatform):
     def __init__(self, peaks: Sequence[int] = ()) -> None:
         self.peaks = list(peaks)
 
-    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
         return 700 * MIB
 
     def process_memory(self) -> ProcessMemory:
@@ -275,3 +281,92 @@ def test_the_text_has_every_entry_in_mib() -> None:
         ["total", "1000.0"],
         ["available", "kv", "cache", "1.5"],
     ]
+
+
+# What an error says would be enough, is.
+
+
+def planned(config: Any, platform: Platform, specs: dict[str, KVCacheSpec]) -> Any:
+    found = memory_table(config, platform, specs, "float32", 7, PEAKS if platform.measures_steps else None)
+    return plan_kv_cache(
+        [specs],
+        [found["available_kv_cache_bytes"]],
+        max_model_len=config.model.context_len,
+        fit_max_model_len=False,
+        max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
+        num_blocks_override=None,
+        tables=[found],
+    )
+
+
+class SmallCard(MeasuringPlatform):
+    """Of 1000 MiB this process has 20."""
+
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
+        return min(asked_bytes - 20 * MIB, self.free_memory_bytes())
+
+    def shared_memory_bytes(self, num_ranks: int) -> int:
+        return self.total_memory_bytes()
+
+
+@pytest.mark.parametrize("head_size", [16, 4096])
+@pytest.mark.parametrize("platform", [FakePlatform(), SmallCard()])
+@pytest.mark.parametrize("share", [0.001, 0.4])
+def test_the_numbers_of_a_refusal_are_enough(
+    tiny_llama: tuple[str, Any], platform: Platform, share: float, head_size: int
+) -> None:
+    specs: dict[str, KVCacheSpec] = {
+        f"layers.{i}.attention": FullAttentionSpec(block_size=4, num_kv_heads=25, head_size=head_size, dtype="float32")
+        for i in range(3)
+    }
+    config = make_config(tiny_llama[0], gpu_memory_utilization=share)
+    try:
+        planned(config, platform, specs)
+    except CapacityError as caught:
+        error = caught
+    else:
+        assert share == 0.4
+        return
+    details = error.details
+    assert details["missing_bytes"] == details["needed_bytes"] - max(0, details["available_bytes"])
+    assert details["budget"]["asked_bytes"] == int(share * platform.shared_memory_bytes(1))
+    assert "weights 7 bytes" in error.message
+    for option in ("gpu_memory_utilization", "kv_cache_bytes"):
+        assert (option in details) == (f"raise {option} to" in error.message)
+        if option in details:
+            planned(make_config(tiny_llama[0], **{option: details[option]}), platform, specs)
+    if fits := details["max_model_len"]:
+        planned(make_config(tiny_llama[0], gpu_memory_utilization=share, max_model_len=fits), platform, specs)
+    if head_size == 16:
+        assert "gpu_memory_utilization" in details
+
+
+def test_a_cpu_plans_with_three_quarters_of_what_its_control_group_leaves(
+    tiny_llama: tuple[str, Any], tmp_path: Path
+) -> None:
+    """Of 200 MiB, 50 are used, 10 of them by file pages; the context is what fits into the rest."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/a\n")
+    group = tmp_path / "groups" / "a"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(str(200 * MIB))
+    (group / "memory.current").write_text(str(50 * MIB))
+    (group / "memory.stat").write_text(f"inactive_file {10 * MIB}\n")
+    specs: dict[str, KVCacheSpec] = {
+        f"layers.{i}.attention": FullAttentionSpec(block_size=4, num_kv_heads=25, head_size=4096, dtype="float32")
+        for i in range(3)
+    }
+    config = make_config(tiny_llama[0], max_model_len="auto")
+    found = memory_table(config, CpuPlatform(tmp_path, tmp_path / "groups"), specs, "float32", weights_bytes=7)
+    assert (found["shared_bytes"], found["asked_bytes"]) == (160 * MIB, 120 * MIB)
+    left = found["budget_bytes"] - found["activations_bytes"]
+    assert found["available_kv_cache_bytes"] == left - left // 4
+    (plan,) = plan_kv_cache(
+        [specs],
+        [found["available_kv_cache_bytes"]],
+        max_model_len=config.model.context_len,
+        fit_max_model_len=True,
+        max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
+        num_blocks_override=None,
+    )
+    assert 2 < plan.max_model_len == 4 * (plan.num_blocks - 1) < 128

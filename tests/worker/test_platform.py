@@ -27,7 +27,7 @@ def test_every_platform_keeps_the_contract(name: str, enable_sleep_mode: bool) -
         pytest.skip(f"this host has no {name}")
     platform = choose_platform(name, enable_sleep_mode=enable_sleep_mode)
     assert 0 < platform.free_memory_bytes() <= platform.total_memory_bytes()
-    assert 0 < platform.memory_budget_bytes(0.5, 1) <= platform.free_memory_bytes()
+    assert 0 < platform.memory_budget_bytes(platform.shared_memory_bytes(1) // 2) <= platform.free_memory_bytes()
     assert 0 < platform.default_memory_share <= 1
     for tag in ("weights", "kv_cache"):
         memory = [platform.allocate(num_bytes, tag) for num_bytes in (60, 0, 1000)]
@@ -88,7 +88,7 @@ def test_a_cpu_sleeps_in_arenas_of_its_own() -> None:
     assert process.memory_info().rss - before < 64 * MIB
     assert not pages[::MIB].any()
     with pytest.raises(CapacityError, match=r"host memory: .* asked"):
-        platform.allocate(platform.total_memory_bytes() - 1024 * MIB, "weights")
+        platform.allocate(platform.total_memory_bytes(), "weights")
     platform.close()
 
 
@@ -168,8 +168,8 @@ class TestCuda:
             return own
 
         monkeypatch.setattr(cuda_module, "process_bytes", by_nvml)
-        assert platform.memory_budget_bytes(0.7, 1) == 70 - (own - 10)
-        assert platform.memory_budget_bytes(1.0, 1) == 60, "no more than is free"
+        assert platform.memory_budget_bytes(70) == 70 - (own - 10)
+        assert platform.memory_budget_bytes(100) == 60, "no more than is free"
         assert asked[0] == ("a-b", os.getpid())
         assert platform.process_memory() == ProcessMemory(own, 30, 0)
         assert platform.process_memory().non_torch_bytes == own - 30
@@ -182,8 +182,8 @@ class TestCuda:
         platform = CudaPlatform(0, FakeCuda(), "plain")
         monkeypatch.setattr(cuda_module, "process_bytes", lambda uuid, pid: told)
         assert platform.process_memory() == ProcessMemory(50, 30, 0)
-        assert platform.memory_budget_bytes(0.7, 1) == 70 - 40
-        assert platform.memory_budget_bytes(0.1, 1) == 0
+        assert platform.memory_budget_bytes(70) == 70 - 40
+        assert platform.memory_budget_bytes(10) == -30
 
     def test_the_peak_is_what_torch_reserves_beside_what_it_had(self) -> None:
         cuda = FakeCuda()

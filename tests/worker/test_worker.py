@@ -171,7 +171,9 @@ def test_more_pages_than_memory_is_a_capacity_error(tiny_llama: tuple[str, Any])
     worker = Worker(make_config(tiny_llama[0]), 0, None)
     worker.init_device()
     worker.load_model()
-    with pytest.raises(CapacityError, match="GiB are free; lower num_blocks_override or kv_cache_bytes") as error:
+    with pytest.raises(
+        CapacityError, match=r"missing; lower num_blocks_override to \d+, or kv_cache_bytes to \d+"
+    ) as error:
         worker.initialize_from_config(plan(worker, 10**12))
     assert error.value.details["needed_bytes"] == 10**12 * 3 * 2 * 4 * 2 * 16 * 4
     assert 0 < error.value.details["available_bytes"] < error.value.details["needed_bytes"]

@@ -181,7 +181,7 @@ def model_grammars(config: EngineConfig) -> Grammars:
     def read() -> TokenizerFiles:
         from ringcore.tokenizer import read_tokenizer_files  # a process without structured outputs needs none
 
-        return read_tokenizer_files(model.tokenizer_source)
+        return read_tokenizer_files(model.files)
 
     return Grammars(
         read,

@@ -10,6 +10,7 @@ import ctypes
 from ctypes import POINTER, Structure, byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.worker.arena import VirtualMemory
 
@@ -105,7 +106,7 @@ class AscendVirtualMemory(VirtualMemory):
         if error == _OUT_OF_MEMORY:
             free = self._free_bytes()
             raise CapacityError(
-                f"{name} on Ascend device {self._index}: {num_bytes / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB "
+                f"{name} on Ascend device {self._index}: {format_bytes(num_bytes)} asked, {format_bytes(free)} "
                 "free; lower gpu_memory_utilization or kv_cache_bytes, or end what else uses this device",
                 needed_bytes=num_bytes,
                 available_bytes=free,

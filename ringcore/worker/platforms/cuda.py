@@ -101,11 +101,14 @@ class CudaPlatform(Platform):
         unused = self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device)
         return int(self._cuda.mem_get_info(self.device)[0] + unused)
 
-    def memory_budget_bytes(self, share: float, num_ranks: int) -> int:
-        """`share` of the card less what this process has of it: a neighbour on the card is no part of the sum. But
-        never more than is free."""
-        mine = self._own_memory_bytes()
-        return max(0, min(int(self.total_memory_bytes() * share) - mine, self.free_memory_bytes()))
+    def shared_memory_bytes(self, num_ranks: int) -> int:
+        """The card: each rank has one of its own."""
+        return self.total_memory_bytes()
+
+    def memory_budget_bytes(self, asked_bytes: int) -> int:
+        """Less what this process has of the card: a neighbour on the card is no part of the sum. But never more than
+        is free."""
+        return min(asked_bytes - self._own_memory_bytes(), self.free_memory_bytes())
 
     def _own_memory_bytes(self) -> int:
         """What this process has of the card and uses, the driver's share included."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.worker.arena import VirtualMemory
 from ringcore.worker.host_link import HostLink
@@ -91,7 +92,7 @@ class CudaVirtualMemory(VirtualMemory):
         free = int(self._cuda.mem_get_info(self._device)[0])
         needed = next((arg for arg in args if isinstance(arg, int)), 0)
         raise CapacityError(
-            f"{name} on {self._device}: {words}: {needed / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB free; lower "
+            f"{name} on {self._device}: {words}: {format_bytes(needed)} asked, {format_bytes(free)} free; lower "
             "gpu_memory_utilization or kv_cache_bytes, or end what else uses this GPU",
             needed_bytes=needed,
             available_bytes=free,
@@ -153,7 +154,7 @@ class CudaLink(HostLink):
             self._exchange_mode(before)
         if code == _MEMORY_ALLOCATION:
             raise CapacityError(
-                f"cudaHostRegister on {self._device}: {memory.nbytes / 2**30:.2f} GiB of host memory cannot be pinned; "
+                f"cudaHostRegister on {self._device}: {format_bytes(memory.nbytes)} of host memory cannot be pinned; "
                 "give sleep_directory, a directory with room for the weights, or sleep with level=2",
                 needed_bytes=memory.nbytes,
                 available_bytes=0,

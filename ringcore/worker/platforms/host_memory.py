@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
 from ringcore.worker.arena import VirtualMemory
 
@@ -52,7 +53,7 @@ class HostVirtualMemory(VirtualMemory):
         free = self._free_bytes()
         if num_bytes > free:
             raise CapacityError(
-                f"host memory: {num_bytes / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB free; lower kv_cache_bytes or "
+                f"host memory: {format_bytes(num_bytes)} asked, {format_bytes(free)} free; lower kv_cache_bytes or "
                 "gpu_memory_utilization, or end what else uses this host's memory",
                 needed_bytes=num_bytes,
                 available_bytes=free,

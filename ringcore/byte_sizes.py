@@ -1,0 +1,18 @@
+"""Numbers of bytes for a person."""
+
+from __future__ import annotations
+
+__all__ = ["format_bytes"]
+
+
+def format_bytes(num_bytes: int, *, exact: bool = False) -> str:
+    """GiB to two digits; what is too small for these in MiB, or in bytes. exact: with the bytes, as an option takes."""
+    if num_bytes < 0:
+        return f"-{format_bytes(-num_bytes, exact=exact)}"
+    if num_bytes >= 2**30 // 10 or num_bytes == 0:
+        text = f"{num_bytes / 2**30:.2f} GiB"
+    elif num_bytes >= 2**20 // 10:
+        text = f"{num_bytes / 2**20:.2f} MiB"
+    else:
+        return f"{num_bytes} bytes"
+    return f"{text} ({num_bytes} bytes)" if exact and num_bytes else text

@@ -1,0 +1,122 @@
+"""The tensors that a model needs of its checkpoint, by its configuration alone: looked for before a worker starts.
+
+The models declare the same with their layers, in torch's column; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ringcore.checkpoint.gguf_tensors import GGUFTensors
+from ringcore.checkpoint.model_files import ModelFiles
+from ringcore.checkpoint.model_spec import ModelSpec
+from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.errors import ModelLoadError
+
+__all__ = ["and_more", "check_checkpoint", "check_tensors", "expected_tensors", "is_dispensable"]
+
+Shape = tuple[int, ...]
+
+_HEAD_NORMS = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+_FOUR_NORMS = ("Gemma3ForCausalLM",)  # after attention and MLP too
+# Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
+# that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
+# else than its authors did.
+_DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
+
+
+def is_dispensable(checkpoint_name: str) -> bool:
+    """Whether no model misses this tensor that has no place for it."""
+    return _DISPENSABLE.fullmatch(checkpoint_name) is not None
+
+
+def and_more(names: Sequence[str]) -> str:
+    """What is said behind the first of several names."""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """The shape of every tensor, by its Hugging Face name."""
+    table = (spec.vocab_size, spec.hidden_size)
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": table, "model.norm.weight": (spec.hidden_size,)}
+    if not spec.tie_word_embeddings:
+        tensors["lm_head.weight"] = table
+    of_layer = dict(_of_layer(spec))
+    for layer in range(spec.num_layers):
+        tensors.update((f"model.layers.{layer}.{name}", shape) for name, shape in of_layer.items())
+    return tensors
+
+
+def _of_layer(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for name, (num_outputs, num_inputs), has_bias in (
+        ("self_attn.q_proj", (heads, hidden), spec.attention_bias),
+        ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
+        ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
+        ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
+        ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
+        ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
+        ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
+    ):
+        yield f"{name}.weight", (num_outputs, num_inputs)
+        if has_bias:
+            yield f"{name}.bias", (num_outputs,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.architecture in _FOUR_NORMS:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for norm in norms:
+        yield f"{norm}.weight", (hidden,)
+    if spec.architecture in _HEAD_NORMS:
+        yield "self_attn.q_norm.weight", (spec.head_dim,)
+        yield "self_attn.k_norm.weight", (spec.head_dim,)
+
+
+def check_checkpoint(files: ModelFiles, spec: ModelSpec) -> None:
+    """Raises `ModelLoadError` as `check_tensors` does, by the headers of the files; dummy weights have none."""
+    match files.kind:
+        case "safetensors":
+            index = TensorIndex(files.weight_files)
+            shapes = {name: entry.shape for name, entry in index.items()}
+            check_tensors(expected_tensors(spec), shapes, files.path, lambda name: index[name].file)
+        case "gguf":
+            tensors = GGUFTensors(files.weight_files[0])
+            check_tensors(expected_tensors(spec), tensors.shapes, files.path, lambda _: tensors.path)
+        case "dummy":
+            pass
+
+
+def check_tensors(
+    expected: Mapping[str, Shape], found: Mapping[str, Shape], path: str, file_of: Callable[[str], str]
+) -> None:
+    """Every tensor is there in the right shape, and none is left over. `file_of` a tensor, for messages.
+
+    Raises `ModelLoadError` that names the tensor, the file and both shapes.
+    """
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise ModelLoadError(
+            f"{path}: tensor {missing[0]!r} is missing{and_more(missing)}; the files are incomplete "
+            "or config.json describes another model",
+            path=path,
+            tensor=missing[0],
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            file = file_of(name)
+            raise ModelLoadError(
+                f"{file}: tensor {name!r} has the shape {list(found[name])}, the configuration asks for "
+                f"{list(shape)}; weights and configuration are of different models",
+                path=file,
+                tensor=name,
+            )
+    left = [name for name in found if name not in expected and not is_dispensable(name)]
+    if left:
+        file = file_of(left[0])
+        raise ModelLoadError(
+            f"{file}: tensor {left[0]!r} has no place in the model{and_more(left)}; its output would be wrong "
+            "without it: config.json describes another model, or the checkpoint is quantized or carries adapters",
+            path=file,
+            tensor=left[0],
+        )

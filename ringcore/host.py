@@ -1,0 +1,82 @@
+"""The host's memory and instructions, as the kernel tells them. No torch: front ends ask before a worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Host"]
+
+# Instructions that multiply bfloat16; without them it is converted number by number, slower than float32.
+_BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
+
+
+class Host:
+    """`proc` and `cgroups` are where the kernel tells about it."""
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroups = proc, cgroups
+
+    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+        """The dtype to compute in on its processor: `asked`, or for "auto" the checkpoint's where that is fast."""
+        if asked != "auto":
+            return asked
+        return "bfloat16" if checkpoint == "bfloat16" and self._has_fast_bfloat16() else "float32"
+
+    def _has_fast_bfloat16(self) -> bool:
+        try:
+            lines = (self._proc / "cpuinfo").read_text().splitlines()
+        except OSError:
+            return False
+        flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+        return not _BF16_FLAGS.isdisjoint(flags)
+
+    def has_gpu(self) -> bool:
+        """Whether there is a driver of an NVIDIA GPU, or of the one that Windows lends its Linux."""
+        return (self._proc / "driver/nvidia/version").exists() or Path("/dev/dxg").exists()
+
+    def total_memory_bytes(self) -> int:
+        """What the host has, or the limit of this process's control groups if that is lower."""
+        limits = [limit for limit, _ in self._cgroup_figures()]
+        return min([int(psutil.virtual_memory().total), *limits])
+
+    def free_memory_bytes(self) -> int:
+        """What is available within those limits; file cache that the kernel drops counts."""
+        left = [max(0, limit - used) for limit, used in self._cgroup_figures()]
+        return min([int(psutil.virtual_memory().available), *left])
+
+    def _cgroup_figures(self) -> Iterator[tuple[int, int]]:
+        """(limit, used) in bytes of this process's memory control groups, its own and those above, where limited.
+
+        What is used leaves out file pages that the kernel drops before it refuses memory.
+        """
+        for folder, limit_name, used_name, cache_name in self._cgroup_folders():
+            try:
+                limit = int((folder / limit_name).read_text())  # "max" is no limit
+                used = int((folder / used_name).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            yield limit, used - int(stat.get(cache_name, 0))
+
+    def _cgroup_folders(self) -> Iterator[tuple[Path, str, str, str]]:
+        """Version 2 has one hierarchy ("0::/path"), version 1 one for memory ("5:memory:/path")."""
+        try:
+            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                root, names = self._cgroups, ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                root = self._cgroups / "memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(root):
+                    yield folder, *names
