@@ -19,6 +19,7 @@ from ringcore.engine_core.request_streams import RequestStream, RequestStreams
 from ringcore.errors import RingcoreError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 from ringcore.sampling_params import SamplingParams
 from ringcore.tokenizer import Tokenizer
@@ -178,6 +179,9 @@ class AsyncEngine:
     ) -> Any:
         """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone."""
         return await self._call(self._client.collective_rpc, method, args, kwargs, timeout, unique_reply_rank)
+
+    async def methods(self) -> list[RpcMethod]:
+        return await self._call(self._client.methods)
 
     async def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""

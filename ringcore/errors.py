@@ -9,6 +9,7 @@
     ├── EngineDeadError                        a process of the engine ended; every later call raises it again
     │   └── WorkerDiedError                    a worker ended under this call; the engine starts new ones
     ├── WorkerError                            a worker method raised; rank, type, message, remote traceback
+    ├── PermissionDeniedError  (PermissionError)  the key of an admin client lacks the scope of its call
     ├── RpcTimeoutError        (TimeoutError)  the deadline passed; method and missing ranks
     └── SleepingError                          the call needs memory that sleep gave back
 
@@ -28,6 +29,7 @@ __all__ = [
     "EngineDeadError",
     "InvalidRequestError",
     "ModelLoadError",
+    "PermissionDeniedError",
     "RingcoreError",
     "RpcTimeoutError",
     "SleepingError",
@@ -117,6 +119,11 @@ class WorkerError(RingcoreError):
             self.__cause__ = RemoteTraceback(details["traceback"])
 
 
+class PermissionDeniedError(RingcoreError, PermissionError):
+    """An admin client's key may not make this call. Details: `method`, `scope` that it takes, `key` (the name), `file`
+    (of the key, on the engine's host)."""
+
+
 class RpcTimeoutError(RingcoreError, TimeoutError):
     """A call's deadline passed. Details: `method`, `timeout_s`, `missing_ranks`."""
 
@@ -136,6 +143,7 @@ _WIRE_TYPES: dict[str, type[RingcoreError]] = {
         EngineDeadError,
         WorkerDiedError,
         WorkerError,
+        PermissionDeniedError,
         RpcTimeoutError,
         SleepingError,
     )

@@ -29,7 +29,7 @@ from ringcore.protocol.messages import (
     Shutdown,
 )
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
-from ringcore.worker.rpc import call_rpc
+from ringcore.worker.rpc import call_rpc, rpc_methods
 
 # ---------------------------------------------------------------------------------------------------------------
 # Replies that arrive while a future is being asked.
@@ -66,6 +66,7 @@ class SurprisingExecutor(Executor):
     def __init__(self, config, arrive_at: int) -> None:
         super().__init__(config)
         self.worker = FakeWorker(config, 0)
+        self.methods = rpc_methods(self.worker)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._questions_left = arrive_at
         self.num_steps = 0
@@ -82,7 +83,7 @@ class SurprisingExecutor(Executor):
 
     def forward(self, call: EncodedCall):
         method, args, kwargs = decode_request(call.parts)
-        future = Future(self, lambda: [call_rpc(self.worker, method, args, kwargs)])
+        future = Future(self, lambda: [call_rpc(self.worker, method, args, kwargs, call.by_engine)])
         if method == "nap":
             future.error = RpcTimeoutError("too late", method=method)
         if method == "stats":
