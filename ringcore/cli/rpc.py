@@ -44,6 +44,10 @@ def rpc(
 
     if (method is None) != list_methods:
         raise InvalidRequestError("METHOD: give the name of a method, or --list", field="method", value=method)
+    if rank is not None and (engine or list_methods):
+        raise InvalidRequestError(
+            f"rank={rank}: only calls to workers have one; leave it out", field="rank", value=rank
+        )
     arguments = [_argument(a) for a in args or []]
     with AdminClient(endpoint, keys) as client:
         if method is None:

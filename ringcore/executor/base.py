@@ -128,8 +128,9 @@ class Executor(ABC):
 
     @abstractmethod
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`submit` with the arguments encoded already, for whoever `call.by_engine` says. Their buffers may be changed
-        as soon as it returns. A method of the engine's that another calls is refused in each worker."""
+        """`submit` with the arguments encoded already; `call.by_engine` says whether it is a call of the engine's own.
+        Their buffers may be changed as soon as it returns. What only the engine may call, each worker refuses to any
+        other call."""
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -53,8 +54,8 @@ class RpcMethod(msgspec.Struct, frozen=True):
 
 def _signature_text(method: Callable[..., Any]) -> str:
     """The signature with its annotations as they are written in the code."""
-    signature = inspect.signature(method)
-    _, *parameters = (p.replace(annotation=_unquoted(p.annotation)) for p in signature.parameters.values())
+    signature = inspect.signature(types.MethodType(method, object()))
+    parameters = [p.replace(annotation=_unquoted(p.annotation)) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=_unquoted(signature.return_annotation)))
 
 

@@ -59,7 +59,8 @@ def rpc(method: Any = None, *, read_only: bool = False, scope: DeclaredScope | N
         raise TypeError(f"@rpc(scope={scope!r}): give one of {', '.join(SCOPES)}, engine")
 
     def declare(function: _Method) -> _Method:
-        if not inspect.isfunction(function) or function.__name__.startswith("_"):
+        is_method = inspect.isfunction(function) and inspect.signature(function).parameters
+        if not is_method or function.__name__.startswith("_"):
             raise TypeError(f"@rpc declares a public method, not {function!r}; put it below other decorators")
         vars(function)[_DECLARATION] = declaration
         return function

@@ -91,6 +91,7 @@ def test_arrays_and_tensors_are_lists():
         (["fail"], 1, "KeyError: 'x'"),
         (["shutdown"], 2, "method='shutdown': only the engine itself calls it on its workers; close its owner (LLM, "),
         ([], 2, "METHOD: give the name of a method, or --list"),
+        (["pause", "--engine", "--rank", "0"], 2, "rank=0: only calls to workers have one; leave it out"),
         (["echo", "--list"], 2, "METHOD: give the name of a method, or --list"),
         (["echo", "--timeout", "-1"], 2, "timeout=-1.0: give seconds"),
         (["echo", "--keys", "/no/such/directory"], 2, "keys='/no/such/directory': no such directory"),

@@ -1,4 +1,4 @@
-"""What only the engine calls on its workers no door from outside leads to, and the engine goes on serving."""
+"""What only the engine calls on its workers is refused to every call from outside, and the engine goes on serving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from ringcore import LLM, AdminClient, AsyncEngine, EngineConfig, EngineCore, SamplingParams
 from ringcore.cli.app import make_app
+from ringcore.engine_core.public_methods import ENGINE_CALLS
 from ringcore.errors import InvalidRequestError, PermissionDeniedError
 from ringcore.executor.base import EncodedCall
 from ringcore.executor.value_codec import encode_request
@@ -18,7 +19,7 @@ from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall
 from ringcore.protocol.requests import EngineCoreRequest
 
-# By name, since it is these that must not be opened again; `capture_graph` the fake worker does not have.
+# All names, so that none becomes public by mistake. The fake worker has no `capture_graph`.
 ENGINE_ONLY = [
     *("init_device", "load_model", "get_kv_cache_spec", "determine_available_memory", "initialize_from_config"),
     *("execute_model", "reset_rows", "prepare_memory", "commit_memory", "roll_back_memory", "compile_grammar"),
@@ -59,9 +60,9 @@ def serves(llm) -> bool:
 
 @pytest.mark.parametrize("method", ENGINE_ONLY)
 def test_no_client_calls_what_is_the_engines(llm, admin, keys, method):
-    for door in (llm, llm._client, admin):
+    for client in (llm, llm._client, admin):
         with pytest.raises(InvalidRequestError, match=REFUSED) as caught:
-            door.collective_rpc(method)
+            client.collective_rpc(method)
         assert caught.value.details == {"field": "method", "value": method}
         assert serves(llm)
     result = CliRunner().invoke(make_app(), ["rpc", llm.ready.admin_endpoint, method, "--keys", keys])
@@ -96,16 +97,16 @@ def test_nor_does_an_async_engine(folder):
 
 @pytest.mark.parametrize("asked", ["shutdown", "load_model", "compile_grammar"])
 @pytest.mark.parametrize("claimed", ["stats", "echo", None])
-def test_a_frame_of_the_clients_own_channel_may_not_lie(llm, claimed, asked):
+def test_a_forged_frame_of_the_engines_client(llm, claimed, asked):
     """It names a method that may be called and has the arguments of another; None: it names that one."""
     for by_engine in (False, True):
-        lie = EncodedCall(claimed or asked, encode_request(asked, [], None), timeout=60.0, by_engine=by_engine)
-        result, _ = llm._client._exchange("workers", lie, None)
+        forged = EncodedCall(claimed or asked, encode_request(asked, [], None), timeout=60.0, by_engine=by_engine)
+        result, _ = llm._client._exchange("workers", forged, None)
         assert result.error.type == "InvalidRequestError"
         assert serves(llm)
 
 
-def test_a_frame_of_an_admin_client_may_not_lie(llm, keys):
+def test_a_forged_frame_of_an_admin_client(llm, keys):
     arguments = encode_request("shutdown", [], None)
     own = {"type": "rpc", "call_id": 2, "target": "workers", "method": "shutdown", "timeout_s": 60.0, "by_engine": True}
     with RawPeer(llm.ready.admin_endpoint, keys) as peer:
@@ -146,7 +147,9 @@ def test_all_that_is_listed_can_be_called_and_nothing_else(llm, admin):
     assert known == operations | {name for target, name in listed if target == "workers"}
 
 
-def test_a_pause_of_an_admin_client_is_the_engines(llm, admin):
+def test_an_admin_client_calls_the_engine_itself(llm, admin):
+    for name in ENGINE_CALLS:
+        admin.call_engine(name)
     assert admin.call_engine("pause", ["all"]) is None
     assert admin.call_engine("resume") is None
     assert admin.call_engine("sleep", kwargs={"level": 0})["states"] == {"weights": "resident", "kv_cache": "resident"}

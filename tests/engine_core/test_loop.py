@@ -391,7 +391,11 @@ def test_callables(is_allowed):
 @pytest.mark.parametrize(
     ("call", "buffers", "says"),
     [
-        (RpcCall(1, "engine", "explode"), [], "give one of finish_weight_update, health, is_sleeping, pause, "),
+        (
+            RpcCall(1, "engine", "explode"),
+            [],
+            "give one of finish_weight_update, health, is_sleeping, methods, pause, ",
+        ),
         (RpcCall(1, "engine", "sleep", is_callable=True), [], "give one of"),
         (RpcCall(1, "engine", "sleep"), [b"x"], "its arguments are wrong"),
         (RpcCall(1, "nobody", "echo"), [b"x"], "give one of engine, workers"),

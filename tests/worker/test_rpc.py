@@ -362,7 +362,10 @@ def test_a_scope_that_is_none():
         rpc(scope="admin")
 
 
-@pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print)])
+def without_a_self() -> None: ...
+
+
+@pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print), without_a_self])
 @pytest.mark.parametrize("declare", [rpc, rpc(read_only=True), rpc()])
 def test_only_functions_can_be_declared(thing, declare):
     with pytest.raises(TypeError, match="@rpc declares a public method"):
