@@ -244,7 +244,7 @@ class Worker:
 
     @rpc(scope="lifecycle")
     def leave_weight_group(self) -> None:
-        """Idempotent."""
+        """Leaves the group that was joined. Idempotent."""
         self._new_weights.leave()
 
     # Read-only methods run on another thread, also while one of the above runs. Each reads an attribute once and goes

@@ -140,7 +140,12 @@ def test_the_scope_of_each_method(tiny_llama: tuple[str, Any], of_fakes: bool) -
 def test_a_method_tells_how_it_is_called(tiny_llama: tuple[str, Any]) -> None:
     methods = rpc_methods(Worker(make_config(tiny_llama[0]), 0, None))
     assert methods["leave_weight_group"] == RpcMethod(
-        "leave_weight_group", "workers", "lifecycle", False, "() -> None", "Idempotent."
+        "leave_weight_group",
+        "workers",
+        "lifecycle",
+        False,
+        "() -> None",
+        "Leaves the group that was joined. Idempotent.",
     )
     assert methods["stats"].signature == "() -> dict[str, int]"
     assert methods["stats"].summary.startswith("Counts since the start, ")
