@@ -24,6 +24,7 @@ from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import EngineHealth, RpcCall, RpcResult
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 
 __all__ = ["AdminClient"]
@@ -34,7 +35,7 @@ _NEVER_MS = 1 << 30  # ZMQ's own never (-1) throws away what has arrived when th
 
 
 class AdminClient:
-    """Calls methods of a running engine's workers, over its admin endpoint.
+    """Calls a running engine and its workers, over its admin endpoint.
 
     endpoint: the engine's `EngineReady.admin_endpoint`. keys: the directory of `ringcore keys`, or a copy with
     server.key and client.key_secret; or the keys themselves, 40 characters each: `server_key`, the engine's public
@@ -81,7 +82,9 @@ class AdminClient:
 
         Arrays arrive as numpy arrays, tensors as `HostTensor`. Raises `WorkerError` if the method raised there,
         `WorkerDiedError` if a worker ended under it, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError`
-        for a function (they are not taken from here) and for arguments that cannot be sent; then the engine goes on.
+        for a method that is not there or that only the engine calls, for a function (they are not taken from here) and
+        for arguments that cannot be sent, `PermissionDeniedError` where the key lacks the method's scope; then the
+        engine goes on.
         """
         if not isinstance(method, str):
             raise InvalidRequestError(
@@ -92,6 +95,18 @@ class AdminClient:
         parts = encode_request(method, args, kwargs)
         values = self._call("workers", method, timeout, parts, unique_reply_rank)
         return values if unique_reply_rank is None else values[0]
+
+    def call_engine(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float = 30.0
+    ) -> Any:
+        """Calls the engine itself: the methods of target "engine" that `methods` lists, such as "pause", "resume" or
+        "sleep". Raises as `collective_rpc`."""
+        return self._call("engine", method, timeout, encode_request(method, args, kwargs))[0]
+
+    def methods(self, timeout: float = 5.0) -> list[RpcMethod]:
+        """What can be called by name, each with its signature and the scope that a key needs for it: the engine's own
+        methods (`call_engine`) and those of the workers (`collective_rpc`). Raises as `health`."""
+        return msgspec.convert(self._call("engine", "methods", timeout)[0], list[RpcMethod])
 
     def health(self, timeout: float = 5.0) -> EngineHealth:
         """How the engine does. It answers between steps and while one runs; `RpcTimeoutError` where it does not."""

@@ -7,6 +7,9 @@
       clients/              whoever has his public key here is let in
         client.key          a file each, any name that ends in .key
 
+The metadata section of a client's public key has the scopes of its calls, e.g. `scope = "read call"` (see `scopes`).
+Without such a line it is let in to read alone.
+
 The engine reads server.key_secret and clients/; a client reads server.key and client.key_secret.
 """
 
@@ -15,14 +18,16 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ringcore.errors import ConfigError
+from ringcore.scopes import SCOPES
 
 __all__ = [
     "ClientKeys",
+    "KnownClient",
     "ServerKeys",
     "check_endpoint",
     "create_keys",
@@ -34,15 +39,25 @@ __all__ = [
 
 SERVER, CLIENT, CLIENTS = "server", "client", "clients"
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/;\s]+):(?P<port>\*|[0-9]{1,5})")
+_SCOPE = "scope"  # the key of the line in the metadata
 _KEY_CHARS = 40  # 32 bytes in Z85
 
 
 @dataclass(frozen=True, slots=True)
+class KnownClient:
+    """Who is let in. name: the file's, without .key. file: its path."""
+
+    name: str
+    scopes: frozenset[str]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """Keys as 40 characters of Z85. clients: the names of those who are let in, by their public keys."""
+    """Keys as 40 characters of Z85. clients: those who are let in, by their public keys."""
 
     secret: bytes = field(repr=False)
-    clients: Mapping[bytes, str]
+    clients: Mapping[bytes, KnownClient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,13 @@ def read_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
     files = sorted((keys.path / CLIENTS).glob("*.key"))
     if not files:
         raise keys.bad(f"no client's public key in {CLIENTS}/; put the client.key of 'ringcore keys' there")
-    return ServerKeys(secret, {keys.public(file): file.stem for file in files})
+    clients: dict[bytes, KnownClient] = {}
+    for file in files:
+        public = keys.public(file)
+        if public in clients:
+            raise keys.bad(f"{file.name} and {clients[public].name}.key in {CLIENTS}/ are the same key; take one away")
+        clients[public] = KnownClient(file.stem, keys.scopes(file), str(file))
+    return ServerKeys(secret, clients)
 
 
 def read_client_keys(directory: str | os.PathLike[str]) -> ClientKeys:
@@ -142,6 +163,17 @@ class _Directory:
             raise self.bad(f"no public key in {file.relative_to(self.path)}; copy the file once more, or take it away")
         return public
 
+    def scopes(self, file: Path) -> frozenset[str]:
+        """Those of a client's public key, which `public` has read."""
+        pairs = [line.partition("=") for line in file.read_text("utf-8", "replace").splitlines()]
+        given = [value for key, _, value in pairs if key.strip() == _SCOPE]
+        if not given:
+            return frozenset(("read",))
+        names = frozenset(name for value in given for name in value.strip(" \t'\"").replace(",", " ").split())
+        if unknown := sorted(names - set(SCOPES)):
+            raise self.bad(f"{_SCOPE}={unknown[0]!r} in {file.relative_to(self.path)}: give of {', '.join(SCOPES)}")
+        return names
+
     def refuse_writable(self, path: Path) -> None:
         if self._mode(path) & 0o022:
             raise self.bad(f"others may write to {path}; forbid it by 'chmod go-w {path}'")
@@ -184,11 +216,15 @@ def _bad(option: str, value: object, remedy: str) -> ConfigError:
 # Making.
 
 
-def create_keys(directory: str | os.PathLike[str]) -> Path:
+def create_keys(directory: str | os.PathLike[str], scopes: Iterable[str] = SCOPES) -> Path:
     """Makes keys for one engine and one client, in a directory that only its owner can enter. Returns its path.
 
-    Raises `ConfigError` (`directory`) where keys are there already, or where others can enter what is there.
+    scopes: of the client's calls. Raises `ConfigError`: of `scope` for another one, of `directory` where keys are there
+    already, or where others can enter what is there.
     """
+    given = set(scopes)
+    if unknown := sorted(given - set(SCOPES)):
+        raise _bad("scope", unknown[0], f"give of {', '.join(SCOPES)}")
     path = Path(directory)
     require_curve("directory", os.fspath(path))
     clients = path / CLIENTS
@@ -202,7 +238,8 @@ def create_keys(directory: str | os.PathLike[str]) -> Path:
         clients.mkdir(mode=0o700)
         for name in (SERVER, CLIENT):
             _create_pair(path, name)
-        (path / f"{CLIENT}.key").rename(clients / f"{CLIENT}.key")
+        public = (path / f"{CLIENT}.key").rename(clients / f"{CLIENT}.key")
+        _write_scopes(public, [scope for scope in SCOPES if scope in given])
     except OSError as error:
         raise _bad("directory", os.fspath(path), f"cannot be written: {error.strerror}; give another one") from error
     return path
@@ -214,3 +251,9 @@ def _create_pair(path: Path, name: str) -> None:
     zmq.auth.create_certificates(path, name)  # as the umask has it, in a directory that nobody else can enter
     for end in (".key", ".key_secret"):
         (path / f"{name}{end}").chmod(0o600)
+
+
+def _write_scopes(public: Path, scopes: Iterable[str]) -> None:
+    """Into the metadata of the certificate; pyzmq writes none to a public one."""
+    section, _, keys = public.read_text().partition("\ncurve\n")
+    public.write_text(f'{section}\n    {_SCOPE} = "{" ".join(scopes)}"\ncurve\n{keys}')

@@ -21,6 +21,7 @@ from ringcore.engine_core.text_jobs import TextAnswer, TextJob
 from ringcore.errors import RingcoreError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 from ringcore.sampling_params import SamplingParams
 from ringcore.tokenizer import Tokenizer
@@ -200,6 +201,9 @@ class AsyncEngine:
     ) -> Any:
         """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone."""
         return await self._call(self._client.collective_rpc, method, args, kwargs, timeout, unique_reply_rank)
+
+    async def methods(self) -> list[RpcMethod]:
+        return await self._call(self._client.methods)
 
     async def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""

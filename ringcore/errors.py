@@ -10,6 +10,7 @@
     ├── EngineDeadError                        a process of the engine ended; every later call raises it again
     │   └── WorkerDiedError                    a worker ended under this call; the engine starts new ones
     ├── WorkerError                            a worker method raised; rank, type, message, remote traceback
+    ├── PermissionDeniedError  (PermissionError)  the key of an admin client lacks the scope of its call
     ├── RpcTimeoutError        (TimeoutError)  the deadline passed; method and missing ranks
     └── SleepingError                          the call needs memory that sleep gave back
 
@@ -29,6 +30,7 @@ __all__ = [
     "EngineDeadError",
     "InvalidRequestError",
     "ModelLoadError",
+    "PermissionDeniedError",
     "QueueFullError",
     "RingcoreError",
     "RpcTimeoutError",
@@ -125,6 +127,11 @@ class WorkerError(RingcoreError):
             self.__cause__ = RemoteTraceback(details["traceback"])
 
 
+class PermissionDeniedError(RingcoreError, PermissionError):
+    """An admin client's key may not make this call. Details: `method`, `scope` that it takes, `key` (the name), `file`
+    (of the key, on the engine's host)."""
+
+
 class RpcTimeoutError(RingcoreError, TimeoutError):
     """A call's deadline passed. Details: `method`, `timeout_s`, `missing_ranks`."""
 
@@ -145,6 +152,7 @@ _WIRE_TYPES: dict[str, type[RingcoreError]] = {
         EngineDeadError,
         WorkerDiedError,
         WorkerError,
+        PermissionDeniedError,
         RpcTimeoutError,
         SleepingError,
     )

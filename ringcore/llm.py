@@ -26,6 +26,7 @@ from ringcore.engine_core.prompt_lists import (
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
+from ringcore.protocol.methods import RpcMethod
 from ringcore.sampling_params import OutputKind, SamplingParams
 from ringcore.tokenizer import Tokenizer
 
@@ -220,6 +221,11 @@ class LLM(MemoryMethods):
         what cannot be sent; the engine goes on.
         """
         return self._client.collective_rpc(method, args, kwargs, timeout, unique_reply_rank)
+
+    def methods(self) -> list[RpcMethod]:
+        """What can be called by name: the methods of the workers (`collective_rpc`), those of an extension among them,
+        and the engine's own; each with its signature and what it does."""
+        return self._client.methods()
 
     def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine and its workers do, within about `timeout` seconds; also of one that is silent or dead."""

@@ -12,19 +12,54 @@ import zmq
 
 from ringcore.admin_keys import create_keys, read_client_keys
 from ringcore.engine_core.admin import AdminEndpoint
+from ringcore.engine_core.core import EngineCore
+from ringcore.engine_core.public_methods import PublicMethods
 from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
+from ringcore.scopes import SCOPES
+from ringcore.worker.rpc import rpc, rpc_methods
 
+
+class EchoWorker:
+    """What the workers of an `EchoEngine` declare."""
+
+    @rpc
+    def echo(self, *args: object, **kwargs: object) -> object: ...
+
+    @rpc
+    def slow(self) -> object: ...
+
+    @rpc
+    def fail(self) -> None:
+        """Raises an error of rank 1."""
+
+    @rpc(read_only=True)
+    def look(self) -> object: ...
+
+    @rpc(scope="lifecycle")
+    def join(self) -> object: ...
+
+    @rpc(scope="engine")
+    def shutdown(self) -> object: ...
+
+
+METHODS = PublicMethods(EngineCore, lambda: rpc_methods(EchoWorker()))
 ANY_PORT = "tcp://127.0.0.1:0"
 WAIT_S = 30.0
 SILENCE_S = 0.3  # in which nothing may come
 
 
-def make_keys(folder: Path) -> str:
-    return str(create_keys(folder / "admin-keys"))
+def make_keys(folder: Path, *scopes: str) -> str:
+    return str(create_keys(folder / "admin-keys", scopes or SCOPES))
+
+
+def open_endpoint(keys: str, **options) -> AdminEndpoint:
+    endpoint = AdminEndpoint(ANY_PORT, keys, **options)
+    endpoint.serve(METHODS)
+    return endpoint
 
 
 class RawPeer:
@@ -76,15 +111,15 @@ class RawPeer:
 
 class EchoEngine:
     """Serves an `AdminEndpoint` in a thread, as the engine's loop does. The two ranks of the method "echo" return their
-    rank and its arguments; "slow" is answered when `release` is set; every other method is an error."""
+    rank and its arguments, and so do "slow", when `release` is set, and the others; "fail" is an error."""
 
     def __init__(self, keys: str, health=None, stats=None) -> None:
-        self.endpoint = AdminEndpoint(ANY_PORT, keys, num_ranks=2)
+        self.endpoint = open_endpoint(keys, num_ranks=2)
         self.address = self.endpoint.address
         self.release = threading.Event()
         self.calls: list[RpcCall] = []
         self.error = None  # what `stop` tells those who wait
-        self._engine_values = {"health": health, "stats": stats}
+        self._engine_values = {"health": health, "stats": stats, "methods": METHODS.listing(), "pause": None}
         self._held = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -116,7 +151,7 @@ class EchoEngine:
     def _values(self, call: RpcCall, parts):
         if call.target == "engine":
             return [self._engine_values[call.method]]
-        if call.method not in ("echo", "slow"):
+        if call.method == "fail":
             raise WorkerError("KeyError: 'x'", rank=1, traceback="Traceback: here")
         _, args, kwargs = decode_request(parts)
         values = [[rank, args, kwargs] for rank in range(2)]

@@ -60,28 +60,28 @@ class FakeWorker:
         self.failing: dict[str, BaseException] = {}  # what the next call of a method of memory or grammars raises
         self.grammars: list[StructuredOutputsParams] = []
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> None:
         pass
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         return {"weights_bytes": 0.0, "weights_s": 0.0}
 
-    @rpc
+    @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         spec = FullAttentionSpec(self.config.cache.block_size, num_kv_heads=1, head_size=4, dtype="float32")
         return {"layers.0": spec, "layers.1": spec}
 
-    @rpc
+    @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
         return {"total": 1 << 30, "available_kv_cache_bytes": self.config.cache.kv_cache_bytes or 1 << 20}
 
-    @rpc
+    @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._num_blocks = kv_cache_config.num_blocks
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         for row in scheduler_output.finished_rows.tolist():
             del self._tokens[row]
@@ -166,14 +166,14 @@ class FakeWorker:
         if name in self.failing:
             raise self.failing.pop(name)
 
-    @rpc
+    @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
         assert self.target is None
         self._called("prepare_memory")
         self.target = target
         return {"copied_bytes": 10.0 + self.rank}
 
-    @rpc
+    @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
         self._called("commit_memory")
         assert self.target is not None
@@ -183,7 +183,7 @@ class FakeWorker:
         self.memory |= target
         return {"residue_bytes": 5.0}
 
-    @rpc
+    @rpc(scope="engine")
     def roll_back_memory(self) -> None:
         self._called("roll_back_memory")
         self.target = None
@@ -192,13 +192,13 @@ class FakeWorker:
     def memory_states(self) -> dict[str, str]:
         return self.memory
 
-    @rpc
+    @rpc(scope="engine")
     def start_weight_update(self) -> None:
         assert self.memory["weights"] == "resident"
         self._called("start_weight_update")
         self.new_weights: int | None = None
 
-    @rpc
+    @rpc(scope="engine")
     def update_weights(self, source: dict) -> dict[str, float]:
         """{"number": n}, or files in a folder named so."""
         self.weights = None
@@ -206,7 +206,7 @@ class FakeWorker:
         self.new_weights = int(Path(source["path"]).name if source["kind"] == "files" else source["number"])
         return {"num_tensors": 1.0}
 
-    @rpc
+    @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
         self._called("finish_weight_update")
         if require_all and self.new_weights is None:
@@ -214,11 +214,11 @@ class FakeWorker:
         self.weights = self.weights if self.new_weights is None else self.new_weights
         return {"seconds": 0.0}
 
-    @rpc
+    @rpc(scope="engine")
     def reset_rows(self) -> None:
         self._tokens.clear()
 
-    @rpc(read_only=True)
+    @rpc(read_only=True, scope="engine")
     def compile_grammar(self, spec: StructuredOutputsParams) -> None:
         """Remembers it: what is written here keeps to no grammar."""
         self.grammars.append(spec)
@@ -233,7 +233,7 @@ class FakeWorker:
     def health(self) -> dict:
         return {"rank": self.rank, "device": "cpu"}
 
-    @rpc
+    @rpc(scope="engine")
     def shutdown(self) -> None:
         pass
 
@@ -270,7 +270,7 @@ class FakeWorker:
 
 
 class BrokenWorker(FakeWorker):
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         from ringcore.errors import ModelLoadError
 

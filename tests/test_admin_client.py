@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from admin_peers import ANY_PORT, WAIT_S, EchoEngine, make_keys, wait_until
+from admin_peers import ANY_PORT, WAIT_S, EchoEngine, make_keys, open_endpoint, wait_until
 
 from ringcore import AdminClient
 from ringcore.admin_keys import public_key_of, read_client_keys
@@ -21,12 +21,14 @@ from ringcore.errors import (
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
+    PermissionDeniedError,
     RingcoreError,
     RpcTimeoutError,
     WorkerDiedError,
     WorkerError,
 )
 from ringcore.protocol.messages import EngineHealth, RpcCall
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 
 HEALTH = EngineHealth("ready", step=3, num_running=1)
@@ -77,6 +79,44 @@ def test_health_and_stats_of_the_engine(client, engine):
     assert client.health() == HEALTH
     assert client.stats() == STATS
     assert [(call.target, call.method) for call in engine.calls] == [("engine", "health"), ("engine", "stats")]
+
+
+def test_the_methods_that_can_be_called(client):
+    methods = {(method.target, method.name): method for method in client.methods()}
+    assert methods["workers", "fail"] == RpcMethod(
+        "fail", "workers", "call", False, "() -> None", "Raises an error of rank 1."
+    )
+    assert methods["engine", "pause"].signature == "(mode: PauseMode = 'new') -> None"
+    assert methods["engine", "sleep"].signature == "(level: int = 1, mode: SleepMode = 'abort') -> MemoryReport"
+    assert methods["engine", "sleep"].summary.startswith("Gives the device's memory back")
+    assert ("workers", "shutdown") not in methods
+
+
+def test_calls_of_the_engine_itself(client, engine):
+    assert client.call_engine("pause", ["all"]) is None
+    assert client.call_engine("health")["state"] == "ready"
+    assert [(call.target, call.method) for call in engine.calls] == [("engine", "pause"), ("engine", "health")]
+
+
+def test_a_key_without_the_scope_is_told_so(tmp_path):
+    keys = make_keys(tmp_path, "read")
+    with EchoEngine(keys) as engine, AdminClient(engine.address, keys) as client:
+        with pytest.raises(PermissionDeniedError, match="method='echo': it takes the scope 'call', the key") as caught:
+            client.collective_rpc("echo")
+        remedy = 'write scope = "read call" into the metadata of '
+        assert f"{remedy}{keys}/clients/client.key, and restart the engine" in caught.value.message
+        with pytest.raises(PermissionDeniedError):
+            client.call_engine("pause")
+        assert client.collective_rpc("look", unique_reply_rank=0) == [0, [], {}]
+        assert engine.calls[-1].method == "look"
+        assert engine.endpoint.num_denied == 2
+
+
+@pytest.mark.parametrize("name", ["shutdown", "_private"])
+def test_what_no_client_may_call(client, engine, name):
+    with pytest.raises(InvalidRequestError, match=r"^(method='shutdown': only the engine|no worker method '_private')"):
+        client.collective_rpc(name)
+    assert engine.calls == []
 
 
 def test_an_error_of_a_worker_is_raised_as_itself(client):
@@ -188,8 +228,9 @@ def test_the_engine_says_of_what_it_ends(keys, error):
 
 ENGINE = """
 import sys, time
-from ringcore.engine_core.admin import AdminEndpoint
-endpoint = AdminEndpoint("tcp://127.0.0.1:0", sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+from admin_peers import open_endpoint
+endpoint = open_endpoint(sys.argv[1])
 print(endpoint.address, flush=True)
 while endpoint.receive() is None:
     time.sleep(0.005)
@@ -200,7 +241,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize("while_calling", [True, False])
 def test_a_killed_engine_ends_every_call(keys, while_calling):
-    process = subprocess.Popen([sys.executable, "-c", ENGINE, keys], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, keys, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
     try:
         with AdminClient(process.stdout.readline().strip(), keys) as client:
             killer = threading.Thread(target=lambda: (process.stdout.readline(), process.kill()))
@@ -311,7 +354,7 @@ def test_an_endpoint_that_nobody_can_connect_to(keys, address):
 
 
 def test_a_busy_engine_still_lets_its_clients_in(keys):
-    endpoint = AdminEndpoint(ANY_PORT, keys)  # nobody serves it
+    endpoint = open_endpoint(keys)  # no thread reads from it
     try:
         with AdminClient(endpoint.address, keys) as client:
             with pytest.raises(RpcTimeoutError, match="health: no answer"):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.auth
 from fake_engine import make_model_folder
 
 from ringcore import EngineConfig
-from ringcore.admin_keys import create_keys, public_key_of, read_client_keys, read_server_keys
+from ringcore.admin_keys import KnownClient, create_keys, public_key_of, read_client_keys, read_server_keys
 from ringcore.errors import ConfigError
+from ringcore.scopes import SCOPES
 
 ENDPOINT = "tcp://127.0.0.1:0"
 
@@ -63,7 +65,8 @@ def test_only_the_owner_can_read_them_whatever_the_umask(tmp_path, umask):
 
 def test_the_two_sides_fit(made):
     server, client = read_server_keys(made), read_client_keys(made)
-    assert server.clients == {client.public: "client"}
+    file = str(made / "clients" / "client.key")
+    assert server.clients == {client.public: KnownClient("client", frozenset(SCOPES), file)}
     assert client.server == public_key_of(server.secret)
     assert client.public == public_key_of(client.secret)
     assert client.secret.decode() not in repr(client)
@@ -126,6 +129,44 @@ def damaged(keys, how):
         case "a broken secret key":
             (keys / "server.key_secret").write_text('public-key = "x"\nsecret-key = "' + "~" * 40 + '"')
 
+        case "the same client twice":
+            shutil.copy(keys / "clients" / "client.key", keys / "clients" / "other.key")
+        case "a scope that is none":
+            write_scope(keys, 'scope = "read admin"')
+
+
+def write_scope(keys: Path, *lines: str) -> None:
+    file = keys / "clients" / "client.key"
+    before, _, rest = file.read_text().partition('    scope = "read call lifecycle"\n')
+    assert rest, "create_keys wrote no scopes"
+    file.write_text(before + "".join(f"    {line}\n" for line in lines) + rest)
+
+
+@pytest.mark.parametrize(
+    ("lines", "scopes"),
+    [
+        ([], {"read"}),
+        (['# scope = "lifecycle"', 'scopes = "call"'], {"read"}),
+        (['scope = "read call"'], {"read", "call"}),
+        (["scope=lifecycle,call"], {"lifecycle", "call"}),
+        (["scope = 'read'", "scope = 'call'"], {"read", "call"}),
+        (['scope = ""'], set()),
+    ],
+)
+def test_the_scopes_of_a_client_are_in_its_file(keys, lines, scopes):
+    write_scope(keys, *lines)
+    (client,) = read_server_keys(keys).clients.values()
+    assert (client.name, client.scopes, client.file) == ("client", scopes, str(keys / "clients" / "client.key"))
+
+
+@pytest.mark.parametrize("given", [("read",), ("lifecycle", "call"), ("read", "call", "lifecycle")])
+def test_keys_are_made_with_scopes(tmp_path, given):
+    path = create_keys(tmp_path / "keys", given)
+    ((public, client),) = read_server_keys(path).clients.items()
+    assert client.scopes == set(given)
+    assert zmq.auth.load_certificate(Path(client.file)) == (public, None)
+    assert mode(Path(client.file)) == 0o600
+
 
 REFUSALS = {
     "missing": "no such directory; make one by 'ringcore keys DIR'",
@@ -140,6 +181,8 @@ REFUSALS = {
     "no client": "no client's public key in clients/; put the client.key of 'ringcore keys' there",
     "a broken client": "no public key in clients/client.key; copy the file once more, or take it away",
     "an empty client": "client.key cannot be read (No public key found in ",
+    "the same client twice": "other.key and client.key in clients/ are the same key; take one away",
+    "a scope that is none": "scope='admin' in clients/client.key: give of read, call, lifecycle",
     "a public key as the secret one": "no secret key in server.key_secret; make keys by 'ringcore keys DIR'",
     "a broken secret key": "no secret key in server.key_secret; make keys by 'ringcore keys DIR'",
 }

@@ -32,3 +32,4 @@ def test_the_builtin_bases():
     assert issubclass(errors.InvalidRequestError, ValueError)
     assert issubclass(errors.UnknownOptionError, TypeError)
     assert issubclass(errors.RpcTimeoutError, TimeoutError)
+    assert issubclass(errors.PermissionDeniedError, PermissionError)

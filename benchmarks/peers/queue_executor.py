@@ -23,10 +23,10 @@ class EchoWorker:
 
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None: ...
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> None: ...
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         return {}
 

@@ -10,22 +10,35 @@ import typer
 __all__ = ["keys"]
 
 
-def keys(directory: Annotated[Path, typer.Argument(help="a new directory for the keys")]) -> None:
+def keys(
+    directory: Annotated[Path, typer.Argument(help="a new directory for the keys")],
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="read, call or lifecycle, what the client may call; give it again for more; default: all"),
+    ] = None,
+) -> None:
     """Makes the keys of an engine's admin endpoint and of one client.
+
+    The scopes are a line in the client's public key, clients/client.key, which can be edited: read changes nothing
+    (stats, stack, health), call is any other worker method, lifecycle stops serving or changes the model (pause,
+    sleep, new weights). A file without that line may read alone.
 
     Examples:
 
     \b
       ringcore keys ./admin-keys
+      ringcore keys ./watcher-keys --scope read
       ringcore generate --model ./model --admin-endpoint tcp://127.0.0.1:5600 --admin-keys ./admin-keys ...
       ringcore rpc tcp://127.0.0.1:5600 stats --keys ./admin-keys
 
-    For another client make keys in another directory, and copy its clients/client.key into clients/ here, under
-    another name that ends in .key; its client.key_secret belongs beside a copy of the server.key made here.
+    For another client make keys in another directory, and copy its clients/client.key, its scopes with it, into
+    clients/ here, under another name that ends in .key; its client.key_secret belongs beside a copy of the server.key
+    made here.
     """
     from ringcore.admin_keys import create_keys
+    from ringcore.scopes import SCOPES
 
-    path = create_keys(directory)
+    path = create_keys(directory, scope or SCOPES)
     print(f"{path}: keys of an engine and of one client.")
     print(f"The engine is given the whole directory: admin_keys={str(path)!r}.")
     print("A client on another host needs two files, in a directory of its own that it gives as --keys:")

@@ -6,8 +6,9 @@
 Every connection is CurveZMQ's. Before its first frame gets here, libzmq has asked the gatekeeper (by ZAP, RFC 27)
 whether the client's public key is one of those in the keys' directory. Without a gatekeeper nobody is let in.
 
-A client with a key may call whatever is declared with `@rpc`, but never bring code; and it may not hurt the engine: the
-frames, the calls under way and what waits for it are bounded, and a frame that is none of ours is counted and dropped.
+A client with a key may call what can be called from outside (`public_methods`), as far as the scopes of the key go, but
+never bring code. It may not hurt the engine: the frames, the calls under way and what waits for it are bounded, and a
+frame that is none of ours is counted and dropped.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from ringcore.admin_keys import ServerKeys, read_server_keys
+from ringcore.admin_keys import KnownClient, ServerKeys, read_server_keys
 from ringcore.engine_core.admin_gatekeeper import ZAP_DOMAIN, Gatekeeper, Tally
 from ringcore.engine_core.framing import MAX_BUFFERS_A_RANK, Buffer, FrameLimits
+from ringcore.engine_core.public_methods import PublicMethods
 from ringcore.engine_core.refusals import wire_error
-from ringcore.errors import ConfigError, InvalidRequestError
+from ringcore.errors import ConfigError, InvalidRequestError, PermissionDeniedError, RingcoreError
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import WireError
+from ringcore.scopes import SCOPES
 
 __all__ = ["ADMIN_LIMITS", "MAX_TIMEOUT_S", "AdminCall", "AdminEndpoint", "set_common_options"]
 
@@ -56,7 +60,9 @@ class AdminEndpoint:
 
     `address` is the endpoint with the port that was picked. `fileno` becomes readable when something may have arrived,
     but only once: before its owner sleeps, `receive` must have returned None and `has_messages` must be False, after
-    every `send` too. Raises `ConfigError` for unusable keys and for an address that cannot be had.
+    every `send` too. What may be called it is told by `serve`, before the first `receive`.
+
+    Raises `ConfigError` for unusable keys and for an address that cannot be had.
     """
 
     def __init__(self, endpoint: str, keys: str, num_ranks: int = 1, limits: FrameLimits = ADMIN_LIMITS) -> None:
@@ -66,9 +72,12 @@ class AdminEndpoint:
         self._under_way: dict[tuple[bytes, int], str] = {}  # the client's name by identity and call id
         self._num_under_way: Counter[str] = Counter()
         self._dropped = Tally("dropped %d malformed messages of admin clients, the last one: %s")
+        self._denied = Tally("denied %d calls of admin clients for want of a scope, the last one: %s")
         self._lost = Tally("dropped %d replies that admin clients did not take, the last one: %s")
         self._context = zmq.Context()
+        self._clients = server.clients
         self._gatekeeper = Gatekeeper(self._context, server.clients)  # before anybody can knock
+        self._methods: PublicMethods | None = None
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             self._listen(endpoint, server)
@@ -92,6 +101,10 @@ class AdminEndpoint:
         except zmq.ZMQError as error:
             raise _cannot_listen(endpoint, error) from error
 
+    def serve(self, methods: PublicMethods) -> None:
+        """From now on, these may be called."""
+        self._methods = methods
+
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 
@@ -103,6 +116,11 @@ class AdminEndpoint:
     def num_dropped(self) -> int:
         """Messages that were malformed."""
         return self._dropped.num
+
+    @property
+    def num_denied(self) -> int:
+        """Calls for which the client's key lacks the scope."""
+        return self._denied.num
 
     @property
     def num_lost_replies(self) -> int:
@@ -135,7 +153,7 @@ class AdminEndpoint:
     def _take(self, frames: list[zmq.Frame]) -> AdminCall | None:
         identity = frames[0].bytes
         try:
-            client = str(frames[1].get("User-Id"))
+            client = self._clients[str(frames[1].get("User-Id")).encode()]
             call, parts = self._read([frame.buffer for frame in frames[1:]])
             if (identity, call.call_id) in self._under_way:
                 raise ValueError(f"call {call.call_id} is under way already")
@@ -146,8 +164,8 @@ class AdminEndpoint:
         if refusal is not None:
             self._send(identity, RpcResult(call.call_id, error=wire_error(refusal)), ())
             return None
-        self._under_way[identity, call.call_id] = client
-        self._num_under_way[client] += 1
+        self._under_way[identity, call.call_id] = client.name
+        self._num_under_way[client.name] += 1
         return AdminCall(identity, call, parts)
 
     def _read(self, frames: list[memoryview]) -> tuple[RpcCall, list[memoryview]]:
@@ -157,9 +175,7 @@ class AdminEndpoint:
         if excess is not None:
             raise ValueError(excess)
         call: RpcCall = self._decoder.decode(body)
-        if call.target != "workers" or call.is_callable:
-            if parts and not call.is_callable:
-                raise ValueError(f"{len(parts)} buffers beside a call of the engine, which has none")
+        if call.is_callable or (call.target != "workers" and not parts):
             return call, parts
         # Workers execute what stands here: neither another method than the one that is checked, nor a function.
         (method, _, _) = _request_decoder.decode(parts[0])
@@ -167,7 +183,7 @@ class AdminEndpoint:
             raise ValueError("the arguments are those of another method")
         return call, parts
 
-    def _refusal(self, call: RpcCall, client: str) -> InvalidRequestError | None:
+    def _refusal(self, call: RpcCall, client: KnownClient) -> RingcoreError | None:
         """Why a well-formed call is not made."""
         if call.is_callable:
             return _invalid("method", call.method, "an admin client may not send functions; give a method's name")
@@ -175,8 +191,16 @@ class AdminEndpoint:
             return _invalid("method", call.method, f"the name has more than {MAX_METHOD_CHARS} characters")
         if call.timeout_s is None or not 0 <= call.timeout_s <= MAX_TIMEOUT_S:
             return _invalid("timeout", call.timeout_s, f"give seconds, at most {MAX_TIMEOUT_S:.0f}")
-        if self._num_under_way[client] >= MAX_CALLS_UNDER_WAY:
-            limit = f"{MAX_CALLS_UNDER_WAY} calls with the key {client!r} are under way; wait for one of them"
+        assert self._methods is not None, "serve() comes before receive()"
+        try:
+            method = self._methods.find(call.target, call.method)
+        except InvalidRequestError as error:
+            return error
+        if method.scope not in client.scopes:
+            self._denied.add(f"{call.method} with the key {client.name}")
+            return _denied(method, client)
+        if self._num_under_way[client.name] >= MAX_CALLS_UNDER_WAY:
+            limit = f"{MAX_CALLS_UNDER_WAY} calls with the key {client.name!r} are under way; wait for one of them"
             return _invalid("method", call.method, limit)
         return None
 
@@ -217,6 +241,7 @@ class AdminEndpoint:
             self._context.term()  # which ends the gatekeeper, and waits for it
             self._gatekeeper.join()
             self._dropped.log()
+            self._denied.log()
             self._lost.log()
 
 
@@ -237,6 +262,19 @@ def _cannot_listen(endpoint: str, error: zmq.ZMQError) -> ConfigError:
     no_such = f"cannot listen there ({error.strerror}); give an address of this host, e.g. 127.0.0.1"
     remedy = remedies.get(error.errno or 0, no_such)
     return ConfigError(f"admin_endpoint={endpoint!r}: {remedy}", option="admin_endpoint", value=repr(endpoint))
+
+
+def _denied(method: RpcMethod, client: KnownClient) -> PermissionDeniedError:
+    has = " ".join(scope for scope in SCOPES if scope in client.scopes)
+    wanted = " ".join(scope for scope in SCOPES if scope in {*client.scopes, method.scope})
+    return PermissionDeniedError(
+        f"method={method.name!r}: it takes the scope {method.scope!r}, the key {client.name!r} has {has or 'none'!r}; "
+        f'write scope = "{wanted}" into the metadata of {client.file}, and restart the engine',
+        method=method.name,
+        scope=method.scope,
+        key=client.name,
+        file=client.file,
+    )
 
 
 def _invalid(field: str, value: object, remedy: str) -> InvalidRequestError:

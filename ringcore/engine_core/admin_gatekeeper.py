@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container
 from typing import Any
 
 import zmq
@@ -45,9 +45,10 @@ class Tally:
 
 
 class Gatekeeper:
-    """Tells libzmq which clients to let in. In a thread of its own, so that nobody waits outside a busy engine."""
+    """Tells libzmq which clients to let in: those with one of these public keys (Z85), which then is the "User-Id" of
+    each of their frames. In a thread of its own, so that nobody waits outside a busy engine."""
 
-    def __init__(self, context: zmq.Context[Any], clients: Mapping[bytes, str]) -> None:
+    def __init__(self, context: zmq.Context[Any], clients: Container[bytes]) -> None:
         self._clients = clients
         self._refused = Tally("refused %d connections to the admin endpoint, the last one from %s: its key is unknown")
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -73,11 +74,11 @@ class Gatekeeper:
             self._socket.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        address, client = b"?", None
+        address, public = b"?", b""
         match request:
             case [version, _, domain, address, _, b"CURVE", key] if (version, domain) == (_ZAP_VERSION, ZAP_DOMAIN):
-                client = self._clients.get(z85.encode(key))
-        if client is None:
+                public = z85.encode(key)
+        if public not in self._clients:
             self._refused.add(address.decode("utf-8", "replace"))
             return [_ZAP_VERSION, request[1], b"400", b"unknown key", b"", b""]
-        return [_ZAP_VERSION, request[1], b"200", b"OK", client.encode("utf-8", "replace"), b""]
+        return [_ZAP_VERSION, request[1], b"200", b"OK", public, b""]

@@ -36,6 +36,7 @@ from ringcore.protocol.messages import (
     RpcCall,
     RpcResult,
 )
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 __all__ = ["EngineCoreClient", "values_of"]
@@ -139,14 +140,18 @@ class EngineCoreClient(MemoryMethods):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Calls the engine itself: "pause", "resume", "reset_prefix_cache", "stats", "health" or "is_sleeping", which
-        do not wait for a step, or one of `OPERATIONS`; with the arguments of `EngineCore`'s method.
+        """Calls the engine itself: one of `ENGINE_CALLS`, such as "pause" or "stats", which do not wait for a step, or
+        one of `OPERATIONS`; with the arguments that `methods` tells.
         """
         (value,) = self._call("engine", EncodedCall.of(method, args, kwargs, timeout))
         return value
 
     def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
         return msgspec.convert(self.call_engine(name, (), kwargs, timeout), MemoryReport)
+
+    def methods(self) -> list[RpcMethod]:
+        """`EngineCore.methods`."""
+        return msgspec.convert(self.call_engine("methods"), list[RpcMethod])
 
     def is_sleeping(self) -> bool:
         return bool(self.call_engine("is_sleeping"))

@@ -24,11 +24,12 @@ from typing import Any
 from ringcore.config import EngineConfig
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
-from ringcore.engine_core.memory_calls import check_not_own, steps_by_rank, steps_of
+from ringcore.engine_core.memory_calls import steps_by_rank, steps_of
 from ringcore.engine_core.memory_control import MemoryControl
 from ringcore.engine_core.memory_methods import OPERATIONS, MemoryMethods
 from ringcore.engine_core.operations import Operation, Operations
 from ringcore.engine_core.output_reader import OutputReader, output_columns
+from ringcore.engine_core.public_methods import PublicMethods
 from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
@@ -37,6 +38,7 @@ from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -72,6 +74,7 @@ class EngineCore(MemoryMethods):
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
         self._calls = WorkerCalls(self._executor, self._supervisor, self._recover)
+        self.public_methods = PublicMethods(EngineCore, lambda: self._executor.methods)
         self._untold: list[EngineCoreOutput] = []  # of no step, for the next `advance` to give out
         self._held: deque[OutputColumns] = deque()  # of steps that were taken while an operation was waited for
         try:
@@ -215,9 +218,12 @@ class EngineCore(MemoryMethods):
         return self.forward_rpc(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
 
     def forward_rpc(self, call: EncodedCall) -> RpcFuture:
-        """`submit_rpc` of a call whose arguments are encoded already. One of `OPERATIONS` the engine does itself."""
+        """`submit_rpc` of a call whose arguments are encoded already. One of `OPERATIONS` the engine does itself.
+
+        Raises `InvalidRequestError` for a method that is not there or that only the engine calls.
+        """
         if not call.is_callable:
-            check_not_own(call.method)
+            self.public_methods.find("workers", call.method)
             if call.method in OPERATIONS:
                 return self._submit_by_rank(call)
         return self._calls.forward(call)
@@ -312,12 +318,18 @@ class EngineCore(MemoryMethods):
         return bool(self._operations) or self._grammars.is_working
 
     def is_sleeping(self) -> bool:
+        """Whether it slept and has not wholly woken."""
         return self._memory.states.is_sleeping
 
     # -----------------------------------------------------------------------------------------------------------
     # How it does.
 
+    def methods(self) -> list[RpcMethod]:
+        """What can be called by name: the engine's own methods, and those of its workers."""
+        return self.public_methods.listing()
+
     def stats(self) -> EngineStats:
+        """The scheduler's counts."""
         return self._scheduler.stats()
 
     @property

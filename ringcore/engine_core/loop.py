@@ -19,6 +19,7 @@ from ringcore.engine_core.idle_work import IdleWork
 from ringcore.engine_core.memory_calls import arguments_of, wrong_arguments
 from ringcore.engine_core.memory_methods import OPERATIONS
 from ringcore.engine_core.output_reader import in_messages, output_columns
+from ringcore.engine_core.public_methods import ENGINE_CALLS
 from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
@@ -32,7 +33,7 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
-from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin import AdminEndpoint
@@ -79,14 +80,8 @@ class EngineLoop:
         self._unsent: deque[OutputColumns] = deque()
         self._calls: deque[_PendingCall] = deque()
         self._idle_work = IdleWork(core)
-        self._engine_methods: dict[str, Callable[..., Any]] = {
-            "pause": core.pause,
-            "resume": core.resume,
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "stats": lambda: msgspec.structs.asdict(core.stats()),
-            "health": core.health,
-            "is_sleeping": core.is_sleeping,
-        }
+        if admin is not None:
+            admin.serve(core.public_methods)
         self._ready = core.ready  # the one that the client has
         self._poll = self._make_poll()
         self._polled = core.ready  # the one whose descriptors are polled
@@ -230,15 +225,16 @@ class EngineLoop:
 
     def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
         """Calls a method of the engine itself that is done at once."""
-        method = self._engine_methods.get(call.method)
-        if method is None or call.is_callable:
-            raise invalid_call("method", call.method, sorted([*self._engine_methods, *OPERATIONS]))
+        if call.method not in ENGINE_CALLS or call.is_callable:
+            raise invalid_call("method", call.method, sorted([*ENGINE_CALLS, *OPERATIONS]))
+        method = getattr(self._core, call.method)
         args, kwargs = arguments_of(call.method, buffers)
         try:
             inspect.signature(method).bind(*args, **kwargs)
         except TypeError as error:
             raise wrong_arguments(call.method, error) from error
-        return method(*args, **kwargs)
+        value = method(*args, **kwargs)
+        return msgspec.structs.asdict(value) if isinstance(value, EngineStats) else value  # on the wire it has no names
 
     # -----------------------------------------------------------------------------------------------------------
     # Start and recovery.

@@ -18,20 +18,7 @@ from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import decode_request
 from ringcore.protocol.messages import MemoryReport
 
-__all__ = ["OWN_CALLS", "arguments_of", "check_not_own", "steps_by_rank", "steps_of", "wrong_arguments"]
-
-OWN_CALLS = ("prepare_memory", "commit_memory", "roll_back_memory")  # parts of an operation, on all ranks or none
-
-
-def check_not_own(method: str) -> None:
-    """Raises `InvalidRequestError` for a worker method that only the engine calls."""
-    if method in OWN_CALLS:
-        raise InvalidRequestError(
-            f"method={method!r}: the engine calls it, on all ranks and in its place; call one of "
-            f"{', '.join(OPERATIONS)}",
-            field="method",
-            value=method,
-        )
+__all__ = ["arguments_of", "steps_by_rank", "steps_of", "wrong_arguments"]
 
 
 def steps_of(control: MemoryControl, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
@@ -28,12 +28,16 @@ class WorkerCalls:
         self._executor, self._supervisor, self._recover = executor, supervisor, recover
 
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`Executor.forward`. The future raises `WorkerDiedError` where the workers die under it and are replaced."""
+        """`Executor.forward` of a call from outside, which is not the engine's own whatever it says. The future raises
+        `WorkerDiedError` where the workers die under it and are replaced."""
+        return self._forward(replace(call, by_engine=False))
+
+    def _forward(self, call: EncodedCall) -> RpcFuture:
         return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
 
     def submit(self, method: str, args: Sequence[Any] = (), timeout_s: float = _TIMEOUT_S) -> RpcFuture:
         """`forward` of a call of the engine's own."""
-        return self.forward(EncodedCall.of(method, args, timeout=timeout_s))
+        return self._forward(EncodedCall.of(method, args, timeout=timeout_s, by_engine=True))
 
     def compile_grammar(self, spec: StructuredOutputsParams, timeout_s: float) -> RpcFuture:
         return self.submit("compile_grammar", [asdict(spec)], timeout_s)

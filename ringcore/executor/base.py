@@ -12,7 +12,9 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.callables import callable_name
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
+from ringcore.executor.wire import CALL, CALLABLE, CallHead
 from ringcore.protocol.messages import RankHealth
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import SchedulerOutput
 
 __all__ = ["EncodedCall", "Executor", "RpcFuture", "check_reply_rank"]
@@ -24,7 +26,8 @@ class EncodedCall:
 
     method: the name, also that of a callable. parts: what `value_codec.encode_request` gave. is_callable: `parts` hold
     a packed function in place of a name. timeout: seconds from the submission; None waits for result or death.
-    unique_reply_rank: every rank executes the call, this one alone replies; None: all do.
+    unique_reply_rank: every rank executes the call, this one alone replies; None: all do. by_engine: the engine itself
+    makes the call, and so may call what is declared with `@rpc(scope="engine")`; never set for a call from outside.
     """
 
     method: str
@@ -32,6 +35,7 @@ class EncodedCall:
     is_callable: bool = False
     timeout: float | None = None
     unique_reply_rank: int | None = None
+    by_engine: bool = False
 
     @classmethod
     def of(
@@ -41,12 +45,17 @@ class EncodedCall:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
+        by_engine: bool = False,
     ) -> EncodedCall:
         """Raises `InvalidRequestError` for a method that is none and for arguments that cannot be sent."""
         parts = encode_request(method, args, kwargs)
-        if isinstance(method, str):
-            return cls(method, parts, False, timeout, unique_reply_rank)
-        return cls(callable_name(method), parts, True, timeout, unique_reply_rank)
+        name = method if isinstance(method, str) else callable_name(method)
+        return cls(name, parts, not isinstance(method, str), timeout, unique_reply_rank, by_engine)
+
+    def head(self, call_id: int = 0) -> CallHead:
+        """The call's envelope."""
+        kind = CALLABLE if self.is_callable else CALL
+        return CallHead(call_id, kind, self.unique_reply_rank, self.method, self.by_engine)
 
 
 class RpcFuture(Protocol):
@@ -75,10 +84,14 @@ class Executor(ABC):
     Every call is one broadcast and a gather of replies in rank order. Calls are executed by each worker in the
     order in which they were submitted, except those of read-only methods, which need not wait for the others.
     `timeout` is in seconds from the submission; None waits for result or death.
+
+    methods: what every worker declares with `@rpc`, by name; set by `start` and `restart`. What is not in it cannot be
+    called from outside.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.methods: Mapping[str, RpcMethod] = {}
 
     @abstractmethod
     def start(self) -> dict[str, float]:
@@ -104,17 +117,20 @@ class Executor(ABC):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> RpcFuture:
-        """Broadcasts a call; the future's result is a list, one value a rank, or the `unique_reply_rank`'s value.
+        """Broadcasts a call of the engine's own; the future's result is a list, one value a rank, or the
+        `unique_reply_rank`'s value.
 
         `method` is the name of an `@rpc` method, or a function, called in each worker as f(worker, *args, **kwargs).
         Values arrive as builtins and arrays, whatever they were; `msgspec.convert` makes a type of them again.
         Raises `InvalidRequestError` for what cannot be sent, `EngineDeadError`.
         """
-        return self.forward(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
+        return self.forward(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank, by_engine=True))
 
     @abstractmethod
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`submit` with the arguments encoded already. Their buffers may be changed as soon as it returns."""
+        """`submit` with the arguments encoded already; `call.by_engine` says whether it is a call of the engine's own.
+        Their buffers may be changed as soon as it returns. What only the engine may call, each worker refuses to any
+        other call."""
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:

@@ -24,7 +24,7 @@ from ringcore.executor.stall_watch import StallWatch, stall_report
 from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, spin_budget_s
-from ringcore.executor.wire import CALL, CALLABLE, STEP, pack_call, unpack_reply
+from ringcore.executor.wire import STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
 from ringcore.protocol.codec import decoder, encoder
@@ -64,7 +64,6 @@ class MultiprocExecutor(Executor):
         self._is_shut = False
         self._group: WorkerGroup | None = None
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
-        self._read_only: frozenset[str] = frozenset()  # names of methods that every rank executes on its side thread
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
 
     def start(self) -> dict[str, float]:
@@ -101,7 +100,8 @@ class MultiprocExecutor(Executor):
         if self._is_shut:
             raise _was_shut_down()
         created = msgspec.convert(self._table.open_creation(self).result(START_TIMEOUT_S), list[WorkerCreated])
-        self._read_only = frozenset.intersection(*(frozenset(worker.read_only) for worker in created))
+        first, *others = ({method.name: method for method in worker.methods} for worker in created)
+        self.methods = {name: own for name, own in first.items() if all(rank.get(name) == own for rank in others)}
         phases["start_workers"] = time.monotonic() - started
         parts = [{"boot_s": max(0.0, worker.began_s - started), "create_s": worker.create_s} for worker in created]
         add_parts(phases, "start_workers", parts)
@@ -132,12 +132,13 @@ class MultiprocExecutor(Executor):
 
     def forward(self, call: EncodedCall) -> RpcFuture:
         check_reply_rank(call.unique_reply_rank, self._num_ranks)
-        is_aside = not call.is_callable and call.method in self._read_only
-        kind = CALLABLE if call.is_callable else CALL
+        declared = None if call.is_callable else self.methods.get(call.method)
+        is_aside = declared is not None and declared.read_only
         with self._lock:
             self._check_alive()
             opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_aside)
-            parts = pack_call(opened.call_id, kind, call.parts, call.method, call.unique_reply_rank)
+            head = call.head(opened.call_id)
+            parts = pack_call(head.call_id, head.kind, call.parts, head.method, head.unique_reply_rank, head.by_engine)
             self._send(self._aside if is_aside else self._in_order, opened, parts)
             return opened
 

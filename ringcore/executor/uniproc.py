@@ -26,12 +26,13 @@ from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, decode_value, portable_error
 from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
-from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
+from ringcore.executor.wire import STEP_METHOD
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.worker.rpc import rpc_methods
 from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["UniProcExecutor"]
@@ -99,6 +100,7 @@ class UniProcExecutor(Executor):
         self._has_launched_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         with timed(phases, "start_workers"):
             self._worker = create_worker(self._factory, self.config, RANK, None)
+        self.methods = rpc_methods(self._worker)
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
             with timed(phases, method):
@@ -109,12 +111,11 @@ class UniProcExecutor(Executor):
     def forward(self, call: EncodedCall) -> RpcFuture:
         check_reply_rank(call.unique_reply_rank, 1)
         self._check_alive()
-        head = CallHead(0, CALLABLE if call.is_callable else CALL, call.unique_reply_rank, call.method)
         started = time.monotonic()
         while self._launched:
             self._finish_oldest_step()
         with self._executing(call.method):
-            outcome = perform_call(self._worker, RANK, head, call.parts)
+            outcome = perform_call(self._worker, RANK, call.head(), call.parts)
         assert outcome is not None, "the one rank there is owes the value"
         if call.timeout is not None and time.monotonic() - started >= call.timeout:
             return _Failed(_too_late(call.method, call.timeout))

@@ -5,8 +5,9 @@ CALLABLE  request, its method a packed function      likewise
 STEP      `SchedulerOutput`                          to every worker; rank 0 replies, others only with an error
 reply     the value's buffers, or the error's wire form
 
-Requests and values are those of `value_codec`. A CALL of a read-only method goes by a queue of its own, which each
-worker's side thread reads; its reply comes back by the same queue as all others.
+Requests and values are those of `value_codec`. A call says whether the engine itself makes it: only then may it be of
+a method that is the engine's (`@rpc(scope="engine")`). A CALL of a read-only method goes by a queue of its own, which
+each worker's side thread reads; its reply comes back by the same queue as all others.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ __all__ = [
 ]
 
 CALL, STEP, CALLABLE = 1, 2, 3
-CREATED = 0  # the id of a call that nobody sends: its reply has the worker's read-only methods, or why there is none
+CREATED = 0  # the id of a call that nobody sends: its reply is a `WorkerCreated`, or why there is none
 STEP_METHOD = "execute_model"
 
-_CALL = struct.Struct("<QBxHI")  # call id, kind, bytes of the method's name (it follows), 1 + the one rank that replies
+# call id, kind, 1 if the engine makes it, bytes of the method's name (it follows), 1 + the one rank that replies
+_CALL = struct.Struct("<QBBHI")
 _REPLY = struct.Struct("<QIBB2x")  # call id, rank, kind of the call, 1 for an error
 _MAX_NAME_BYTES = 200
 
@@ -47,14 +49,21 @@ class CallHead(NamedTuple):
     kind: int
     unique_reply_rank: int | None
     method: str
+    by_engine: bool = False
 
 
 def pack_call(
-    call_id: int, kind: int, request: Sequence[Buffer], method: str = "", unique_reply_rank: int | None = None
+    call_id: int,
+    kind: int,
+    request: Sequence[Buffer],
+    method: str = "",
+    unique_reply_rank: int | None = None,
+    by_engine: bool = False,
 ) -> list[Buffer]:
     """The message of a call: one part, unless the request has buffers beside its body."""
     name = method.encode(errors="replace")[:_MAX_NAME_BYTES]
-    head = _CALL.pack(call_id, kind, len(name), 0 if unique_reply_rank is None else 1 + unique_reply_rank)
+    replying = 0 if unique_reply_rank is None else 1 + unique_reply_rank
+    head = _CALL.pack(call_id, kind, by_engine, len(name), replying)
     return [b"".join((head, name, request[0])), *request[1:]]
 
 
@@ -62,12 +71,13 @@ def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, list[memoryview]
     """The envelope, and the request's buffers."""
     if not parts or len(parts[0]) < _CALL.size:
         raise RingCorruptError(f"a message of {len(parts)} parts is no call")
-    call_id, kind, name_bytes, replying = _CALL.unpack_from(parts[0])
+    call_id, kind, by_engine, name_bytes, replying = _CALL.unpack_from(parts[0])
     begin = _CALL.size + name_bytes
     if kind not in (CALL, STEP, CALLABLE) or name_bytes > _MAX_NAME_BYTES or begin > len(parts[0]):
         raise RingCorruptError(f"a call of kind {kind} with a name of {name_bytes} bytes is none")
     name = STEP_METHOD if kind == STEP else bytes(parts[0][_CALL.size : begin]).decode(errors="replace")
-    return CallHead(call_id, kind, replying - 1 if replying else None, name), [parts[0][begin:], *parts[1:]]
+    head = CallHead(call_id, kind, replying - 1 if replying else None, name, by_engine == 1)
+    return head, [parts[0][begin:], *parts[1:]]
 
 
 def pack_reply(call_id: int, rank: int, kind: int, is_error: bool, reply: Sequence[Buffer]) -> list[Buffer]:

@@ -45,7 +45,7 @@ def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
             if isinstance(method, bytes):
                 value = call_packed(worker, method, args, kwargs)
             else:
-                value = call_rpc(worker, method, args, kwargs)
+                value = call_rpc(worker, method, args, kwargs, head.by_engine)
             return Outcome(False, encode_value(value)) if owes_value else None
         except Exception as error:
             return failed(error, rank, head.method)

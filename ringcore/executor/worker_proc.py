@@ -30,8 +30,9 @@ from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, p
 from ringcore.executor.worker_aside import AsideThread
 from ringcore.executor.worker_calls import Outcome, failed, prepare_call
 from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
-from ringcore.worker.rpc import read_only_names
+from ringcore.worker.rpc import rpc_methods
 
 __all__ = [
     "ASIDE",
@@ -65,7 +66,7 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerCreated(msgspec.Struct, frozen=True):
     """What a worker's process tells when it has its worker. Seconds; `began_s` is a moment on the monotonic clock."""
 
-    read_only: list[str]  # names of methods
+    methods: list[RpcMethod]  # that are declared with @rpc
     began_s: float  # when its own code began
     create_s: float  # what it took to make the worker, imports among it
 
@@ -81,12 +82,12 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     status.begin(creation.call_id, creation.kind, creation.method)
     try:
         worker = create_worker(start.factory, start.config, start.rank, _rendezvous(fds))
-        names = read_only_names(worker)
+        methods = list(rpc_methods(worker).values())
     except Exception as error:
         link.reply(creation, failed(error, start.rank, creation.method))
         raise SystemExit(1) from error
-    aside.serve(worker, names)
-    created = WorkerCreated(names, began_s, time.monotonic() - began_s)
+    aside.serve(worker, [method.name for method in methods if method.read_only])
+    created = WorkerCreated(methods, began_s, time.monotonic() - began_s)
     link.reply(creation, Outcome(False, encode_value(created)))
     status.end()
     try:

@@ -4,8 +4,9 @@
     client  ◀──EngineMessage──  engine process  ◀──ModelRunnerOutput──   the output rank
 
 `requests` is what enters and leaves on both sides of the engine process, `messages` what else clients and engine say,
-`steps` what engine and workers say, `codec` the bytes. Arrays are one-dimensional int32 numpy arrays, or float32 where
-that is said; on the wire they are their raw little-endian bytes. Below is what callers of the engine meet.
+`steps` what engine and workers say, `methods` what can be called by name, `codec` the bytes. Arrays are one-dimensional
+int32 numpy arrays, or float32 where that is said; on the wire they are their raw little-endian bytes. Below is what
+callers of the engine meet.
 """
 
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, RankHealth

@@ -45,8 +45,8 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fie
 class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True):
     """A call to the engine itself (`target="engine"`) or to every worker (`target="workers"`).
 
-    A worker's arguments travel as the buffers beside this message (`executor.value_codec`), which the engine passes on
-    unread; the engine's own methods take none. `method` is the name, also that of a callable.
+    The arguments travel as the buffers beside this message (`executor.value_codec`); those for workers the engine
+    passes on unread. A call of the engine without buffers has none. `method` is the name, also that of a callable.
     """
 
     call_id: int

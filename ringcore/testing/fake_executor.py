@@ -22,7 +22,7 @@ from ringcore.executor.child_stacks import process_state
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.timing import timed
 from ringcore.executor.value_codec import decode_error, portable_error
-from ringcore.executor.wire import CALL, CALLABLE, STEP_METHOD, CallHead
+from ringcore.executor.wire import STEP_METHOD
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import create_worker, shut_down
 from ringcore.protocol.messages import RankHealth
@@ -35,6 +35,7 @@ from ringcore.testing.faults import Fault, check_faults
 from ringcore.testing.hardware import Hardware, find_hardware
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.tokens import Script
+from ringcore.worker.rpc import rpc_methods
 from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["FakeExecutor"]
@@ -131,6 +132,7 @@ class FakeExecutor(Executor):
         phases: dict[str, float] = {}
         with timed(phases, "start_workers"):
             self._workers = [self._make_worker(rank) for rank in range(self._num_ranks)]
+        self.methods = rpc_methods(self._workers[0])
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
             with timed(phases, method):
@@ -168,7 +170,7 @@ class FakeExecutor(Executor):
     def forward(self, call: EncodedCall) -> RpcFuture:
         check_reply_rank(call.unique_reply_rank, self._num_ranks)
         self._check_alive()
-        head = CallHead(0, CALLABLE if call.is_callable else CALL, call.unique_reply_rank, call.method)
+        head = call.head()
         started = HostClock().now()
         outcomes = {rank: perform_call(worker, rank, head, call.parts) for rank, worker in enumerate(self._workers)}
         self._num_calls += 1

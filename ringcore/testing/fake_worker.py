@@ -47,28 +47,28 @@ class FakeWorker:
         self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
         self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # likewise: how many, and the prompt, not yet told of
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> None:
         self.config = self.config.on_device(_DEVICE)
         self._stage = "device"
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         """-> {"weights_bytes", "weights_s"}: what the weights would take, and that they took no time."""
         self._stage = "model"
         return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "weights_s": 0.0}
 
-    @rpc
+    @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer of the model stores, by the layer's name."""
         return kv_cache_spec(self.config)
 
-    @rpc
+    @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
         """The memory table of `testing.hardware` in bytes."""
         return self._memory_table()
 
-    @rpc
+    @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Makes the rows. No pages: there is nothing to keep in them."""
         scheduler, spec = self.config.scheduler, self.config.model.spec
@@ -77,7 +77,7 @@ class FakeWorker:
         self._kv_cache_bytes = kv_cache_config.total_bytes
         self._stage = "ready"
 
-    @rpc
+    @rpc(scope="engine")
     def reset_rows(self) -> None:
         """Forgets every row, as if all had finished."""
         self.rows.clear()
@@ -95,7 +95,7 @@ class FakeWorker:
     # -----------------------------------------------------------------------------------------------------------
     # Memory, of which there is none: states alone.
 
-    @rpc
+    @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
         """As the real one's; what it is asked is checked."""
         assert self._target is None, "a change of memory is under way"
@@ -103,7 +103,7 @@ class FakeWorker:
         self._target = target
         return {}
 
-    @rpc
+    @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
         """-> the bytes that each tag gave back."""
         assert self._target is not None, "no change of memory was prepared"
@@ -113,7 +113,7 @@ class FakeWorker:
         self._memory |= target
         return {f"{tag}_freed_bytes": float(table[tag]) for tag in leaving}
 
-    @rpc
+    @rpc(scope="engine")
     def roll_back_memory(self) -> None:
         self._target = None
 
@@ -122,17 +122,17 @@ class FakeWorker:
         """'resident', 'offloaded' or 'discarded' by tag."""
         return dict(self._memory)
 
-    @rpc
+    @rpc(scope="engine")
     def start_weight_update(self) -> None:
         """There are no weights to be changed."""
         assert self._memory["weights"] == "resident", "no memory for weights"
 
-    @rpc
+    @rpc(scope="engine")
     def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
         """Looks at nothing of it."""
         return {"num_tensors": float(len(source.get("tensors", [])))}
 
-    @rpc
+    @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
         """Every weight has come."""
         return {}
@@ -140,7 +140,7 @@ class FakeWorker:
     # -----------------------------------------------------------------------------------------------------------
     # The step.
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One step, or several; what they sampled on rank 0, None on the others.
 
@@ -260,7 +260,7 @@ class FakeWorker:
         """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device."""
         return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage, "device": _DEVICE}
 
-    @rpc
+    @rpc(scope="engine")
     def shutdown(self) -> None:
         self._rows, self._kv_cache_bytes, self._stage = None, 0, "new"
 

@@ -1,30 +1,37 @@
 """The methods of a worker that can be called from outside it, and how a call reaches one.
 
-A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations. This
-module loads no torch, since whoever has no device may still want to know what can be called.
+A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations. One that
+is declared with `@rpc(scope="engine")` is called by the engine alone. This module loads no torch, since whoever has no
+device may still want to know what can be called.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
 import numpy as np
 
 from ringcore.errors import InvalidRequestError
 from ringcore.host_tensor import to_torch
+from ringcore.protocol.methods import DeclaredScope, RpcMethod, engine_only, unknown_method
+from ringcore.scopes import SCOPES
 
-__all__ = ["call_rpc", "find_rpc", "read_only_names", "rpc", "rpc_names"]
+__all__ = ["call_rpc", "find_rpc", "rpc", "rpc_methods"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_IS_READ_ONLY = "__ringcore_rpc_is_read_only__"  # a declared function has this attribute
+_DECLARATION = "__ringcore_rpc__"  # a declared function has this attribute
+
+
+class _Declaration(NamedTuple):
+    scope: DeclaredScope
+    read_only: bool
 
 
 @overload
@@ -32,70 +39,83 @@ def rpc(method: _Method) -> _Method: ...
 
 
 @overload
-def rpc(*, read_only: bool = False) -> Callable[[_Method], _Method]: ...
+def rpc(*, read_only: bool = False, scope: DeclaredScope | None = None) -> Callable[[_Method], _Method]: ...
 
 
-def rpc(method: Any = None, *, read_only: bool = False) -> Any:
+def rpc(method: Any = None, *, read_only: bool = False, scope: DeclaredScope | None = None) -> Any:
     """Declares that a worker's method may be called by name: `@rpc`, or `@rpc(read_only=True)`.
 
     A read-only method touches nothing that a step changes: another thread of the worker may execute it while a step
-    runs. Raises TypeError for anything but a public function.
+    runs.
+
+    scope: what an admin client's key needs for it: "read", "call" or "lifecycle" (see `ringcore.scopes`); by default
+    "read" for a read-only method, else "call". "engine": the engine alone calls it, and every call from outside is
+    refused. In a subclass, an extension too, it stays the engine's whatever is declared there.
+
+    Raises TypeError for another scope and for anything but a public function.
     """
+    declaration = _Declaration(scope or ("read" if read_only else "call"), read_only)
+    if declaration.scope not in (*SCOPES, "engine"):
+        raise TypeError(f"@rpc(scope={scope!r}): give one of {', '.join(SCOPES)}, engine")
 
     def declare(function: _Method) -> _Method:
-        if not inspect.isfunction(function) or function.__name__.startswith("_"):
+        is_method = inspect.isfunction(function) and inspect.signature(function).parameters
+        if not is_method or function.__name__.startswith("_"):
             raise TypeError(f"@rpc declares a public method, not {function!r}; put it below other decorators")
-        vars(function)[_IS_READ_ONLY] = read_only
+        vars(function)[_DECLARATION] = declaration
         return function
 
     return declare if method is None else declare(method)
 
 
-def rpc_names(worker: object) -> list[str]:
-    """The names that `call_rpc` would find, sorted."""
-    names = {name for cls in type(worker).__mro__ for name in vars(cls)}
-    return sorted(name for name in names if _declared(worker, name))
+def rpc_methods(worker: object) -> dict[str, RpcMethod]:
+    """The methods that are declared, those that only the engine calls among them, by name and sorted."""
+    names = sorted({name for cls in type(worker).__mro__ for name in vars(cls)})
+    declared = {name: found for name in names if (found := _declared(worker, name)) is not None}
+    return {name: RpcMethod.of(function, "workers", *kind) for name, (function, kind) in declared.items()}
 
 
-def read_only_names(worker: object) -> list[str]:
-    """Those of `rpc_names` that are declared read-only, sorted."""
-    return [name for name in rpc_names(worker) if vars(_declared(worker, name))[_IS_READ_ONLY]]
+def _declared(worker: object, name: str) -> tuple[Callable[..., Any], _Declaration] | None:
+    """The declared function of this name. The first class in the resolution order that has the name decides, but for
+    what is the engine's: that it stays."""
+    found = [vars(cls)[name] for cls in type(worker).__mro__ if name in vars(cls)]
+    kinds = [vars(one).get(_DECLARATION) if inspect.isfunction(one) else None for one in found]
+    if not found or kinds[0] is None:
+        return None
+    is_engines = any(kind is not None and kind.scope == "engine" for kind in kinds)
+    return found[0], kinds[0]._replace(scope="engine") if is_engines else kinds[0]
 
 
-def _declared(worker: object, name: str) -> Callable[..., Any] | None:
-    """The declared function of this name. The first class in the resolution order that has the name decides."""
-    for cls in type(worker).__mro__:
-        if name in vars(cls):
-            found = vars(cls)[name]
-            return found if inspect.isfunction(found) and _IS_READ_ONLY in vars(found) else None
-    return None
-
-
-def find_rpc(worker: object, method: str) -> types.MethodType:
-    """The declared method, bound. Raises `InvalidRequestError` that names the known ones."""
-    function = _declared(worker, method)
-    if function is None:
-        known = rpc_names(worker)
-        close = difflib.get_close_matches(method, known, n=1)
-        remedy = f"did you mean {close[0]!r}? Known" if close else "known"
-        raise InvalidRequestError(
-            f"no worker method {method!r} is declared with @rpc; {remedy}: {', '.join(known)}",
-            field="method",
-            value=method,
-        )
+def find_rpc(worker: object, method: str, by_engine: bool = False) -> types.MethodType:
+    """The declared method, bound. Raises `InvalidRequestError` where there is none, and names those that there are; and
+    for one that is the engine's, unless the call is made `by_engine`."""
+    found = _declared(worker, method)
+    if found is None:
+        raise unknown_method(method, (one.name for one in rpc_methods(worker).values() if one.scope != "engine"))
+    function, kind = found
+    if kind.scope == "engine" and not by_engine:
+        raise engine_only(method)
     return types.MethodType(function, worker)
 
 
-def call_rpc(worker: object, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+def call_rpc(
+    worker: object,
+    method: str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    by_engine: bool = False,
+) -> Any:
     """Calls a declared method with arguments as they come off the wire: builtins, numpy arrays, `HostTensor`.
+
+    by_engine: whether the engine itself makes the call.
 
     Every `HostTensor` becomes a torch tensor. Then each argument is converted to its annotation (msgspec, strict). For
     `np.ndarray`, an array is passed as it is, and made of a tensor, a list or the bytes of int32; for `torch.Tensor`,
     a tensor is passed as it is, and made of an array. An argument without an annotation, or of `object`, is passed as
-    it is. Raises `InvalidRequestError` for an unknown method and for arguments that do not fit, before the method runs;
+    it is. Raises `InvalidRequestError` as `find_rpc` does and for arguments that do not fit, before the method runs;
     then whatever the method raises.
     """
-    bound_method = find_rpc(worker, method)
+    bound_method = find_rpc(worker, method, by_engine)
     function = bound_method.__func__
     signature = _signature(function)
     try:

@@ -61,7 +61,7 @@ class Worker:
         self._kv_cache_bytes = 0
         self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> dict[str, float]:
         """Takes hold of the device and meets the other ranks; -> the seconds of each. Raises `ConfigError`, and
         RuntimeError if a rank is absent."""
@@ -84,7 +84,7 @@ class Worker:
             )
         return platform.connect(self.rank, size, self._rendezvous)
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         """-> "weights_bytes", and the seconds of what goes on at the same time: "weights_s", "kernels_s" where there
         are kernels to compile. Raises `ModelLoadError`."""
@@ -103,12 +103,12 @@ class Worker:
         size, directory = self.config.parallel.tensor_parallel_size, self.config.device.sleep_directory
         self._host_store = begin_host_store(_made(self._platform, "init_device"), directory, size)
 
-    @rpc
+    @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer stores, by the layer's name."""
         return _made(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
 
-    @rpc
+    @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
         """The memory table in bytes; `available_kv_cache_bytes` is what the KV cache may have. See `worker.memory`.
 
@@ -125,7 +125,7 @@ class Worker:
         _log.info("%s", format_table(self.rank, table))
         return table
 
-    @rpc
+    @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float]:
         """Allocates the pages as planned and warms up; -> the seconds of each, and "graphs_left", how often
         `capture_graph` has something to do. Raises `CapacityError` or `ConfigError`."""
@@ -142,7 +142,7 @@ class Worker:
         warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
         return {"pages_s": has_pages - started, "warm_up_s": warm_up_s, "graphs_left": graphs_left}
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         """One step, or the several of one message; what they sampled on rank 0, None on the others. On a GPU they are
         launched, and what they sampled comes later."""
@@ -158,7 +158,7 @@ class Worker:
             raise SleepingError("the memory of weights or KV cache was given back; call wake_up() first", tags=away)
         return runner
 
-    @rpc
+    @rpc(scope="engine")
     def capture_graph(self) -> int:
         """Captures one of the CUDA graphs that are not there, which else the first step of its size has to do; -> how
         many are left. The engine calls it while it has nothing to do. All ranks must be called together."""
@@ -166,14 +166,14 @@ class Worker:
         runner.capture_graph()
         return runner.num_graphs_left
 
-    @rpc
+    @rpc(scope="engine")
     def reset_rows(self) -> None:
         """Forgets every row, as if all had finished."""
         _made(self._runner, "initialize_from_config").rows.clear()
 
     # The engine calls these: it knows whether the contents are what they should be, and tells all ranks the same.
 
-    @rpc
+    @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
         """Takes what it needs to bring "weights" and "kv_cache" into these states: "resident", "offloaded" (weights
         only) or "discarded"; -> what that came to, see `RankMemory`. Loses nothing: `commit_memory` or
@@ -187,13 +187,13 @@ class Worker:
             )
         return self._rank_memory.prepare(target)
 
-    @rpc
+    @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
         """Goes through with what is prepared; -> the bytes that were freed, and what is left, see `RankMemory`."""
         assert self._rank_memory is not None, "no change is prepared"
         return self._rank_memory.commit()
 
-    @rpc
+    @rpc(scope="engine")
     def roll_back_memory(self) -> None:
         """Undoes `prepare_memory`. Where nothing is prepared, nothing happens."""
         if self._rank_memory is not None:
@@ -205,13 +205,13 @@ class Worker:
         memory = self._rank_memory
         return dict.fromkeys(("weights", "kv_cache"), RESIDENT) if memory is None else memory.states
 
-    @rpc
+    @rpc(scope="engine")
     def start_weight_update(self) -> None:
         """Begins to replace the weights, in place; an update that was begun is given up. Raises `InvalidRequestError`
         where they are packed for the CPU's kernels."""
         self._new_weights.start(_made(self._loaded, "load_model"))
 
-    @rpc
+    @rpc(scope="engine")
     def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
         """One chunk of an update, of any number: tensors by their names in a checkpoint, and whole; this rank takes its
         slices. source: a `FilesSource`, `IpcSource` or `GroupSource` of `weight_sources`, as a dict.
@@ -221,14 +221,14 @@ class Worker:
         """
         return self._new_weights.receive(source, _made(self._platform, "init_device"))
 
-    @rpc
+    @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
         """Ends an update: what is derived from the weights is made anew. -> "num_tensors" of the whole update, and
         "seconds". require_all: raises `InvalidRequestError` that names what has not come."""
         loaded, platform = _made(self._loaded, "load_model"), _made(self._platform, "init_device")
         return self._new_weights.finish(require_all, loaded, platform)
 
-    @rpc
+    @rpc(scope="lifecycle")
     def join_weight_group(
         self, address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float
     ) -> None:
@@ -242,9 +242,9 @@ class Worker:
         mine = rank + self.rank
         self._new_weights.join(BroadcastGroup(address, port, world_size, mine, backend, timeout_s, device))
 
-    @rpc
+    @rpc(scope="lifecycle")
     def leave_weight_group(self) -> None:
-        """Idempotent."""
+        """Leaves the group that was joined. Idempotent."""
         self._new_weights.leave()
 
     # Read-only methods run on another thread, also while one of the above runs. Each reads an attribute once and goes
@@ -274,7 +274,7 @@ class Worker:
         specs = loaded.kv_cache_spec(self.config.cache.block_size)
         return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks) | table
 
-    @rpc(read_only=True)
+    @rpc(read_only=True, scope="engine")
     def compile_grammar(self, spec: StructuredOutputsParams) -> None:
         """Makes the grammar of coming requests ready, while steps go on. Raises `InvalidRequestError`."""
         self._grammars.compile(spec)
@@ -294,7 +294,7 @@ class Worker:
         device = None if platform is None else platform.device.type
         return {"rank": self.rank, "pid": os.getpid(), "stage": stage, "device": device}
 
-    @rpc
+    @rpc(scope="engine")
     def shutdown(self) -> None:
         """Gives back the pages, the weights and the connections. Idempotent."""
         self._rank_memory = None

@@ -36,34 +36,34 @@ class ChaosWorker(FakeWorker):
 
     # Here as well, so that a scenario finds them on this class.
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> None:
         super().init_device()
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         return super().load_model()
 
-    @rpc
+    @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return super().get_kv_cache_spec()
 
-    @rpc
+    @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
         return super().determine_available_memory()
 
-    @rpc
+    @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         how, self._hang_in_step = self._hang_in_step, ""
         if how:
             hang(how)
         return super().execute_model(scheduler_output)
 
-    @rpc
+    @rpc(scope="engine")
     def shutdown(self) -> None:
         pass
 

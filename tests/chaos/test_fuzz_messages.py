@@ -92,6 +92,7 @@ def test_envelopes(num_malformed, seed):
     frames = [
         pack_call(7, CALL, [b"body", b"buffer"], "echo", 1),
         pack_call(8, STEP, [b"body"]),
+        pack_call(9, CALL, [b"body"], "echo", by_engine=True),
         pack_reply(7, 1, CALL, True, [b"x"]),
     ]
     while watch.num_attempts < num_malformed:

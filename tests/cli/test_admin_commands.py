@@ -58,6 +58,24 @@ def test_the_timeout_reaches_the_engine(engine, keys):
     assert 6 < engine.calls[-1].timeout_s <= 7
 
 
+def test_a_call_of_the_engine_itself(engine, keys):
+    result = invoke("rpc", engine.address, "pause", "all", "--engine", "--keys", keys)
+    assert (result.exit_code, result.stdout) == (0, "null\n")
+    assert (engine.calls[-1].target, engine.calls[-1].method) == ("engine", "pause")
+
+
+def test_the_list_of_methods(engine, keys):
+    result = invoke("rpc", engine.address, "--list", "--keys", keys)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert "workers  call       changes  fail() -> None  Raises an error of rank 1." in lines
+    assert "workers  read       reads    look() -> object" in lines
+    assert any(
+        line.startswith("engine   lifecycle  changes  pause(mode: PauseMode = 'new') -> None  ") for line in lines
+    )
+    assert not any("shutdown" in line for line in lines)
+
+
 def test_arrays_and_tensors_are_lists():
     import msgspec
     import numpy as np
@@ -71,6 +89,10 @@ def test_arrays_and_tensors_are_lists():
     ("flags", "code", "says"),
     [
         (["fail"], 1, "KeyError: 'x'"),
+        (["shutdown"], 2, "method='shutdown': only the engine itself calls it on its workers; close its owner (LLM, "),
+        ([], 2, "METHOD: give the name of a method, or --list"),
+        (["pause", "--engine", "--rank", "0"], 2, "rank=0: only calls to workers have one; leave it out"),
+        (["echo", "--list"], 2, "METHOD: give the name of a method, or --list"),
         (["echo", "--timeout", "-1"], 2, "timeout=-1.0: give seconds"),
         (["echo", "--keys", "/no/such/directory"], 2, "keys='/no/such/directory': no such directory"),
     ],
@@ -97,6 +119,26 @@ def test_keys_that_work(tmp_path):
         assert file in result.stdout
         assert stat.S_IMODE((directory / file).stat().st_mode) == 0o600
     assert read_client_keys(directory).public in read_server_keys(directory).clients
+
+
+@pytest.mark.parametrize(
+    ("flags", "scopes"),
+    [
+        ([], {"read", "call", "lifecycle"}),
+        (["--scope", "read"], {"read"}),
+        (["--scope", "call", "--scope", "read"], {"read", "call"}),
+    ],
+)
+def test_the_scopes_of_new_keys(tmp_path, flags, scopes):
+    assert invoke("keys", str(tmp_path / "keys"), *flags).exit_code == 0
+    (client,) = read_server_keys(tmp_path / "keys").clients.values()
+    assert client.scopes == scopes
+
+
+def test_a_scope_that_is_none(capsys, tmp_path):
+    code, line = fails(capsys, "keys", str(tmp_path / "keys"), "--scope", "admin")
+    assert (code, "scope='admin': give of read, call, lifecycle" in line) == (2, True)
+    assert not (tmp_path / "keys").exists()
 
 
 def test_keys_are_not_overwritten(capsys, keys):

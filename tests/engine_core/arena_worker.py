@@ -44,12 +44,12 @@ class ArenaWorker(FakeWorker):
         self.host_bytes = HOST_BYTES
         self._tables: dict[int, list[int]] = {}
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         self.parameters = self.platform.allocate(4 * NUM_WEIGHTS, "weights").view(torch.int32).fill_(0)
         return super().load_model()
 
-    @rpc
+    @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         num_slots = kv_cache_config.num_blocks * self.config.cache.block_size
         self.slots = self.platform.allocate(4 * num_slots, "kv_cache").view(torch.int32)
@@ -62,7 +62,7 @@ class ArenaWorker(FakeWorker):
 
     # The step.
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         weights = self.read_weights()
         self.weights = weights
@@ -103,17 +103,17 @@ class ArenaWorker(FakeWorker):
 
     # Memory and new weights.
 
-    @rpc
+    @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
         return self.rank_memory.prepare(target)
 
-    @rpc
+    @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
         report = self.rank_memory.commit()
         self.memory = self.rank_memory.states
         return report
 
-    @rpc
+    @rpc(scope="engine")
     def roll_back_memory(self) -> None:
         self.rank_memory.roll_back()
 
@@ -121,12 +121,12 @@ class ArenaWorker(FakeWorker):
     def memory_states(self) -> dict[str, str]:
         return self.rank_memory.states
 
-    @rpc
+    @rpc(scope="engine")
     def start_weight_update(self) -> None:
         self.device.check_access(self.parameters)
         self._num_new = 0
 
-    @rpc
+    @rpc(scope="engine")
     def update_weights(self, source: dict) -> dict[str, float]:
         """{"number": n, "count": so many of them}, or files, which bring all; a number below 0 is refused half way."""
         number, count = source.get("number"), source.get("count", NUM_WEIGHTS)
@@ -139,13 +139,13 @@ class ArenaWorker(FakeWorker):
             raise InvalidRequestError(f"no tensor {number}", field="tensors", value=number)
         return {"num_tensors": float(count)}
 
-    @rpc
+    @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
         if require_all and self._num_new < NUM_WEIGHTS:
             raise InvalidRequestError("a tensor is missing", field="tensors", value="x")
         return {}
 
-    @rpc
+    @rpc(scope="engine")
     def shutdown(self) -> None:
         self.store.close()
         self.platform.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from admin_peers import ANY_PORT, RawPeer, make_keys
-
-from ringcore.engine_core.admin import AdminEndpoint
+from admin_peers import RawPeer, make_keys, open_endpoint
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +13,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture
 def endpoint(keys):
-    made = AdminEndpoint(ANY_PORT, keys)
+    made = open_endpoint(keys)
     yield made
     made.close()
 

@@ -10,7 +10,7 @@ from ringcore.errors import EngineDeadError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, decode_value, encode_value
 from ringcore.protocol.messages import RankHealth
-from ringcore.worker.rpc import call_rpc
+from ringcore.worker.rpc import call_rpc, rpc_methods
 
 KILLER = 140  # a prompt with token KILLER + n kills the worker whenever it has n tokens or more; n < 50
 CRASHER = 190  # the same, but the step raises, and the worker lives on
@@ -122,6 +122,7 @@ class MortalExecutor(Executor):
         if self.start_errors:
             raise self.start_errors.popleft()
         self.workers.append(MortalWorker(self.config, 0))
+        self.methods = rpc_methods(self.worker)
         if self.kv_cache_bytes is not None:
             table = {"total": 1 << 30, "available_kv_cache_bytes": self.kv_cache_bytes}
             self.worker.determine_available_memory = lambda: table
@@ -145,7 +146,7 @@ class MortalExecutor(Executor):
         self.calls.append(method)
         if method == "determine_available_memory":
             return [encode_value(self.worker.determine_available_memory())]
-        return [encode_value(call_rpc(self.worker, method, args, kwargs))]
+        return [encode_value(call_rpc(self.worker, method, args, kwargs, call.by_engine))]
 
     def execute_model(self, scheduler_output):
         reply = self._submit(lambda: self.worker.execute_model(scheduler_output), Reply(is_held=self.holds))

@@ -222,6 +222,9 @@ class ScriptedCore:
     def health(self):
         return EngineHealth("ready", step=7)
 
+    def methods(self):
+        return []
+
     def pause(self, mode="new") -> None:
         self.paused = mode
 

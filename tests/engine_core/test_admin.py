@@ -8,15 +8,29 @@ from pathlib import Path
 
 import pytest
 import zmq
-from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, echo, make_keys, receive, served, wait_until
+from admin_peers import (
+    ANY_PORT,
+    METHODS,
+    SILENCE_S,
+    WAIT_S,
+    RawPeer,
+    echo,
+    make_keys,
+    open_endpoint,
+    receive,
+    served,
+    wait_until,
+)
 
 from ringcore.engine_core import admin
 from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, AdminEndpoint
+from ringcore.engine_core.memory_methods import OPERATIONS
 from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
+from ringcore.scopes import SCOPES
 
 # ---------------------------------------------------------------------------------------------------------------
 # Calls and answers.
@@ -56,11 +70,15 @@ def test_as_many_replies_as_calls_may_be_under_way_are_not_lost(endpoint, peer):
     assert endpoint.num_lost_replies == 0
 
 
-def test_calls_of_the_engine_have_no_arguments(endpoint, peer):
+def test_calls_of_the_engine_may_have_arguments(endpoint, peer):
     peer.call(RpcCall(1, "engine", "stats", timeout_s=1.0))
     got = receive(endpoint)
     assert (got.call.target, got.parts) == ("engine", [])
-    peer.send(encoder().encode(RpcCall(2, "engine", "stats", timeout_s=1.0)), b"something")
+    arguments = encode_request("pause", ["all"], None)
+    peer.send(encoder().encode(RpcCall(2, "engine", "pause", timeout_s=1.0)), *arguments)
+    got = receive(endpoint)
+    assert (got.call.method, [bytes(part) for part in got.parts]) == ("pause", arguments)
+    peer.send(encoder().encode(RpcCall(3, "engine", "stats", timeout_s=1.0)), b"something")
     assert receive(endpoint, SILENCE_S) is None
     assert endpoint.num_dropped == 1
 
@@ -116,7 +134,7 @@ def test_without_a_gatekeeper_nobody_gets_in(monkeypatch, keys):
             pass
 
     monkeypatch.setattr(admin, "Gatekeeper", Absent)
-    endpoint = AdminEndpoint(ANY_PORT, keys)
+    endpoint = open_endpoint(keys)
     try:
         with RawPeer(endpoint.address, keys) as peer:
             peer.knock(echo())
@@ -137,12 +155,67 @@ def test_a_plain_tcp_peer_does_no_harm(endpoint, peer):
 def test_every_key_in_the_directory_is_let_in_and_its_calls_are_its_own(tmp_path):
     keys = make_keys(tmp_path)
     other = zmq.curve_keypair()
-    (Path(keys) / "clients" / "ünï.key").write_text(f'curve\n    public-key = "{other[0].decode()}"\n')
-    endpoint = AdminEndpoint(ANY_PORT, keys)
+    (Path(keys) / "clients" / "ünï.key").write_text(
+        f'metadata\n    scope = "call"\ncurve\n    public-key = "{other[0].decode()}"\n'
+    )
+    endpoint = open_endpoint(keys)
     try:
         with RawPeer(endpoint.address, keys) as first, RawPeer(endpoint.address, keys, secret=other[1]) as second:
             assert served(endpoint, first)
             assert served(endpoint, second)
+    finally:
+        endpoint.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a key may call.
+
+CALLS = [  # target, method, the scope that it takes
+    *(("engine", name, "read") for name in ("stats", "health", "is_sleeping", "methods")),
+    *(("engine", name, "lifecycle") for name in ("pause", "resume")),
+    ("engine", "reset_prefix_cache", "call"),
+    *((target, name, "lifecycle") for name in OPERATIONS for target in ("engine", "workers")),
+    ("workers", "look", "read"),
+    ("workers", "echo", "call"),
+    ("workers", "join", "lifecycle"),
+]
+
+
+def test_each_call_that_is_public_is_among_them():
+    """Operations are listed once, as the engine's."""
+    listed = {(method.target, method.name, method.scope) for method in METHODS.listing()}
+    by_workers = {call for call in CALLS if call[0] == "workers" and call[1] in OPERATIONS}
+    assert listed == {*CALLS, ("workers", "slow", "call"), ("workers", "fail", "call")} - by_workers
+    assert all(method.read_only == (method.scope == "read") for method in METHODS.listing())
+
+
+@pytest.mark.parametrize("line", [*SCOPES, "read call lifecycle", "", None])
+def test_a_key_calls_what_its_scopes_allow(tmp_path, line):
+    keys = make_keys(tmp_path)
+    file = Path(keys) / "clients" / "client.key"
+    written = '    scope = "read call lifecycle"\n'
+    assert written in file.read_text()
+    file.write_text(file.read_text().replace(written, "" if line is None else f'    scope = "{line}"\n'))
+    allowed = {"read"} if line is None else set(line.split())
+    endpoint = open_endpoint(keys)
+    try:
+        with RawPeer(endpoint.address, keys) as peer:
+            for call_id, (target, method, scope) in enumerate(CALLS):
+                peer.call(RpcCall(call_id, target, method, timeout_s=60.0))
+                if scope in allowed:
+                    got = receive(endpoint)
+                    assert (got.call.target, got.call.method) == (target, method)
+                    endpoint.send(got.identity, RpcResult(call_id))
+                    assert peer.receive()[0].error is None
+                    continue
+                wait_until(lambda: endpoint.receive() is not None or peer.socket.poll(0))
+                error = peer.receive()[0].error
+                assert error.type == "PermissionDeniedError"
+                assert error.details == {"method": method, "scope": scope, "key": "client", "file": str(file)}
+                for part in (repr(method), repr(scope), "the key 'client'", str(file)):
+                    assert part in error.message
+            assert endpoint.num_denied == sum(scope not in allowed for _, _, scope in CALLS)
+            assert endpoint.num_dropped == 0
     finally:
         endpoint.close()
 

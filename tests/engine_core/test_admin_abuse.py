@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import select
 
+import msgspec
 import pytest
-from admin_peers import ANY_PORT, SILENCE_S, RawPeer, echo, receive, served, wait_until
+from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
 from ringcore.engine_core import admin_gatekeeper
-from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S, AdminEndpoint
+from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S
 from ringcore.engine_core.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value
 from ringcore.protocol.codec import encoder
@@ -20,6 +21,7 @@ from ringcore.protocol.messages import RpcCall, RpcResult
 
 REQUEST = encode_request("echo", [], None)
 CALL = encoder().encode(echo())
+ENGINE_CALL = encoder().encode(RpcCall(1, "engine", "stats", timeout_s=60.0))
 GARBAGE = {
     "empty": [b""],
     "no msgpack": [b"\xc1" * 40],
@@ -28,6 +30,9 @@ GARBAGE = {
     "arguments that are none": [CALL, b"\xc1"],
     "two arguments": [CALL, encode_value(["echo", []])[0]],
     "another method's arguments": [CALL, *encode_request("load_model", [], None)],
+    "arguments of what is the engine's": [CALL, *encode_request("shutdown", [], None)],
+    "arguments of a call of the engine's, for another": [ENGINE_CALL, *encode_request("pause", [], None)],
+    "a claim to be internal": [encoder().encode(msgspec.structs.asdict(echo()) | {"type": "rpc", "by_engine": True})],
     "a packed function as a method": [CALL, encode_value([b"\x80\x05.", [], {}])[0]],
     "too many buffers": [CALL, *REQUEST, *[b"x"] * 64],
     "deep nesting": [CALL, b"\x93\xa4echo" + b"\x91" * 100_000],
@@ -49,7 +54,7 @@ def test_garbage_is_counted_and_dropped_and_neighbours_are_served(endpoint, peer
 
 
 def test_a_message_above_the_limit_is_refused(keys):
-    endpoint = AdminEndpoint(ANY_PORT, keys, limits=FrameLimits(1000, 100_000, 8))
+    endpoint = open_endpoint(keys, limits=FrameLimits(1000, 100_000, 8))
     try:
         with RawPeer(endpoint.address, keys) as peer, RawPeer(endpoint.address, keys) as vandal:
             body, large = encoder().encode(echo()), bytes(60_000)
@@ -115,6 +120,14 @@ def test_a_flood_does_not_hold_the_engine_up(endpoint, peer):
         (echo(timeout_s=float("nan")), "timeout=nan"),
         (echo(timeout_s=MAX_TIMEOUT_S + 1), "timeout=86401.0"),
         (RpcCall(1, "workers", "m" * 257, timeout_s=1.0), "more than 256 characters"),
+        (
+            RpcCall(1, "workers", "ecko", timeout_s=1.0),
+            "no worker method 'ecko' is declared with @rpc; did you mean",
+        ),
+        (RpcCall(1, "workers", "shutdown", timeout_s=1.0), "only the engine itself calls it on its workers; close its"),
+        (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of finish_weight_update, "),
+        (RpcCall(1, "executor", "echo", timeout_s=1.0), "target='executor': give one of engine, workers"),
+        (RpcCall(1, "workers", "pause", timeout_s=1.0), "the engine itself has it, its workers do not; call it by pau"),
     ],
 )
 def test_what_may_not_be_asked_is_that_calls_error(endpoint, peer, call, says):

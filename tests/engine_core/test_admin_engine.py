@@ -106,7 +106,7 @@ def test_sleep_and_wake_up(admin, engine):
     assert admin.health().memory == {"weights": "offloaded", "kv_cache": "discarded"}
     assert engine.is_sleeping()
     assert admin.stats().is_sleeping
-    with pytest.raises(InvalidRequestError, match="the engine calls it"):
+    with pytest.raises(InvalidRequestError, match="only the engine itself calls it"):
         admin.collective_rpc("commit_memory")
     assert admin.collective_rpc("wake_up", unique_reply_rank=1)["residue_bytes"] == 5.0
     assert admin.health().state == "ready"

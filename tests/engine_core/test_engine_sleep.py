@@ -284,7 +284,7 @@ class TestStates:
         assert core.collective_rpc("sleep", kwargs={"level": 1}) == [{}]
         assert core.collective_rpc("wake_up", unique_reply_rank=0)["residue_bytes"] == 5.0
         for method in ("prepare_memory", "commit_memory", "roll_back_memory"):
-            with pytest.raises(InvalidRequestError, match="call one of sleep, wake_up"):
+            with pytest.raises(InvalidRequestError, match="call one of sleep, wake_up instead"):
                 core.collective_rpc(method)
         with pytest.raises(InvalidRequestError, match="unique_reply_rank=1"):
             core.collective_rpc("sleep", unique_reply_rank=1)

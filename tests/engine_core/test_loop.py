@@ -29,7 +29,7 @@ from ringcore.protocol.messages import (
     Shutdown,
 )
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
-from ringcore.worker.rpc import call_rpc
+from ringcore.worker.rpc import call_rpc, rpc_methods
 
 # ---------------------------------------------------------------------------------------------------------------
 # Replies that arrive while a future is being asked.
@@ -66,6 +66,7 @@ class SurprisingExecutor(Executor):
     def __init__(self, config, arrive_at: int) -> None:
         super().__init__(config)
         self.worker = FakeWorker(config, 0)
+        self.methods = rpc_methods(self.worker)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._questions_left = arrive_at
         self.num_steps = 0
@@ -82,7 +83,7 @@ class SurprisingExecutor(Executor):
 
     def forward(self, call: EncodedCall):
         method, args, kwargs = decode_request(call.parts)
-        future = Future(self, lambda: [call_rpc(self.worker, method, args, kwargs)])
+        future = Future(self, lambda: [call_rpc(self.worker, method, args, kwargs, call.by_engine)])
         if method == "nap":
             future.error = RpcTimeoutError("too late", method=method)
         if method == "stats":
@@ -390,7 +391,11 @@ def test_callables(is_allowed):
 @pytest.mark.parametrize(
     ("call", "buffers", "says"),
     [
-        (RpcCall(1, "engine", "explode"), [], "give one of finish_weight_update, health, is_sleeping, pause, "),
+        (
+            RpcCall(1, "engine", "explode"),
+            [],
+            "give one of finish_weight_update, health, is_sleeping, methods, pause, ",
+        ),
         (RpcCall(1, "engine", "sleep", is_callable=True), [], "give one of"),
         (RpcCall(1, "engine", "sleep"), [b"x"], "its arguments are wrong"),
         (RpcCall(1, "nobody", "echo"), [b"x"], "give one of engine, workers"),

@@ -103,7 +103,7 @@ class FakeWorker:
                 print("about to leave", flush=True)
                 os._exit(3)
 
-    @rpc
+    @rpc(scope="engine")
     def init_device(self) -> None:
         self.meeting_file = None
         if self.rendezvous is not None:
@@ -114,7 +114,7 @@ class FakeWorker:
                 raise CapacityError("too little memory", needed_bytes=2, available_bytes=1)
             time.sleep(600)
 
-    @rpc
+    @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         if self.config.model.model == "raise in load":
             raise ZeroDivisionError("in load")
@@ -125,7 +125,7 @@ class FakeWorker:
             raise ModelLoadError("still there", path=gate)
         return {"weights_bytes": 1.0, "weights_s": 0.25 * (1 + self.rank)}
 
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
         what, _, folder = self.config.model.model.partition(" in ")
         if what == "steps are launched":
@@ -165,6 +165,16 @@ class FakeWorker:
     @rpc
     def count(self, by: int = 1) -> int:
         self.counter += by
+        return self.counter
+
+    @rpc(scope="engine")
+    def tune(self, by: int = 0) -> int:
+        """Changes what only the engine may."""
+        self.counter += by
+        return self.counter
+
+    @rpc(read_only=True, scope="engine")
+    def peek_inside(self) -> int:
         return self.counter
 
     @rpc

@@ -126,6 +126,30 @@ def test_a_function_is_run_only_where_the_call_says_so(executor):
         executor.forward(EncodedCall("count", parts)).result()
 
 
+@pytest.mark.parametrize("method", ["tune", "peek_inside", "init_device", "load_model"])
+def test_what_is_the_engines_no_call_from_outside_reaches(executor, method):
+    """Neither by its name nor under that of another, and only the engine's own calls do."""
+    before = executor.collective_rpc("tune")
+    for claimed in (method, "echo", "peek"):
+        call = EncodedCall(claimed, encode_request(method, [], {}))
+        with pytest.raises(InvalidRequestError, match="only the engine itself" if claimed == method else "asks for"):
+            executor.forward(call).result()
+    assert executor.collective_rpc("peek_inside") == executor.collective_rpc("tune") == before
+    assert executor.forward(EncodedCall.of("tune", by_engine=True)).result() == before
+
+
+def test_it_tells_what_the_workers_declare(executor):
+    methods = executor.methods
+    assert (methods["tune"].scope, methods["tune"].signature) == ("engine", "(by: int = 0) -> int")
+    assert methods["tune"].summary == "Changes what only the engine may."
+    assert {name: (methods[name].scope, methods[name].read_only) for name in ("peek", "echo", "peek_inside")} == {
+        "peek": ("read", True),
+        "echo": ("call", False),
+        "peek_inside": ("engine", True),
+    }
+    assert not methods.keys() & {"private", "shutdown", "_run"}
+
+
 def test_a_value_that_cannot_be_decoded_is_that_calls_error(executor, monkeypatch):
     future = executor.submit("echo", [1])
     for module in (calls, uniproc, fake_futures):

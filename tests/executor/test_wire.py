@@ -29,12 +29,13 @@ def views(*parts: bytes) -> list[memoryview]:
         ((2, CALLABLE, 7), "test.<locals>.<lambda>"),
     ],
 )
-def test_a_call_there_and_back(head, method):
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_a_call_there_and_back(head, method, by_engine):
     call_id, kind, rank = head
-    packed = pack_call(call_id, kind, [b"body", b"buffer"], method, rank)
+    packed = pack_call(call_id, kind, [b"body", b"buffer"], method, rank, by_engine)
     assert len(packed) == 2
     found, request = unpack_call(views(*packed))
-    assert found == CallHead(call_id, kind, rank, method)
+    assert found == CallHead(call_id, kind, rank, method, by_engine)
     assert [bytes(part) for part in request] == [b"body", b"buffer"]
 
 

@@ -62,7 +62,7 @@ def test_graphs_that_are_captured_between_steps(tiny_qwen2, alone, size):
     with make_core(tiny_qwen2, tensor_parallel_size=size, **OPTIONS) as core:
         first = tokens(generate(core, PROMPTS, GREEDY))
         left = core.ready.num_graphs_left
-        while max(told := core.collective_rpc("capture_graph")):
+        while max(told := core.capture_graph().result()):
             assert len(set(told)) == 1
             assert told[0] < left
             left = told[0]

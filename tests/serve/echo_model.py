@@ -34,7 +34,7 @@ LLAMA_MARKS = '{# <|start_header_id|> {"name": ..., "parameters": ...} tool_call
 
 
 class EchoWorker(FakeWorker):
-    @rpc
+    @rpc(scope="engine")
     def execute_model(self, scheduler_output):
         output = super().execute_model(scheduler_output)
         for i, row in enumerate(output.rows.tolist()):

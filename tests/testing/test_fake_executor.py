@@ -161,7 +161,7 @@ def test_it_answers_for_every_rank(tmp_path):
     """8 KV heads over 4 ranks; each has 2 of them, and a quarter of the weights."""
     folder = write_model_config(tmp_path, num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
     core = make_core(make_config(folder, tensor_parallel_size=4))
-    specs = core.collective_rpc("get_kv_cache_spec")
+    specs = core.executor.collective_rpc("get_kv_cache_spec")
     assert len(specs) == 4
     assert [spec["layers.0"]["num_kv_heads"] for spec in specs] == [2] * 4
     assert core.collective_rpc("health", unique_reply_rank=3)["rank"] == 3
@@ -186,13 +186,14 @@ def test_the_worker_methods(model_folder):
     assert memory["kv_cache_bytes"] == (core.ready.num_blocks + 1) * 2 * 2 * 4 * 2 * 16 * 2
     assert "MainThread" in core.collective_rpc("stack")[0]
     assert "fake" in core.executor.diagnose()
-    core.collective_rpc("reset_rows")
+    with pytest.raises(InvalidRequestError, match="only the engine itself calls it"):
+        core.collective_rpc("reset_rows")
 
 
 def test_windows_have_specs_of_their_own(tmp_path):
     folder = write_model_config(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=32)
     core = make_core(make_config(folder))
-    assert core.collective_rpc("get_kv_cache_spec")[0]["layers.1"]["sliding_window"] == 32
+    assert core.executor.collective_rpc("get_kv_cache_spec")[0]["layers.1"]["sliding_window"] == 32
     add(core, "a", list(range(50)), max_tokens=14)
     assert len(drain(core)["a"][0]) == 14
 

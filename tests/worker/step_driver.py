@@ -12,6 +12,7 @@ from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput
 from ringcore.sampling_params import SamplingParams
+from ringcore.worker.rpc import call_rpc
 from ringcore.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -128,3 +129,8 @@ def decode(worker: Worker, rows: Sequence[int], count: int) -> dict[int, list[in
         for row, token in sampled(run(worker, dict.fromkeys(rows, 1))).items():
             written[row].append(token)
     return written
+
+
+def engine_call(worker: Worker, method: str, args: Sequence[Any] = ()) -> Any:
+    """A call by name as the engine makes it."""
+    return call_rpc(worker, method, args, by_engine=True)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from device_runner import rows_on_device
 from fake_graphs import decode_graphs_on_cpu
-from step_driver import admit, decode, make_config, run, sampled, start
+from step_driver import admit, decode, engine_call, make_config, run, sampled, start
 
-from ringcore.worker.rpc import call_rpc
 from ringcore.worker.worker import Worker
 
 PROMPTS = [[11, 60, 23, 8, 90], [4, 8, 15]]
@@ -53,10 +52,10 @@ def decode_sizes(worker: Worker) -> list[int]:
 def test_one_a_call_the_largest_first(worker: Worker, reference: Reference) -> None:
     assert worker.stats()["num_graphs_left"] == 4
     written = begin(worker)
-    assert call_rpc(worker, "capture_graph") == 3
+    assert engine_call(worker, "capture_graph") == 3
     go_on(worker, written, 1)  # captures the size of two rows itself
     assert decode_sizes(worker) == [1, 9, 2]
-    assert [call_rpc(worker, "capture_graph") for _ in range(3)] == [1, 0, 0]
+    assert [engine_call(worker, "capture_graph") for _ in range(3)] == [1, 0, 0]
     assert decode_sizes(worker) == [1, 9, 2, 8, 4]
     assert worker.stats()["num_graphs_left"] == 0
     go_on(worker, written, 6)

@@ -4,7 +4,7 @@ import functools
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from ringcore.host_tensor import HostTensor
 from ringcore.protocol.codec import decoder, encoder, int_array
 from ringcore.protocol.steps import NewBlocks, SchedulerOutput
 from ringcore.worker import rpc
-from ringcore.worker.rpc import call_rpc, find_rpc, read_only_names, rpc_names
+from ringcore.worker.rpc import call_rpc, find_rpc, rpc_methods
 
 if TYPE_CHECKING:
     from nowhere import Imaginary
@@ -136,14 +136,13 @@ def worker():
 def test_only_declared_methods_are_known(worker):
     names = ["anything", "array", "doubles", "extra", "imaginary", "look", "many", "maybe", "plain", "state", "step"]
     names += ["tensor", "tensors", "touch", "typed", "watched", "wrapped"]
-    assert rpc_names(worker) == names
-    assert rpc_names(Base()) == sorted([*set(names) - {"extra", "state"}, "overridden"])
+    assert list(rpc_methods(worker)) == names
+    assert list(rpc_methods(Base())) == sorted([*set(names) - {"extra", "state"}, "overridden"])
 
 
 def test_read_only_methods_are_known_and_called_like_any(worker):
-    assert read_only_names(worker) == ["look", "state"]
-    assert read_only_names(Base()) == ["look", "overridden", "watched"]
-    assert read_only_names(object()) == []
+    read_only = [[name for name, m in rpc_methods(w).items() if m.read_only] for w in (worker, Base(), object())]
+    assert read_only == [["look", "state"], ["look", "overridden", "watched"], []]
     assert call_rpc(worker, "look", [3]) == ["logged", 3]
     assert call_rpc(Base(), "overridden") == "base"
 
@@ -300,7 +299,73 @@ def test_a_long_wrong_argument_is_shown_in_part(worker):
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print)])
+class Engines:
+    @rpc(scope="engine")
+    def prepare(self, n: int = 1) -> int:
+        return n
+
+    @rpc(read_only=True, scope="engine")
+    def look_in(self) -> str:
+        return "seen"
+
+    @rpc(scope="lifecycle")
+    def stop(self, mode: Literal["a", "b"] = "a", *, at: dict[str, int] | None = None) -> None:
+        """Stops.
+
+        And more.
+        """
+
+    @rpc(read_only=True)
+    def seen(self): ...
+
+    @rpc
+    def change(self) -> None: ...
+
+
+class Wider(Engines):
+    @rpc
+    def prepare(self, n: int = 2) -> int:
+        return 10 * super().prepare(n)
+
+
+def test_what_each_method_tells():
+    told = {name: (m.scope, m.read_only, m.signature, m.summary) for name, m in rpc_methods(Engines()).items()}
+    assert told == {
+        "change": ("call", False, "() -> None", ""),
+        "look_in": ("engine", True, "() -> str", ""),
+        "prepare": ("engine", False, "(n: int = 1) -> int", ""),
+        "seen": ("read", True, "()", ""),
+        "stop": (
+            "lifecycle",
+            False,
+            "(mode: Literal['a', 'b'] = 'a', *, at: dict[str, int] | None = None) -> None",
+            "Stops.",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", [Engines, Wider])
+@pytest.mark.parametrize("name", ["prepare", "look_in"])
+def test_what_is_the_engines_only_the_engine_calls(kind, name):
+    """Also where a subclass declares it for all."""
+    with pytest.raises(InvalidRequestError, match=f"^method='{name}': only the engine itself calls it") as caught:
+        call_rpc(kind(), name)
+    assert caught.value.details == {"field": "method", "value": name}
+    assert call_rpc(kind(), "look_in", by_engine=True) == "seen"
+    assert call_rpc(kind(), "prepare", [3], by_engine=True) == (3 if kind is Engines else 30)
+    with pytest.raises(InvalidRequestError, match=r"known: change, seen, stop$"):
+        call_rpc(kind(), "nothing")
+
+
+def test_a_scope_that_is_none():
+    with pytest.raises(TypeError, match=r"@rpc\(scope='admin'\): give one of read, call, lifecycle, engine"):
+        rpc(scope="admin")
+
+
+def without_a_self() -> None: ...
+
+
+@pytest.mark.parametrize("thing", [property(lambda self: 1), "text", staticmethod(print), without_a_self])
 @pytest.mark.parametrize("declare", [rpc, rpc(read_only=True), rpc()])
 def test_only_functions_can_be_declared(thing, declare):
     with pytest.raises(TypeError, match="@rpc declares a public method"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_driver import admit, decode, make_config, make_step, run, sampled, start
+from step_driver import admit, decode, engine_call, make_config, make_step, run, sampled, start
 
 from ringcore.errors import InvalidRequestError
 from ringcore.weights import SharedTensors, WeightGroup
@@ -83,9 +83,9 @@ def addresses(worker: Worker) -> dict[str, int]:
 def update(worker: Worker, *sources: dict[str, Any]) -> list[dict[str, float]]:
     """A whole update, with values as they come off the wire."""
     where = addresses(worker)
-    call_rpc(worker, "start_weight_update")
-    told = [call_rpc(worker, "update_weights", [source]) for source in sources]
-    finished = call_rpc(worker, "finish_weight_update", [True])
+    engine_call(worker, "start_weight_update")
+    told = [engine_call(worker, "update_weights", [source]) for source in sources]
+    finished = engine_call(worker, "finish_weight_update", [True])
     assert finished["num_tensors"] == sum(one["num_tensors"] for one in told)
     assert addresses(worker) == where
     return told
@@ -136,7 +136,7 @@ def test_a_path_without_weights_is_named(worker: Worker, tmp_path: Path, path: s
     (tmp_path / "text.safetensors").write_text("these are no tensors at all")
     worker.start_weight_update()
     with pytest.raises(InvalidRequestError, match=path) as error:
-        call_rpc(worker, "update_weights", [{"kind": "files", "path": str(tmp_path / path)}])
+        engine_call(worker, "update_weights", [{"kind": "files", "path": str(tmp_path / path)}])
     assert error.value.details["field"] == "path"
 
 
@@ -147,7 +147,7 @@ def test_a_path_without_weights_is_named(worker: Worker, tmp_path: Path, path: s
 def test_a_source_of_no_known_kind(worker: Worker, source: dict[str, Any]) -> None:
     worker.start_weight_update()
     with pytest.raises(InvalidRequestError, match="source: ") as error:
-        call_rpc(worker, "update_weights", [source])
+        engine_call(worker, "update_weights", [source])
     assert error.value.details["field"] == "source"
 
 
@@ -159,7 +159,7 @@ def test_an_update_is_started_first(worker: Worker, trained: tuple[Any, Path]) -
     for _ in range(2):
         for method, args in (("update_weights", [{"kind": "files", "path": "x"}]), ("finish_weight_update", [True])):
             with pytest.raises(InvalidRequestError, match="call start_weight_update first"):
-                call_rpc(worker, method, args)
+                engine_call(worker, method, args)
         update(worker, {"kind": "files", "path": str(trained[1])})  # which ends it
 
 
@@ -188,7 +188,7 @@ def test_what_is_missing_may_still_come(worker: Worker, trained: tuple[Any, Path
 def test_packed_weights_cannot_be_replaced(tiny_llama: tuple[str, Any]) -> None:
     worker = start(Worker(make_config(tiny_llama[0], device="cpu"), 0, None))
     with pytest.raises(InvalidRequestError, match="start the engine with enable_sleep_mode=True"):
-        call_rpc(worker, "start_weight_update")
+        engine_call(worker, "start_weight_update")
     worker.shutdown()
 
 
@@ -501,4 +501,4 @@ def test_memory_of_a_gpu_is_nothing_for_a_cpu(worker: Worker) -> None:
     shared = FakeIpc.share(SimpleNamespace(storages={}, GPU="GPU-x"), "model.norm.weight", torch.ones(64))  # type: ignore[arg-type]
     worker.start_weight_update()
     with pytest.raises(InvalidRequestError, match="is on the GPU GPU-x, this rank computes on a CPU"):
-        call_rpc(worker, "update_weights", [{"kind": "ipc", "tensors": [shared]}])
+        engine_call(worker, "update_weights", [{"kind": "ipc", "tensors": [shared]}])

@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from step_driver import admit, make_config, make_step, plan, start
+from step_driver import admit, engine_call, make_config, make_step, plan, start
 
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.methods import RpcMethod
+from ringcore.testing.fake_worker import FakeWorker
+from ringcore.testing.hardware import find_hardware
 from ringcore.worker.entry import create_worker
-from ringcore.worker.rpc import call_rpc, read_only_names, rpc, rpc_names
+from ringcore.worker.rpc import call_rpc, find_rpc, rpc, rpc_methods
 from ringcore.worker.worker import Worker
 
 PROMPT = [11, 60, 23, 8, 90]
@@ -27,6 +30,12 @@ class Greeter:
     @rpc
     def greet(self, name: str) -> str:
         return f"{name} from rank {self.rank}"
+
+
+class Opener:
+    @rpc(read_only=True)
+    def shutdown(self) -> str:
+        return "closed"
 
 
 NOT_A_CLASS = 3
@@ -45,18 +54,18 @@ def test_the_start_up_as_an_executor_does_it(
     """Every call by name with values as they come off the wire."""
     worker = create_worker(make_config(tiny_llama[0]), 0, None)
     stages = [call_rpc(worker, "health")["stage"]]
-    assert call_rpc(worker, "init_device").keys() == {"device_s", "connect_s"}
+    assert engine_call(worker, "init_device").keys() == {"device_s", "connect_s"}
     stages.append(worker.health()["stage"])
-    loaded = call_rpc(worker, "load_model")
+    loaded = engine_call(worker, "load_model")
     parameters = sum(p.numel() for p in tiny_llama[1].parameters())
     assert loaded["weights_bytes"] == 4 * parameters
     assert loaded["weights_s"] > 0
     stages.append(worker.health()["stage"])
-    specs = call_rpc(worker, "get_kv_cache_spec")
+    specs = engine_call(worker, "get_kv_cache_spec")
     assert list(specs) == [f"layers.{i}.attention" for i in range(3)]
     assert {(s.block_size, s.num_kv_heads, s.head_size, s.dtype) for s in specs.values()} == {(4, 2, 16, "float32")}
-    assert call_rpc(worker, "determine_available_memory")["available_kv_cache_bytes"] > 0
-    call_rpc(worker, "initialize_from_config", [msgspec.to_builtins(plan(worker, 20))])
+    assert engine_call(worker, "determine_available_memory")["available_kv_cache_bytes"] > 0
+    engine_call(worker, "initialize_from_config", [msgspec.to_builtins(plan(worker, 20))])
     stages.append(worker.health()["stage"])
     assert stages == ["new", "device", "model", "ready"]
     step = make_step({0: 5}, new=[admit(0, PROMPT, [1, 2])], number=7)
@@ -100,9 +109,48 @@ def test_memory_is_told_at_every_stage(tiny_llama: tuple[str, Any]) -> None:
     assert now["resident_bytes"] > now["kv_cache_bytes"]
 
 
-def test_read_only_methods_are_those_that_touch_nothing_of_a_step(tiny_llama: tuple[str, Any]) -> None:
-    worker = Worker(make_config(tiny_llama[0]), 0, None)
-    assert read_only_names(worker) == ["compile_grammar", "health", "memory", "memory_states", "stack", "stats"]
+SCOPES = {
+    "read": ["health", "memory", "memory_states", "stack", "stats"],
+    "lifecycle": ["join_weight_group", "leave_weight_group"],
+    "engine": [
+        *("capture_graph", "commit_memory", "compile_grammar", "determine_available_memory", "execute_model"),
+        *("finish_weight_update", "get_kv_cache_spec", "init_device", "initialize_from_config", "load_model"),
+        *("prepare_memory", "reset_rows", "roll_back_memory", "shutdown", "start_weight_update", "update_weights"),
+    ],
+}
+
+
+@pytest.mark.parametrize("of_fakes", [False, True])
+def test_the_scope_of_each_method(tiny_llama: tuple[str, Any], of_fakes: bool) -> None:
+    """Fake workers declare what they have of it alike."""
+    config = make_config(tiny_llama[0])
+    worker = FakeWorker(config, 0, find_hardware("h200")) if of_fakes else Worker(config, 0, None)
+    methods = rpc_methods(worker)
+    scopes = {name: scope for scope, names in SCOPES.items() for name in names}
+    assert {name: method.scope for name, method in methods.items()} == {name: scopes[name] for name in methods}
+    assert of_fakes or methods.keys() == scopes.keys()
+    read_only = [name for name, method in methods.items() if method.read_only]
+    assert set(read_only) == {*SCOPES["read"], "compile_grammar"} & methods.keys()
+    for name in methods:
+        if scopes[name] == "engine":
+            with pytest.raises(InvalidRequestError, match="only the engine itself calls it"):
+                call_rpc(worker, name)
+
+
+def test_a_method_tells_how_it_is_called(tiny_llama: tuple[str, Any]) -> None:
+    methods = rpc_methods(Worker(make_config(tiny_llama[0]), 0, None))
+    assert methods["leave_weight_group"] == RpcMethod(
+        "leave_weight_group",
+        "workers",
+        "lifecycle",
+        False,
+        "() -> None",
+        "Leaves the group that was joined. Idempotent.",
+    )
+    assert methods["stats"].signature == "() -> dict[str, int]"
+    assert methods["stats"].summary.startswith("Counts since the start, ")
+    joined = "(address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float) -> None"
+    assert methods["join_weight_group"].signature == joined
 
 
 def test_the_stack_names_every_thread(tiny_llama: tuple[str, Any]) -> None:
@@ -183,7 +231,17 @@ def test_a_worker_extension_is_mixed_in(tiny_llama: tuple[str, Any], keep_thread
     worker = create_worker(make_config(tiny_llama[0], worker_extension="test_worker.Greeter"), 0, None)
     assert isinstance(worker, Worker)
     assert call_rpc(worker, "greet", ["hello"]) == "hello from rank 0"
-    assert {"greet", "init_device", "load_model", "execute_model", "stats", "health"} <= set(rpc_names(worker))
+    methods = rpc_methods(worker)
+    assert {"greet", "init_device", "load_model", "execute_model", "stats", "health"} <= methods.keys()
+    assert (methods["greet"].scope, methods["greet"].signature) == ("call", "(name: str) -> str")
+
+
+def test_an_extension_cannot_open_what_is_the_engines(tiny_llama: tuple[str, Any], keep_threads: None) -> None:
+    worker = create_worker(make_config(tiny_llama[0], worker_extension="test_worker.Opener"), 0, None)
+    assert rpc_methods(worker)["shutdown"].scope == "engine"
+    with pytest.raises(InvalidRequestError, match=r"only the engine itself calls it.*; close its owner"):
+        call_rpc(worker, "shutdown")
+    assert find_rpc(worker, "shutdown", by_engine=True)() == "closed"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from step_driver import admit, decode, make_config, make_step, run, sampled, start
+from step_driver import admit, decode, engine_call, make_config, make_step, run, sampled, start
 
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError, SleepingError
-from ringcore.worker.rpc import call_rpc, read_only_names
+from ringcore.worker.rpc import call_rpc, rpc_methods
 from ringcore.worker.worker import Worker
 
 PROMPT = [11, 60, 23, 8, 90]
@@ -36,7 +36,7 @@ def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any], tmp_path
 
 def change(worker: Worker, target: dict[str, str]) -> dict[str, float]:
     """Both phases, with values as they come off the wire."""
-    return call_rpc(worker, "prepare_memory", [target]) | call_rpc(worker, "commit_memory")
+    return engine_call(worker, "prepare_memory", [target]) | engine_call(worker, "commit_memory")
 
 
 def generate(worker: Worker, count: int) -> list[int]:
@@ -98,18 +98,18 @@ def test_level_2_and_the_weights_written_again(worker: Worker, reference: Refere
 def test_a_roll_back_and_too_little_memory(
     worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call_rpc(worker, "prepare_memory", [AWAY_1])
-    call_rpc(worker, "roll_back_memory")
-    call_rpc(worker, "roll_back_memory")
+    engine_call(worker, "prepare_memory", [AWAY_1])
+    engine_call(worker, "roll_back_memory")
+    engine_call(worker, "roll_back_memory")
     assert worker.memory_states() == BACK
     assert generate(worker, 5) == reference(PROMPT, 5)
     change(worker, AWAY_1)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
         with pytest.raises(CapacityError, match="weights: to have memory again it needs") as error:
-            call_rpc(worker, "prepare_memory", [BACK])
+            engine_call(worker, "prepare_memory", [BACK])
     assert error.value.details["needed_bytes"] > error.value.details["available_bytes"] == 4096
-    call_rpc(worker, "roll_back_memory")
+    engine_call(worker, "roll_back_memory")
     assert worker.memory_states() == AWAY_1
     change(worker, {"kv_cache": "resident"})
     change(worker, BACK)
@@ -161,7 +161,7 @@ def test_without_the_option_nothing_can_be_given_back(tiny_llama: tuple[str, Any
 
 
 def test_the_states_can_be_asked_for_during_a_step(tiny_llama: tuple[str, Any]) -> None:
-    assert "memory_states" in read_only_names(Worker(make_config(tiny_llama[0]), 0, None))
+    assert rpc_methods(Worker(make_config(tiny_llama[0]), 0, None))["memory_states"].read_only
 
 
 @pytest.mark.parametrize(
