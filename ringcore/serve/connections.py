@@ -95,14 +95,14 @@ class Connections:
             self._by_peer[peer] = own  # which it may have left, empty
             self._add(connection, peer, self._all, own)
             return None
-        self._make_room(self._reserve, *State)
+        self._make_room(self._reserve)
         self._add(connection, peer, self._reserve)
         return refusal
 
     def set_state(self, connection: Connection, state: State) -> None:
-        """Of a connection that was evicted nothing is changed."""
+        """Of a connection that was evicted nothing changes, nor in the reserve, where always the oldest gives way."""
         member = self._members.get(connection)
-        if member is None:
+        if member is None or self._reserve in member.bounds:
             return
         for bound in member.bounds:
             bound.remove(connection, member.state)
@@ -129,14 +129,14 @@ class Connections:
         for bound in bounds:
             bound.put(connection, State.HEADLESS)
 
-    def _make_room(self, bound: _Bound, *evictable: State) -> bool:
+    def _make_room(self, bound: _Bound) -> bool:
         """Whether there is room for one more, after an eviction where one is needed and possible."""
         if len(bound) < bound.limit:
             return True
         self._log.warning(
             f"{bound.name}={bound.limit} connections are open: waiting ones are closed, or new ones refused"
         )
-        oldest = bound.oldest(*(evictable or (State.HEADLESS, State.IDLE)))
+        oldest = bound.oldest(State.HEADLESS, State.IDLE)
         if oldest is None:
             return False
         self.remove(oldest)
