@@ -6,7 +6,7 @@
 | waits for a further head | a byte that follows an answer | after `header_timeout_s` |
 | busy | a whole head | as the application decides |
 | idle | the end of an answer | after `keep_alive_timeout_s` |
-| closing, unsent bytes left | `close()` | when the peer has taken none of them for `_STALL_S` |
+| an answer waits to be sent | a full buffer, or the end | when the peer has taken nothing for `send_timeout_s` |
 | refused | an error that this protocol answers itself | after `_LINGER_S`, in which the peer may read it |
 """
 
@@ -31,7 +31,6 @@ __all__ = ["HttpProtocol"]
 
 _RESERVED_HEAD_S = 2.0
 _LINGER_S = 2.0
-_STALL_S = 10.0
 _MAX_PIPELINED = 16  # requests that wait for the answer to the one before
 _METHODS = "GET, HEAD, POST, OPTIONS"
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+(?= |$)")
@@ -46,6 +45,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._options = options
         self._refusal: ApiError | None = None  # of all requests but those that watch: it is in the reserve
         self._deadline: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None  # while the peer is slow to take an answer
         self._is_refused = False
         self._num_head_bytes = 0  # received since the last byte of a body, or the last request's end
 
@@ -56,6 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        self._forget_sending()
         self._connections.remove(self)
         super().connection_lost(exc)
 
@@ -120,11 +121,20 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_busy():
             self._connections.set_state(self, State.IDLE)
         if self.transport.is_closing():
-            self._abort_if_stalled()
+            self._watch_sending()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_if_stalled()
+        self._watch_sending()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._forget_sending()
 
     def _is_busy(self) -> bool:
         """Whether an answer is under way; `cycle` is the last request, which is answered last."""
@@ -179,13 +189,19 @@ class HttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
         return b"".join([head, *(b"%b: %b\r\n" % header for header in headers), b"\r\n", content])
 
-    def _abort_if_stalled(self, num_unsent: int | None = None) -> None:
-        """Of a connection that closes once all is sent. num_unsent: the bytes that were left `_STALL_S` ago."""
+    def _watch_sending(self, num_unsent: int | None = None) -> None:
+        """While nothing is added to what is to be sent. num_unsent: the bytes that were left `send_timeout_s` ago."""
+        self._forget_sending()
         num_left = self.transport.get_write_buffer_size()
         if num_unsent is not None and num_left >= num_unsent:
             self.transport.abort()
         elif num_left:
-            self._arm(_STALL_S, lambda: self._abort_if_stalled(num_left))
+            self._sending = self.loop.call_later(self._options.send_timeout_s, self._watch_sending, num_left)
+
+    def _forget_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def _arm(self, seconds: float, act: Callable[[], None]) -> None:
         self._forget_deadline()

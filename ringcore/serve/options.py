@@ -56,13 +56,14 @@ class ServiceOptions:
     header_timeout_s: float = _option(10.0, "seconds for a request's head, until it is answered 408")
     max_header_bytes: int = _option(64 << 10, "the largest head of a request; a larger one is answered 431")
     keep_alive_timeout_s: float = _option(5.0, "seconds that a connection may be idle between two requests")
+    send_timeout_s: float = _option(60.0, "seconds in which a client may take nothing of its answer")
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_n", "max_concurrent_requests", "max_connections", "max_header_bytes"):
             self._check_integer(name)
         if self.max_connections_per_peer is not None:
             self._check_integer("max_connections_per_peer")
-        for name in ("body_timeout_s", "header_timeout_s", "keep_alive_timeout_s"):
+        for name in ("body_timeout_s", "header_timeout_s", "keep_alive_timeout_s", "send_timeout_s"):
             seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 raise _bad(name, seconds, "give a positive number of seconds")

@@ -21,6 +21,7 @@ OPTIONS = {
     "max_header_bytes": MAX_HEADER,
     "header_timeout_s": 0.5,
     "keep_alive_timeout_s": 1.0,
+    "send_timeout_s": 0.3,
 }
 
 
@@ -195,8 +196,7 @@ def test_where_all_are_busy(patient):
         assert f"max_connections={MAX_CONNECTIONS}" in error["message"]
         assert error_of(answers(patient.port, HALF))[0] == 503  # after a short while
         for _ in range(3):
-            answer = http.get(f"{patient.url}/health")
-            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            assert parted(answers(patient.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
             assert http.get(f"{patient.url}/metrics").status_code == 200
         slow = [connected(patient.port, HALF) for _ in range(100)]  # these give way in the reserve
         assert http.get(f"{patient.url}/health").status_code == 200
@@ -223,19 +223,23 @@ def test_a_bound_for_each_peer(folder):
         assert http.get(f"{service.url}/version").status_code == 401
 
 
-def test_an_answer_that_is_not_read(service, monkeypatch):
-    """A connection that is to be closed once all is sent, to a peer that takes nothing."""
-    monkeypatch.setattr("ringcore.serve.http_protocol._STALL_S", 0.2)
-    ask = b"GET /page/page.css HTTP/1.1\r\nHost: x\r\n\r\n"
+def protocols(service) -> list:
+    return list(service._server.server_state.connections)
+
+
+@pytest.mark.parametrize("last", [b"", b"Connection: close\r\n"])
+def test_an_answer_that_is_not_read(service, last):
+    """The application waits to send more; or it is done, and the connection ends once all is sent."""
+    ask, state = b"GET /page/page.js HTTP/1.1\r\nHost: x\r\n", service._server.server_state
     with connected(service.port) as connection:
-        connection.setblocking(False)
-        try:
-            while True:  # until neither side takes any more
-                connection.send(ask)
-                time.sleep(0.001)
-        except (BlockingIOError, ConnectionResetError, BrokenPipeError):
-            pass
-        eventually(lambda: not service._server.server_state.connections, "it is closed")
+        eventually(lambda: len(protocols(service)) == 1, "it is accepted")
+        (protocol,) = protocols(service)
+        while not (protocol.transport.get_write_buffer_size() if last else protocol.flow.write_paused):
+            num_answered = state.total_requests
+            connection.sendall((ask + b"\r\n") * 8)  # at most 64 KiB, from where on the transport pauses
+            eventually(lambda n=num_answered: protocol.flow.write_paused or state.total_requests == n + 8, "answers")
+        connection.sendall(ask + last + b"\r\n")
+        eventually(lambda: not protocols(service), "it is closed")
 
 
 def test_many_requests_at_once_on_one_connection(patient):
