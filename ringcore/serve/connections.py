@@ -17,6 +17,8 @@ __all__ = ["Connection", "Connections", "State"]
 
 _log = logging.getLogger(__name__)
 
+_LOG_PERIOD_S = 10.0
+
 
 class State(Enum):
     """What a connection waits for. In the order in which connections give way to new ones."""
@@ -76,7 +78,7 @@ class Connections:
         self._reserve = _Bound("reserve", NUM_RESERVED)
         self._by_peer: dict[str, _Bound] = {}
         self._members: dict[Connection, _Member] = {}
-        self._log = RateLimitedLog(_log)
+        self._log = RateLimitedLog(_log, _LOG_PERIOD_S)
 
     def __len__(self) -> int:
         return len(self._members)

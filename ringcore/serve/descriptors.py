@@ -24,6 +24,7 @@ _NUM_IN_FLIGHT = 4 * MAX_ACCEPTS_PER_TURN  # accepted and not counted yet, or ev
 _NUM_OWN = 64  # files, pipes to the engine and sockets that the process opens later
 _SPARE = NUM_RESERVED + _NUM_IN_FLIGHT + _NUM_OWN
 
+_LOG_PERIOD_S = 1.0
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # where asyncio tries again a second later
 
 
@@ -56,7 +57,7 @@ def count_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
 
     Every other error goes where it went before.
     """
-    before, log = loop.get_exception_handler(), RateLimitedLog(_log)
+    before, log = loop.get_exception_handler(), RateLimitedLog(_log, _LOG_PERIOD_S)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -114,7 +114,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refusal is not None and self.url.partition(b"?")[0].decode("latin-1") not in WATCH_PATHS:
             raise self._refusal
         if len(self.pipeline) >= _MAX_PIPELINED:
-            raise _bad_request(f"more than {_MAX_PIPELINED} requests wait for an answer on one connection")
+            raise _bad_request(f"more than {_MAX_PIPELINED} requests wait for an answer on one connection")  # it ends
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -1,4 +1,4 @@
-"""Warnings that come in floods, logged once a second with their number."""
+"""Warnings that come in floods, logged once in a while with their number."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import time
 
 __all__ = ["RateLimitedLog"]
 
-_PERIOD_S = 1.0
-
 
 class RateLimitedLog:
-    """One kind of warning. The first is logged at once; those of the following second are counted in the next line."""
+    """One kind of warning. The first is logged at once; those of the next `period_s` are counted in the next line."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, period_s: float) -> None:
         self._log = log
+        self._period_s = period_s
         self._num_since = 0
         self._quiet_until = 0.0
 
@@ -24,4 +23,4 @@ class RateLimitedLog:
         if now < self._quiet_until:
             return
         self._log.warning("%s (%d since the last line)", text, self._num_since)
-        self._num_since, self._quiet_until = 0, now + _PERIOD_S
+        self._num_since, self._quiet_until = 0, now + self._period_s

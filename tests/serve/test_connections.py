@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from ringcore.errors import ConfigError
 from ringcore.serve.connections import Connections, State
-from ringcore.serve.descriptors import NUM_RESERVED
+from ringcore.serve.descriptors import NUM_RESERVED, fit_connections
 
 
 class Fake:
@@ -99,3 +100,14 @@ def test_whatever_happens_the_bounds_hold(seed, max_per_peer):
         register.remove(one)
     assert len(register) == 0
     assert not register._by_peer
+
+
+def test_as_many_as_there_are_descriptors(monkeypatch):
+    monkeypatch.setattr("os.listdir", lambda _: ["0"] * 50)
+    for limit, fitting in ((1024, 1024 - 50 - 128), (-1, 4096), (1 << 20, 4096)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit, limit))
+        assert fit_connections(4096) == fitting
+    monkeypatch.setattr("resource.getrlimit", lambda _: (100, 100))
+    with pytest.raises(ConfigError, match="RLIMIT_NOFILE=100 leaves no descriptor") as caught:
+        fit_connections(4096)
+    assert caught.value.details["option"] == "max_connections"
