@@ -46,12 +46,11 @@ class BrowserGate:
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
             raise ApiError(HTTPStatus.BAD_REQUEST, f"HTTP/1.1 wants one Host header and there are {len(hosts)}")
         if not hosts:
-            return None  # of no browser
+            return None  # HTTP/1.0, which browsers do not send
         if not self._hosts.have(hosts[0]):
             raise ApiError(
                 HTTPStatus.MISDIRECTED_REQUEST,
-                f"the service does not go by the host {hosts[0][:_SHOWN]!r}; give it that name by --allowed-host "
-                "(allowed_hosts)",
+                f"the host {hosts[0][:_SHOWN]!r} is not allowed; allow it by --allowed-host (allowed_hosts)",
                 code="host_not_allowed",
             )
         return hosts[0]
@@ -63,10 +62,9 @@ class BrowserGate:
         if host is not None and is_same_origin(origin, scope["scheme"], host):
             return
         if headers.get("sec-fetch-site") == "same-origin":
-            return  # a browser's word, which also holds where a proxy has changed the scheme or the host
+            return  # set by the browser alone: it holds also behind a proxy that changes the scheme or the host
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"pages of the origin {origin[:_SHOWN]!r} may not call the service; allow it by --allowed-origin "
-            "(allowed_origins)",
+            f"the origin {origin[:_SHOWN]!r} is not allowed; allow it by --allowed-origin (allowed_origins)",
             code="origin_not_allowed",
         )

@@ -65,9 +65,9 @@ class Connections:
     """Counts connections, all and by their peer's address, and makes room for new ones.
 
     A new connection beyond a bound takes the place of the one that has waited longest for its first head, else of the
-    one that has been idle longest: who floods a service with either fights only himself. Where all are busy, the new
-    one goes into a small reserve, whose connections always give way. It is for what watches the service; other
-    requests on it are refused.
+    one that has been idle longest, so a flood of slow heads displaces only its own connections. Where all are busy, the
+    new one goes into a small reserve, in which the oldest gives way whatever it does. Requests in the reserve are
+    refused, except those to /health and /metrics.
 
     Invariant: each bound holds at most its limit, and a connection that is a member is in each of its bounds once.
     """
@@ -94,7 +94,7 @@ class Connections:
             self._add(connection, peer, self._all)
             return None
         else:
-            self._by_peer[peer] = own  # which it may have left, empty
+            self._by_peer[peer] = own  # dropped where the eviction left it empty
             self._add(connection, peer, self._all, own)
             return None
         self._make_room(self._reserve)

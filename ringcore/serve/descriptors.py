@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 # asyncio accepts up to so many connections a turn of its loop, and closes an evicted one some turns later.
 MAX_ACCEPTS_PER_TURN = 8
-NUM_RESERVED = 32  # connections beyond max_connections, of which /health and /metrics are answered
+NUM_RESERVED = 32  # connections beyond max_connections, on which /health and /metrics are answered
 _NUM_IN_FLIGHT = 4 * MAX_ACCEPTS_PER_TURN  # accepted and not counted yet, or evicted and not closed yet
 _NUM_OWN = 64  # files, pipes to the engine and sockets that the process opens later
 _SPARE = NUM_RESERVED + _NUM_IN_FLIGHT + _NUM_OWN

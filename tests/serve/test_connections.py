@@ -54,7 +54,7 @@ def test_where_all_are_busy_a_new_one_is_refused():
     assert reserved[0].refusal.headers["Retry-After"] == "1"
     register.set_state(reserved[0], State.BUSY)
     more = [Fake(register) for _ in range(NUM_RESERVED)]
-    assert all(one.is_evicted for one in reserved)  # the busy one too: the reserve has room for everybody
+    assert all(one.is_evicted for one in reserved)  # the busy one too: in the reserve the oldest gives way
     assert not any(one.is_evicted for one in (*busy, *more))
     assert len(register) == 2 + NUM_RESERVED
     register.remove(busy[0])
