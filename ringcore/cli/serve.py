@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bind", "make_serve"]
 
-_NEEDED = ("fastapi", "prometheus_client", "uvicorn")
-_BACKLOG = 2048
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn", "httptools")
 _END_S = 10.0  # beyond the drain: for the last answers to be sent
 
 
@@ -47,6 +47,12 @@ def serve(
         list[str] | None, typer.Option(help="a key that clients have to bring; others on this machine can see it here")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one a line")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="a name by which clients may call a service without keys, or '*' for any")
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="an origin whose pages may call the service, or '*' for any")
+    ] = None,
     tool_call_parser: Annotated[
         str, typer.Option(help="the format of the model's calls: hermes, llama3_json, qwen3_coder, none, or auto")
     ] = "auto",
@@ -80,11 +86,14 @@ def serve(
     service = ServiceOptions(
         served_model_names=tuple(served_model_name or ()),
         api_keys=(*(api_key or ()), *(_read_keys(api_key_file) if api_key_file else ())),
+        allowed_hosts=tuple(allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
         tool_call_parser=_or_none(tool_call_parser),
         reasoning_parser=_or_none(reasoning_parser),
         **given(options, service_options()),
     )
     listening = bind(host, port)  # now: a model is not loaded for a port that is taken
+    service = _fitted(service, host, listening)
     if not service.api_keys and not _is_loopback(host):
         print(
             f"ringcore: whoever reaches {host} may use the model; --api-key-file would ask for a key", file=sys.stderr
@@ -103,14 +112,13 @@ async def _serve(
 ) -> None:
     import asyncio
 
-    import uvicorn
-
     from ringcore.async_engine import AsyncEngine
     from ringcore.serve import create_app
+    from ringcore.serve.server import HttpServer, http_config
 
     host, port = listening.getsockname()[:2]
 
-    class Server(uvicorn.Server):
+    class Server(HttpServer):
         """Ends its engine while it ends its connections: what runs is drained, then aborted, and both have an end."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,12 +139,10 @@ async def _serve(
                 await asyncio.gather(draining, return_exceptions=True)
 
     async with AsyncEngine(model, **engine_options) as engine:
-        config = uvicorn.Config(
+        config = http_config(
             create_app(engine, options),
-            lifespan="off",
-            backlog=_BACKLOG,
+            options,
             access_log=access_log,
-            server_header=False,
             timeout_graceful_shutdown=round(drain_s + _END_S),
         )
         await Server(config).serve(sockets=[listening])
@@ -159,6 +165,20 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
     return made
+
+
+def _fitted(options: ServiceOptions, host: str, listening: socket.socket) -> ServiceOptions:
+    """The options with as many connections as there are descriptors, and the hosts that its address stands for."""
+    from ringcore.serve.descriptors import fit_connections, raise_descriptor_limit
+    from ringcore.serve.hosts import hosts_of_listener
+
+    raise_descriptor_limit()
+    fitting = fit_connections(options.max_connections)
+    if fitting < options.max_connections:
+        text = f"max_connections={options.max_connections} is cut to {fitting}, which RLIMIT_NOFILE (ulimit -n) allows"
+        print(f"ringcore: {text}", file=sys.stderr)
+    hosts = hosts_of_listener(host, listening.getsockname()[0], options.allowed_hosts, has_keys=bool(options.api_keys))
+    return replace(options, max_connections=fitting, allowed_hosts=hosts)
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
 from ringcore.async_engine import AsyncEngine
@@ -21,11 +22,13 @@ from ringcore.serve.answers import (
     TokensResponse,
     VersionResponse,
 )
+from ringcore.serve.browser_gate import BrowserGate
 from ringcore.serve.chat_completions import answer_chat
 from ringcore.serve.chat_page import add_chat_page
 from ringcore.serve.completions import complete
 from ringcore.serve.errors import add_error_handlers, json_response
 from ringcore.serve.limits import Gate
+from ringcore.serve.methods import Methods
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
@@ -47,7 +50,7 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     errors: _Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
     app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
-    app.add_middleware(Gate, options=options)
+    _add_middleware(app, options)
     add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)
@@ -55,6 +58,21 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_watching(app, service)
     add_chat_page(app)
     return app
+
+
+def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
+    """A request meets them from the last to the first. A preflight has no key, and does not come to the `Gate`."""
+    app.add_middleware(Gate, options=options)
+    app.add_middleware(Methods)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(BrowserGate, options=options)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -16,10 +16,11 @@ from ringcore.serve.chat_page import PAGE_PATHS
 from ringcore.serve.errors import ApiError, over_limit
 from ringcore.serve.options import ServiceOptions
 
-__all__ = ["OPEN_PATHS", "Gate", "Places"]
+__all__ = ["OPEN_PATHS", "WATCH_PATHS", "Gate", "Places"]
 
 # What watches a service has no key, and the page, which holds no secret, asks for one.
-OPEN_PATHS = frozenset({"/health", "/metrics"}) | PAGE_PATHS
+WATCH_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = WATCH_PATHS | PAGE_PATHS
 
 
 class Gate:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringcore.chat import choose_format
 from ringcore.errors import ConfigError
+from ringcore.serve.hosts import AllowedHosts, check_origins
 
 __all__ = ["ServiceOptions"]
 
@@ -24,6 +25,10 @@ class ServiceOptions:
         which the engine was given its model.
     api_keys: a client has to bring one of these as "Authorization: Bearer KEY", but for /health and /metrics. None
         given: everybody may do everything.
+    allowed_hosts: what a Host header may name: names ("example.com", "*.example.com"), addresses, networks
+        ("10.0.0.0/8"), or "*" for all. None given: all; `ringcore serve` then computes a list unless there are keys.
+    allowed_origins: pages of these origins ("https://example.com", or "*" for all) may call the service from a browser,
+        beside the service's own. Requests with another Origin are answered 403.
     tool_call_parser, reasoning_parser: the format of the model's calls of tools, and of its reasoning: a key of
         `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`. "auto" goes by the chat template; with None
         nothing is parsed, and requests with tools are refused.
@@ -31,6 +36,8 @@ class ServiceOptions:
 
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str | None = "auto"
     reasoning_parser: str | None = "auto"
     max_body_bytes: int = _option(4 << 20, "the largest body of a request; a larger one is answered 413")
@@ -39,15 +46,29 @@ class ServiceOptions:
     max_concurrent_requests: int = _option(
         1024, "completions under way at once, n of each prompt; what goes beyond is answered 429"
     )
+    # Of `ringcore serve`: an application under another server has that server's bounds.
+    max_connections: int = _option(
+        4096, "open connections, at most as many as RLIMIT_NOFILE allows; beyond, waiting ones are closed, or it is 503"
+    )
+    max_connections_per_peer: int | None = _option(
+        None, "the same for the connections of one address, 429; not given where a proxy is the only peer"
+    )
+    header_timeout_s: float = _option(10.0, "seconds for a request's head, until it is answered 408")
+    max_header_bytes: int = _option(64 << 10, "the largest head of a request; a larger one is answered 431")
+    keep_alive_timeout_s: float = _option(5.0, "seconds that a connection may be idle between two requests")
+    send_timeout_s: float = _option(60.0, "seconds in which a client may take nothing of its answer")
 
     def __post_init__(self) -> None:
-        for name, low in (("max_body_bytes", 1), ("max_n", 1), ("max_concurrent_requests", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise _bad(name, value, f"give an integer of at least {low}")
-        seconds = self.body_timeout_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-            raise _bad("body_timeout_s", seconds, "give a positive number of seconds")
+        for name in ("max_body_bytes", "max_n", "max_concurrent_requests", "max_connections", "max_header_bytes"):
+            self._check_integer(name)
+        if self.max_connections_per_peer is not None:
+            self._check_integer("max_connections_per_peer")
+        for name in ("body_timeout_s", "header_timeout_s", "keep_alive_timeout_s", "send_timeout_s"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise _bad(name, seconds, "give a positive number of seconds")
+        AllowedHosts(self.allowed_hosts)
+        check_origins(self.allowed_origins)
         for name in self.served_model_names:
             if not isinstance(name, str) or not name:
                 raise _bad("served_model_names", name, "give names that are not empty")
@@ -61,6 +82,11 @@ class ServiceOptions:
             if not isinstance(getattr(self, option), str | None):
                 raise _bad(option, getattr(self, option), "give 'auto', None or the name of a format")
         choose_format(None, self.tool_call_parser, self.reasoning_parser)
+
+    def _check_integer(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _bad(name, value, "give an integer of at least 1")
 
     @classmethod
     def bounds(cls) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A service on a loopback port: the real engine process on fake workers, uvicorn in a thread of the test's."""
+"""A service on a loopback port: the real engine process on fake workers, its HTTP server in a thread of the test's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import httpx
-import uvicorn
 from fake_engine import FakeMultiproc, expected
 
 from ringcore import AsyncEngine
 from ringcore.cli.serve import bind
 from ringcore.serve import ServiceOptions, create_app
+from ringcore.serve.server import HttpServer, http_config
 
 OPTIONS = {
     "load_format": "dummy",
@@ -58,8 +58,8 @@ class RunningService:
             async with AsyncEngine(self._folder, **self._engine_options) as self.engine:
                 app = create_app(self.engine, self._options)
                 self.service, self.service_app = app.state.service, app
-                config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2)
-                self._server = uvicorn.Server(config)
+                config = http_config(app, self._options, log_config=None, timeout_graceful_shutdown=2)
+                self._server = HttpServer(config)
                 with bind("127.0.0.1", 0) as listening:
                     self.port = listening.getsockname()[1]
                     self.url = f"http://127.0.0.1:{self.port}"

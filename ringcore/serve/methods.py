@@ -1,0 +1,58 @@
+"""HEAD and OPTIONS, for every endpoint."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["Methods"]
+
+
+class Methods:
+    """HEAD is answered as GET without the body. OPTIONS tells the methods that a path takes, as a 405 does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["method"] == "HEAD":
+            await self._app({**scope, "method": "GET"}, receive, _Answer(send, has_body=False).send)
+        elif scope["method"] == "OPTIONS" and scope["path"] == "*":  # of the service as a whole
+            allow = {"Allow": "GET, HEAD, POST, OPTIONS"}
+            await Response(status_code=HTTPStatus.NO_CONTENT, headers=allow)(scope, receive, send)
+        else:
+            is_options = scope["method"] == "OPTIONS"
+            await self._app(scope, receive, _Answer(send, is_options=is_options).send)
+
+
+class _Answer:
+    """An answer of the application's on its way out."""
+
+    def __init__(self, send: Send, *, has_body: bool = True, is_options: bool = False) -> None:
+        self._send = send
+        self._has_body = has_body
+        self._is_options = is_options
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == HTTPStatus.METHOD_NOT_ALLOWED:
+            message = self._with_methods(message)
+        elif message["type"] == "http.response.body" and not self._has_body:
+            message = {**message, "body": b""}
+        await self._send(message)
+
+    def _with_methods(self, message: Message) -> Message:
+        """Of the router, which knows of GET and POST alone."""
+        methods = Headers(raw=message["headers"]).get("allow", "").split(", ")
+        also = ["HEAD", "OPTIONS"] if "GET" in methods else ["OPTIONS"]
+        allow = ", ".join([*methods, *also])
+        if self._is_options:
+            self._has_body = False
+            return {**message, "status": HTTPStatus.NO_CONTENT, "headers": [(b"allow", allow.encode())]}
+        headers = MutableHeaders(raw=list(message["headers"]))
+        headers["allow"] = allow
+        return {**message, "headers": headers.raw}

@@ -1,0 +1,52 @@
+"""uvicorn as `ringcore serve` runs it: connections under the service's bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+
+from ringcore.serve.connections import Connections
+from ringcore.serve.descriptors import MAX_ACCEPTS_PER_TURN, count_accept_errors
+from ringcore.serve.http_protocol import HttpProtocol
+from ringcore.serve.options import ServiceOptions
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+__all__ = ["HttpServer", "http_config"]
+
+_BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """A server of connections that wait in the kernel's queue, and are accepted a few at a time.
+
+    asyncio has one number for both: the length of that queue, and how often it calls accept() in a turn of its loop,
+    also where accept() fails for lack of descriptors. The config's `backlog` is the second.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or []:
+            listening.listen(_BACKLOG)
+        count_accept_errors(asyncio.get_running_loop())
+
+
+def http_config(app: ASGIApp, options: ServiceOptions, **settings: Any) -> uvicorn.Config:
+    """settings: further ones of uvicorn's."""
+    connections = Connections(options.max_connections, options.max_connections_per_peer)
+    protocol = partial(HttpProtocol, connections=connections, options=options)
+    return uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", protocol),
+        ws="none",
+        lifespan="off",
+        backlog=MAX_ACCEPTS_PER_TURN,
+        server_header=False,
+        timeout_keep_alive=cast("int", options.keep_alive_timeout_s),  # which it hands to call_later
+        **settings,
+    )
