@@ -110,7 +110,7 @@ class HttpProtocol(HttpToolsProtocol):
         if num_bytes > self._options.max_header_bytes:
             raise self._head_too_large()
         if self.parser.get_method() == b"CONNECT":
-            raise _not_implemented("CONNECT")
+            raise _method_not_allowed("CONNECT")
         if self._refusal is not None and self.url.partition(b"?")[0].decode("latin-1") not in WATCH_PATHS:
             raise self._refusal
         if len(self.pipeline) >= _MAX_PIPELINED:
@@ -218,7 +218,7 @@ def _refusal_of(error: httptools.HttpParserError, data: bytes) -> ApiError:
         return error.__context__
     method = _METHOD.match(data)
     if isinstance(error, httptools.HttpParserInvalidMethodError) and method is not None:
-        return _not_implemented(method[0][:32].decode("ascii"))
+        return _method_not_allowed(method[0][:32].decode("ascii"))
     if isinstance(error, httptools.HttpParserCallbackError):  # of uvicorn's: the target is no URL
         return _bad_request("the target of the request is no valid URL")
     return _bad_request(str(error))
@@ -228,6 +228,6 @@ def _bad_request(reason: str) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, f"what was received is no request of HTTP/1.1: {reason}")
 
 
-def _not_implemented(method: str) -> ApiError:
-    text = f"the method {method!r} is not implemented; use one of {_METHODS}"
-    return ApiError(HTTPStatus.NOT_IMPLEMENTED, text, headers={"Allow": _METHODS})
+def _method_not_allowed(method: str) -> ApiError:
+    text = f"the method {method!r} is not served; use one of {_METHODS}"
+    return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, text, headers={"Allow": _METHODS})
