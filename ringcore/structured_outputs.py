@@ -7,15 +7,17 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
+from ringcore.errors import InvalidRequestError
 from ringcore.field_checks import bad_field, check_list, check_plain_data, check_text
 
-__all__ = ["StructuredOutputsKind", "StructuredOutputsParams"]
+__all__ = ["StructuredOutputsKind", "StructuredOutputsParams", "unkept"]
 
 StructuredOutputsKind = Literal["json", "json_object", "regex", "choice", "grammar"]
 
 MAX_SPEC_CHARS = 65_536
 MAX_NESTING = 64
 MAX_CHOICES = 1024
+_MAX_ERROR_CHARS = 1000
 # Where brackets group nothing: what is escaped; sets of characters; quoted strings. Linear in the text.
 _NO_GROUPS = {
     "regex": re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL),
@@ -27,11 +29,17 @@ _NO_GROUPS = {
 class StructuredOutputsParams:
     """Bounds what a completion can be: exactly one of these is given. A completion that `max_tokens` ends may be cut.
 
-    json: a JSON schema, as a dict or as its text; the completion is a JSON value that it allows.
+    json: a JSON schema, as a dict or as its text; the completion is a JSON value that it allows. Its patterns are those
+        of ECMA-262, and its formats are held to.
     json_object: True: the completion is any JSON object.
-    regex: a regular expression for the whole completion.
+    regex: a regular expression for the whole completion, as Python's `re` reads it with `re.ASCII`: \\d, \\w, \\s and
+        (?i) are ASCII's, and . matches no line feed. With llguidance \\p{...} too.
     choice: the completion is one of these strings.
     grammar: the completion is a sentence of this context-free grammar: Lark's syntax as llguidance takes it, or GBNF.
+
+    Between two parts of JSON there is nothing, one space, or one line feed and an indent of at most 32 spaces or 8
+    tabs, so that no model goes on with blanks alone. What a library cannot keep to the letter is refused by name:
+    lookaround and back-references in a regular expression, keywords of a schema that the library would leave out.
 
     A specification has at most 65,536 characters in all, 64 levels of brackets in one another, and 1,024 choices.
     Raises `InvalidRequestError` naming field, value and remedy. What only a compiler finds wrong with it comes as the
@@ -67,6 +75,14 @@ class StructuredOutputsParams:
     def kind(self) -> StructuredOutputsKind:
         """The one field that is given."""
         return next(cast(StructuredOutputsKind, f.name) for f in fields(self) if getattr(self, f.name) is not None)
+
+
+def unkept(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
+    """The error of what is well-formed and cannot be kept."""
+    field, why = f"structured_outputs.{spec.kind}", " ".join(why.split())
+    if len(why) > _MAX_ERROR_CHARS:
+        why = f"{why[:_MAX_ERROR_CHARS]}..."
+    return InvalidRequestError(f"{field}: {why}; change it, or leave structured_outputs out", field=field, value=None)
 
 
 def _bad(field: str, value: object, remedy: str) -> Exception:

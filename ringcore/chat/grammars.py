@@ -9,7 +9,6 @@ none: its own specification is it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
@@ -17,19 +16,13 @@ from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatForm
 from ringcore.chat.reasoning import CLOSE, OPEN, reasoning_of_prompt
 from ringcore.chat.tool_parser import CallSyntax
 from ringcore.chat.written_calls import SHARED_RULES, json_value, literal
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.errors import InvalidRequestError
+from ringcore.regular_expressions import whole_regex, write_regex
+from ringcore.structured_outputs import StructuredOutputsParams, unkept
 
 __all__ = ["answer_grammar"]
 
 _HEADER = "%llguidance {}"
-
-_REGEX_PART = re.compile(r"\\.|.", re.DOTALL)
-_LITERALS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-# By whether they stand within brackets.
-_CLASSES = {
-    False: {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[a-zA-Z0-9_]", r"\W": "[^a-zA-Z0-9_]"},
-    True: {r"\d": "0-9", r"\w": "a-zA-Z0-9_"},
-}
 
 
 def answer_grammar(
@@ -52,7 +45,7 @@ def answer_grammar(
     marker_ids: the ids of the format's markers that are one token each. Such a token and its text written in letters
         are both taken: whether a grammar sees a token as text is its tokenizer's matter.
 
-    Raises `InvalidRequestError` for tools that cannot be called in this format.
+    Raises `InvalidRequestError` for tools that cannot be called in this format, and for what no grammar can keep.
     """
     if text is None and not must_call:
         return None
@@ -111,7 +104,7 @@ def _reasoning_rules(marks: _Marks) -> list[str]:
     return [
         f"think_open: {marks.either(OPEN)}",
         rf"think_rest: {rest} /\n{{0,2}}/",
-        rf"think_text[lazy]: /(.|\n)*{_in_slashes(CLOSE)}/",
+        rf"think_text[lazy]: /(.|\n)*{CLOSE.replace('/', chr(92) + '/')}/",
         *([] if token is None else [r"THOUGHT: /(.|\n)*/"]),
     ]
 
@@ -121,7 +114,7 @@ def _calls(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], marks: _Marks
     if syntax.closing:  # in tags, which templates set on lines of their own
         begin = f"{marks.either(syntax.openings[0])} {literal(chr(10))} "
         end = f" {literal(chr(10))} {marks.either(syntax.closing)}"
-    bodies = [syntax.write(tool["function"]) for tool in tools]
+    bodies = [_call_body(syntax, tool["function"]) for tool in tools]
     return [
         f"calls: call ({literal(syntax.separator + chr(10))} call)*" if is_parallel else "calls: call",
         f"call: {begin}call_body{end}",
@@ -131,7 +124,25 @@ def _calls(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], marks: _Marks
     ]
 
 
+def _call_body(syntax: CallSyntax, function: Mapping[str, Any]) -> str:
+    try:
+        return syntax.write(function)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"tools: the parameters of {function['name']!r}: {error}; change them, or let the model call as it likes",
+            field="tools",
+            value=None,
+        ) from error
+
+
 def _text(text: StructuredOutputsParams) -> str:
+    try:
+        return _text_rule(text)
+    except ValueError as error:
+        raise unkept(text, str(error)) from error
+
+
+def _text_rule(text: StructuredOutputsParams) -> str:
     match text.kind:
         case "json":
             return json_value(json.loads(text.json) if isinstance(text.json, str) else text.json or {})
@@ -139,26 +150,10 @@ def _text(text: StructuredOutputsParams) -> str:
             return json_value({"type": "object"})
         case "regex":
             assert text.regex is not None
-            return f"/{_in_slashes(text.regex)}/"
+            return f"/{write_regex(whole_regex(text.regex))}/"
         case "choice":
             return " | ".join(literal(choice) for choice in text.choice or ())
         case "grammar":
             raise AssertionError("a grammar is for the whole completion")
         case kind:
             assert_never(kind)
-
-
-def _in_slashes(regex: str) -> str:
-    """The same expression where / ends one, a line break cannot stand, and classes of characters are not ASCII's.
-
-    Anchors around it say nothing, as it is matched whole, and are left out.
-    """
-    parts = _REGEX_PART.findall(regex.removeprefix("^"))
-    if parts and parts[-1] == "$":
-        parts.pop()
-    in_class, out = False, []
-    for part in parts:
-        if part in "[]":
-            in_class = part == "["
-        out.append(_CLASSES[in_class].get(part, _LITERALS.get(part, part)))
-    return "".join(out)

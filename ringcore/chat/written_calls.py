@@ -14,16 +14,13 @@ from typing import Any
 from ringcore.chat.tools import ToolSchemas
 from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from ringcore.errors import InvalidRequestError
+from ringcore.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, kept_schema
 
 __all__ = ["SHARED_RULES", "WriteCall", "json_call", "json_value", "literal", "xml_call"]
 
 # The rule for a call, of the function {"name", "parameters"} of a tool.
 WriteCall = Callable[[Mapping[str, Any]], str]
 
-# What a schema says of itself in "x-guidance" must not turn a constraint off: these are laid over it.
-_STRICT = {"lenient": False, "coerce_one_of": False}
-_FLEXIBLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t\r]{1,64}"}
-_FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KEY = re.compile(r"[^<>\n]+")
 # What calls refer to: the text of an argument, which ends where the parser sees its end.
@@ -36,9 +33,12 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any], *, is_fixed: bool = False) -> str:
-    """A JSON value of this schema, with blanks as its writer likes, or laid out in the one way."""
-    options = _STRICT | (_FIXED if is_fixed else _FLEXIBLE)
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    """A JSON value of this schema, with blanks as `LLGUIDANCE_OPTIONS` has them, or laid out in the one way.
+
+    Raises ValueError that names what cannot be kept.
+    """
+    options = dict(LLGUIDANCE_ONE_LINE if is_fixed else LLGUIDANCE_OPTIONS)
+    return f"%json {json.dumps({**kept_schema(schema), 'x-guidance': options})}"
 
 
 def json_call(arguments: str) -> WriteCall:

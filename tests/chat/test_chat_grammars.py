@@ -195,3 +195,56 @@ def test_a_key_that_has_no_form_is_refused(key):
         answer_grammar(ChatFormat("qwen3_coder"), tools=[tool], must_call=True)
     assert caught.value.details["field"] == "tools"
     assert repr(key) in caught.value.message
+
+
+def tool(**schema) -> dict:
+    properties = {"a": schema}
+    parameters = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_arguments_are_held_to_patterns_and_formats(form):
+    write, _ = FORMS[form]
+    for schema, right, wrong in (
+        ({"type": "string", "pattern": r"^\s.$"}, "\u00a0b", " \u2028"),
+        ({"type": "string", "format": "date"}, "2024-02-29", "2023-02-29"),
+        ({"type": "string", "pattern": "b"}, "abc", "ac"),
+    ):
+        grammar = answer_grammar(ChatFormat(form), tools=[tool(**schema)], must_call=True, marker_ids=IDS)
+        assert takes(TOKENIZERS[0], grammar, write("f", {"a": right}))
+        assert not takes(TOKENIZERS[0], grammar, write("f", {"a": wrong}))
+        assert not takes(TOKENIZERS[0], grammar, write("f", {"a": right}).replace('{"a"', '{ "a"')), (
+            "laid out in one way"
+        )
+
+
+def test_parameters_that_cannot_be_kept_are_refused():
+    with pytest.raises(InvalidRequestError, match="tools: the parameters of 'f': lookahead") as caught:
+        answer_grammar(ChatFormat("hermes"), tools=[tool(type="string", pattern="(?=a)b")], must_call=True)
+    assert caught.value.details["field"] == "tools"
+    for text in (StructuredOutputsParams(regex=r"a\b"), StructuredOutputsParams(json={"pattern": r"a\b"})):
+        with pytest.raises(InvalidRequestError, match="place between characters") as caught:
+            answer_grammar(ChatFormat("hermes", "qwen3"), text=text)
+        assert caught.value.details["field"] == f"structured_outputs.{text.kind}"
+
+
+def test_a_text_behind_reasoning_is_what_it_is_without():
+    tokenizer = TOKENIZERS[0]
+    regex = answer_grammar(ChatFormat("hermes", "qwen3"), text=StructuredOutputsParams(regex=r"^(?i:k)\s.$|/"))
+    assert [text for text in ("k\tb", "K a", "/", "k\u00a0b", "k \n", "\u212a a") if takes(tokenizer, regex, text)] == [
+        "k\tb",
+        "K a",
+        "/",
+    ]
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False}
+    grammar = answer_grammar(ChatFormat("hermes", "qwen3"), text=StructuredOutputsParams(json=schema))
+    written = [
+        '{"a":null}',
+        '{ "a": null }',
+        '{\n  "a": null\n}',
+        '{  "a":null}',
+        '{\n\n"a":null}',
+        '{\n "a":\n\n null}',
+    ]
+    assert [text for text in written if takes(tokenizer, grammar, text)] == written[:3]

@@ -9,13 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringcore.errors import InvalidRequestError
 from ringcore.structured_outputs import StructuredOutputsParams
 
-__all__ = ["MAX_WHITESPACE", "Backend", "Progress", "any_of", "grammar_error", "schema_text", "whole_regex"]
-
-MAX_WHITESPACE = 64  # characters between two parts of JSON: a model that writes spaces alone must get on
-_MAX_ERROR_CHARS = 1000
+__all__ = ["Backend", "Progress", "any_of", "schema_of"]
 
 
 class Progress(Protocol):
@@ -59,31 +55,18 @@ class Backend(ABC):
         """
 
 
-def schema_text(spec: StructuredOutputsParams) -> str:
+def schema_of(spec: StructuredOutputsParams) -> dict[str, Any]:
     """The JSON schema of a `spec` of kind "json" or "json_object"."""
-    if spec.json is None:
-        return '{"type": "object"}'
-    return spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
+    match spec.json:
+        case None:
+            return {"type": "object"}
+        case str():
+            schema: dict[str, Any] = json.loads(spec.json)
+            return schema
+        case _:
+            return spec.json
 
 
 def any_of(choices: Sequence[str]) -> str:
     """As an alternative of strings, in Lark's syntax and GBNF alike; no library reads JSON's pairs of surrogates."""
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
-def whole_regex(regex: str) -> str:
-    """The expression without anchors around it: it is matched as a whole anyway, and libraries know none."""
-    inner = regex[1:] if regex.startswith("^") else regex
-    if inner.endswith("$"):
-        num_escapes = len(inner) - 1 - len(inner[:-1].rstrip("\\"))
-        if num_escapes % 2 == 0:
-            inner = inner[:-1]
-    return inner
-
-
-def grammar_error(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
-    """The error of a grammar that cannot be kept."""
-    field, why = f"structured_outputs.{spec.kind}", " ".join(why.split())
-    if len(why) > _MAX_ERROR_CHARS:
-        why = f"{why[:_MAX_ERROR_CHARS]}..."
-    return InvalidRequestError(f"{field}: {why}; change it, or leave structured_outputs out", field=field, value=None)

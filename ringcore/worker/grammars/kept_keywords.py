@@ -1,13 +1,18 @@
-"""What of a JSON schema xgrammar would leave out without a word, or write as no JSON: it is refused here instead, or
-said in other words."""
+"""What of a JSON schema xgrammar would leave out without a word: it is refused here instead, or said in other words.
+
+What no library keeps is refused before, by `ringcore.json_schemas`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["in_kept_words", "unkept_keyword", "unkept_regex"]
+from ringcore.json_formats import FORMAT_PATTERNS
+from ringcore.json_schemas import BY_NAME, LISTS, SINGLE
+from ringcore.regular_expressions import ANY, Node, Repeat, searched_regex, write_regex
+from ringcore.worker.grammars.xgrammar_regex import in_json_string
+
+__all__ = ["in_kept_words", "unkept_keyword"]
 
 # Those that constrain a value and that it knows nothing of, or less than they mean.
 _NEVER = frozenset(
@@ -26,8 +31,7 @@ _CONSTRAINTS = frozenset(
     )
 )
 _ALONE = ("$ref", "anyOf", "enum", "const")  # what stands beside one of these is left out
-_FORMATS = frozenset(("date", "time", "date-time", "uuid", "ipv4", "ipv6"))
-_LENGTHS = ("minLength", "maxLength", "format")
+_FORMATS = frozenset(name for name, patterns in FORMAT_PATTERNS.items() if len(patterns) == 1)
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -37,40 +41,38 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-# A group that looks around, a place between characters, a group once more.
-_UNKEPT_REGEX = re.compile(r"(?<!\\)(?:\\\\)*(\(\?[=!<]|\\[bBAzZ]|\\[1-9])")
-# A pattern's characters are written into the string as they are: those that JSON escapes would end it, or break it.
-_ESCAPED_IN_JSON = re.compile(r"[\x00-\x1f\"]|\\[\\nrtfv0xucDWSpP]")
-_RANGE = re.compile(r"([^\\])-([^\]])")
-_PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"  # that JSON need not escape
-_BY_NAME, _LISTS, _SINGLE = (
-    {"properties", "$defs", "definitions"},
-    {"anyOf", "prefixItems"},
-    {"items", "additionalProperties"},
+# Without a type beside it, each of these is left out.
+_NEEDS_TYPE = frozenset(
+    (
+        *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "required"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    )
 )
-
-
-def unkept_regex(regex: str) -> str | None:
-    """The part of a regular expression that xgrammar would leave out."""
-    found = _UNKEPT_REGEX.search(regex)
-    return None if found is None else f"{found[1]} of a regular expression"
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
 def in_kept_words(schema: Any) -> Any:
-    """The schema with the lengths of strings as patterns: xgrammar lets control characters into strings of a length."""
+    """The schema with patterns, and lengths of strings as patterns, of the text between a string's quotes: xgrammar
+    takes a pattern for that text, and lets control characters into strings of a length. Raises ValueError."""
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
-    for name in _BY_NAME & kept.keys():
+    for name in BY_NAME & kept.keys():
         kept[name] = {key: in_kept_words(one) for key, one in kept[name].items()}
-    for name in _LISTS & kept.keys():
+    for name in LISTS & kept.keys():
         kept[name] = [in_kept_words(one) for one in kept[name]]
-    for name in _SINGLE & kept.keys():
+    for name in SINGLE & kept.keys():
         kept[name] = in_kept_words(kept[name])
     low, high = kept.pop("minLength", None), kept.pop("maxLength", None)
-    if low is not None or high is not None:
-        kept["pattern"] = f"^{_PLAIN_CHARACTER}{{{low or 0},{'' if high is None else high}}}$"
+    if "pattern" in kept:
+        kept["pattern"] = _between_quotes(searched_regex(kept["pattern"]))
+    elif low is not None or high is not None:
+        kept["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
     return kept
+
+
+def _between_quotes(node: Node) -> str:
+    return f"^(?:{write_regex(in_json_string(node))})$"
 
 
 def unkept_keyword(schema: Any) -> str | None:
@@ -90,11 +92,11 @@ def unkept_keyword(schema: Any) -> str | None:
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
     """The schemas that it is made of."""
-    for name in _BY_NAME & schema.keys():
+    for name in BY_NAME & schema.keys():
         yield from schema[name].values()
-    for name in _LISTS & schema.keys():
+    for name in LISTS & schema.keys():
         yield from schema[name]
-    for name in _SINGLE & schema.keys():
+    for name in SINGLE & schema.keys():
         if schema[name] is not False:
             yield schema[name]
 
@@ -103,58 +105,61 @@ def _unkept(schema: dict[str, Any]) -> str | None:
     """Of its own keywords, those of the schemas in it left out."""
     for name in sorted(_NEVER & schema.keys()):
         return f"{name!r}"
-    for names, kind in ((_BY_NAME, dict), (_LISTS, list)):
+    for names, kind in ((BY_NAME, dict), (LISTS, list)):
         for name in sorted(names & schema.keys()):
             if not isinstance(schema[name], kind):
                 return f"{name!r} that is no {kind.__name__}"
-    for name in ("minLength", "maxLength"):
+    for name in _COUNTS:
         if name in schema and (type(schema[name]) is not int or schema[name] < 0):
             return f"{name!r} that is no count"
+    if (unkept := _unkept_type(schema)) is not None:
+        return unkept
     for name in _ALONE:
         if name in schema and (others := (_CONSTRAINTS & schema.keys()) - {name}):
             if name in ("enum", "const") and others == {"type"} and _all_of_type(schema, name):
                 continue
             return f"{sorted(others)[0]!r} beside {name!r}"
-    if "$ref" in schema and not str(schema["$ref"]).startswith("#"):
-        return f"a $ref to elsewhere, {schema['$ref']!r}"
     if (text := schema.get("format")) is not None and text not in _FORMATS:
         return f"the format {text!r}"
     return _unkept_of_string(schema) or _unkept_of_object(schema)
 
 
+def _types(schema: dict[str, Any]) -> list[Any]:
+    types = schema.get("type", [])
+    return types if isinstance(types, list) else [types]
+
+
+def _unkept_type(schema: dict[str, Any]) -> str | None:
+    types = _types(schema)
+    if "type" in schema and not (types and all(isinstance(one, str) and one in _TYPES for one in types)):
+        return f"the type {schema['type']!r}"
+    if "type" in schema or "properties" in schema:  # which is taken for the type of objects
+        return None
+    return next((f"{name!r} without a type" for name in sorted(_NEEDS_TYPE & schema.keys())), None)
+
+
 def _all_of_type(schema: dict[str, Any], name: str) -> bool:
     values = schema[name] if name == "enum" else [schema[name]]
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    return isinstance(values, list) and all(any(_TYPES[t](v) for t in types if t in _TYPES) for v in values)
+    return isinstance(values, list) and all(any(_TYPES[t](v) for t in _types(schema)) for v in values)
 
 
 def _unkept_of_string(schema: dict[str, Any]) -> str | None:
-    if (pattern := schema.get("pattern")) is None:
-        if "format" in schema and any(name in schema for name in ("minLength", "maxLength")):
-            return "lengths beside 'format'"
-        return None
-    for name in _LENGTHS:
-        if name in schema:
-            return f"{name!r} beside 'pattern'"
-    return unkept_regex(str(pattern)) or _unescaped(str(pattern))
-
-
-def _unescaped(pattern: str) -> str | None:
-    if (found := _ESCAPED_IN_JSON.search(pattern)) is not None:
-        return f"{found[0]!r} in a pattern"
-    for low, high in _RANGE.findall(pattern):
-        if low <= high and (low < " " or low <= '"' <= high or low <= "\\" <= high):
-            return f"the range {low}-{high} in a pattern"
+    """One pattern is what a string is held to."""
+    given = sorted(name for name in ("format", "pattern") if name in schema)
+    lengths = sorted(name for name in ("minLength", "maxLength") if name in schema)
+    if given and (others := given[1:] + lengths):
+        return f"{others[0]!r} beside {given[0]!r}"
     return None
 
 
 def _unkept_of_object(schema: dict[str, Any]) -> str | None:
     properties = schema.get("properties", {})
     required = schema.get("required", [])
-    if isinstance(required, list) and isinstance(properties, dict):
-        for name in required:
-            if name not in properties:
-                return f"the required property {name!r} that 'properties' does not have"
+    if not isinstance(required, list):
+        return "'required' that is no list"
+    for name in required:
+        if name not in properties:
+            return f"the required property {name!r} that 'properties' does not have"
     if properties and schema.get("additionalProperties", False) is not False:
         return "'additionalProperties' beside 'properties': a property might come twice"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,20 +11,15 @@ import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars.backend import MAX_WHITESPACE, Backend, any_of, grammar_error, schema_text, whole_regex
+from ringcore.json_schemas import LLGUIDANCE_OPTIONS, kept_schema
+from ringcore.regular_expressions import whole_regex, write_regex
+from ringcore.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.worker.grammars.backend import Backend, any_of, schema_of
 from ringcore.worker.grammars.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
 
 _MAX_THREADS = 4
-# What a schema says of itself in "x-guidance" must not turn a constraint off: these are laid over it.
-_JSON_OPTIONS: Any = {  # a JsonCompileOptions, which is there for type checkers alone
-    "whitespace_flexible": True,
-    "whitespace_pattern": rf"[ \n\t\r]{{1,{MAX_WHITESPACE}}}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 # The library's own defaults, but for the states, each of which takes a kilobyte or two.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
@@ -49,7 +45,7 @@ class LLGuidanceBackend(Backend):
         try:
             grammar = _grammar(spec)
         except (ValueError, RecursionError) as error:
-            raise grammar_error(spec, str(error)) from error
+            raise unkept(spec, str(error)) from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, limits=_LIMITS, log_level=0)
         if not matcher.is_error():
             first = matcher.deep_copy()
@@ -57,9 +53,9 @@ class LLGuidanceBackend(Backend):
             if not first.is_error():
                 return matcher
             if not first.get_error().startswith("NoExtension"):
-                raise grammar_error(spec, first.get_error())
-            raise grammar_error(spec, "no text at all satisfies it")
-        raise grammar_error(spec, matcher.get_error())
+                raise unkept(spec, first.get_error())
+            raise unkept(spec, "no text at all satisfies it")
+        raise unkept(spec, matcher.get_error())
 
     def begin(self, compiled: llguidance.LLMatcher) -> _LLGuidanceProgress:
         return _LLGuidanceProgress(compiled.deep_copy())
@@ -130,11 +126,11 @@ def _grammar(spec: StructuredOutputsParams) -> str:
     make = llguidance.LLMatcher
     match spec.kind:
         case "json" | "json_object":
-            return make.grammar_from_json_schema(schema_text(spec), overrides=_JSON_OPTIONS)
+            options: Any = dict(LLGUIDANCE_OPTIONS)  # a JsonCompileOptions, which is there for type checkers alone
+            return make.grammar_from_json_schema(json.dumps(kept_schema(schema_of(spec))), overrides=options)
         case "regex":
             assert spec.regex is not None
-            # \d and \w are ASCII's, as in the patterns of JSON schemas.
-            return make.grammar_from_lark(f"start: /(?:{llguidance.regex_to_lark(whole_regex(spec.regex), 'dw')})/")
+            return make.grammar_from_lark(f"start: /(?:{write_regex(whole_regex(spec.regex))})/")
         case "choice":
             assert spec.choice is not None
             return make.grammar_from_lark(f"start: {any_of(spec.choice)}")

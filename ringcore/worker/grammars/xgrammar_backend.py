@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -10,10 +9,14 @@ import numpy as np
 import xgrammar
 
 from ringcore.errors import InvalidRequestError
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars.backend import MAX_WHITESPACE, Backend, any_of, grammar_error, schema_text, whole_regex
-from ringcore.worker.grammars.kept_keywords import in_kept_words, unkept_keyword, unkept_regex
+from ringcore.json_schemas import kept_schema
+from ringcore.regular_expressions import whole_regex
+from ringcore.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.worker.grammars.backend import Backend, any_of, schema_of
+from ringcore.worker.grammars.kept_keywords import in_kept_words, unkept_keyword
 from ringcore.worker.grammars.vocabulary import Vocabulary
+from ringcore.worker.grammars.xgrammar_json import json_grammar
+from ringcore.worker.grammars.xgrammar_regex import write_gbnf
 
 __all__ = ["XGrammarBackend"]
 
@@ -48,34 +51,17 @@ class XGrammarBackend(Backend):
         except InvalidRequestError:
             raise
         except (RuntimeError, ValueError, RecursionError) as error:
-            raise grammar_error(spec, _PLACE.sub("", str(error))) from error
+            raise unkept(spec, _PLACE.sub("", str(error))) from error
         if not first.any():
-            raise grammar_error(spec, "no text at all satisfies it")
+            raise unkept(spec, "no text at all satisfies it")
         return compiled
 
     def _compile(self, spec: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
         match spec.kind:
             case "json" | "json_object":
-                schema = json.loads(schema_text(spec))
-                if (unkept := unkept_keyword(schema)) is not None:
-                    raise grammar_error(
-                        spec, f"xgrammar cannot keep {unkept}; structured_outputs_backend='llguidance' may"
-                    )
-                # Not strict where the schema is open: an object without properties may have any.
-                is_open = spec.json is None
-                return self._compiler.compile_json_schema(
-                    json.dumps(in_kept_words(schema)),
-                    any_whitespace=True,
-                    strict_mode=not is_open,
-                    max_whitespace_cnt=MAX_WHITESPACE,
-                )
+                return self._compiler.compile_grammar(_json(spec))
             case "regex":
-                assert spec.regex is not None
-                if (unkept := unkept_regex(spec.regex)) is not None:
-                    raise grammar_error(
-                        spec, f"xgrammar cannot keep {unkept}; structured_outputs_backend='llguidance' may"
-                    )
-                return self._compiler.compile_regex(whole_regex(spec.regex))
+                return self._compiler.compile_grammar(f"root ::= {_regex(spec)}")
             case "choice":
                 assert spec.choice is not None
                 return self._compiler.compile_grammar(f"root ::= {any_of(spec.choice)}")
@@ -92,6 +78,29 @@ class XGrammarBackend(Backend):
         """One after the other: its own threads take longer to begin than a mask takes."""
         for row, progress in parts:
             progress.fill(masks, row)
+
+
+def _json(spec: StructuredOutputsParams) -> str:
+    """Raises ValueError, and `InvalidRequestError` for what only this library cannot keep."""
+    schema = schema_of(spec)
+    kept = kept_schema(schema)
+    if (keyword := unkept_keyword(schema)) is not None:
+        raise _unkept(spec, keyword)
+    # Not strict where the schema is open: an object without properties may have any.
+    return json_grammar(in_kept_words(kept), is_open=spec.json is None)
+
+
+def _regex(spec: StructuredOutputsParams) -> str:
+    assert spec.regex is not None
+    node = whole_regex(spec.regex)
+    try:
+        return write_gbnf(node)
+    except ValueError as error:
+        raise _unkept(spec, str(error)) from error
+
+
+def _unkept(spec: StructuredOutputsParams, what: str) -> InvalidRequestError:
+    return unkept(spec, f"xgrammar cannot keep {what}; structured_outputs_backend='llguidance' may")
 
 
 class _XGrammarProgress:
