@@ -118,6 +118,9 @@ class ParallelConfig:
     allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
     max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
     step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
+    engine_timeout_s: float | None = _option(
+        60.0, "an engine process that stands still for longer, or a worker that is stopped, is ended; None means never"
+    )
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
     call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
@@ -255,8 +258,9 @@ def _check_values(options: Mapping[str, Any]) -> None:
         _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
     for name in ("stall_warning_s", "structured_outputs_timeout_s"):
         _check_seconds(name, options[name])
-    if options["step_timeout_s"] is not None:
-        _check_seconds("step_timeout_s", options["step_timeout_s"])
+    for name in ("step_timeout_s", "engine_timeout_s"):
+        if options[name] is not None:
+            _check_seconds(name, options[name])
     for name in (
         "allow_callables",
         "enable_prefix_caching",

@@ -75,10 +75,13 @@ class Executor(ABC):
     Every call is one broadcast and a gather of replies in rank order. Calls are executed by each worker in the
     order in which they were submitted, except those of read-only methods, which need not wait for the others.
     `timeout` is in seconds from the submission; None waits for result or death.
+
+    on_wait: called again and again while a call waits for room in the queue to the workers, who are busy.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.on_wait: Callable[[], None] = lambda: None
 
     @abstractmethod
     def start(self) -> dict[str, float]:

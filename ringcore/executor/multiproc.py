@@ -202,6 +202,7 @@ class MultiprocExecutor(Executor):
         def sent() -> bool:
             if outlet.writer.try_send(parts):
                 return True
+            self.on_wait()
             self._collect()
             return call.is_settled
 
