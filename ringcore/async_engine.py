@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.daemon_threads import DaemonThreads
+from ringcore.engine_core.engine_generations import EngineGenerations
+from ringcore.engine_core.front_end import FrontEnd
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt
 from ringcore.engine_core.request_streams import RequestStream, RequestStreams
-from ringcore.errors import RingcoreError
+from ringcore.errors import ConfigError, RingcoreError
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
 from ringcore.protocol.requests import EngineStats
@@ -45,45 +46,63 @@ class AsyncEngine:
     calls wait in theirs. Cancelling a call gives up the wait and not the call. Several engines in one loop, and one
     engine in the loops of several threads, do not disturb each other.
 
-    Once the engine has died, every stream, call and later request raises `EngineDeadError`, or what stopped the start.
+    Once the engine has died, every stream and call raises `EngineDeadError`, or what stopped the start. Later requests
+    do so too, unless `engine_restarts` are left: so many times an engine that was ready and died is replaced by a new
+    one, for which later requests wait. Where that does not start it counts as well.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, engine_restarts: int = 0, **engine_options: Any) -> None:
+        if not isinstance(engine_restarts, int) or isinstance(engine_restarts, bool) or engine_restarts < 0:
+            raise ConfigError(
+                f"engine_restarts={engine_restarts!r}: give an integer of at least 0",
+                option="engine_restarts",
+                value=repr(engine_restarts),
+            )
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._streams = RequestStreams(self.config)
-        self._client = self._streams.client
-        self._finalizer = weakref.finalize(self, self._streams.close_in_finalizer)  # also when dropped, and at exit
+        self._generations = EngineGenerations(self.config, engine_restarts)
+        # Also when dropped, and at exit.
+        self._finalizer = weakref.finalize(self, self._generations.close_in_finalizer)
         self._calls = DaemonThreads("ringcore-call")
         self._input_threads = DaemonThreads("ringcore-input", _INPUT_THREADS)
 
     async def start(self) -> EngineReady:
         """Waits until the engine is ready; raises what stopped it. Idempotent."""
-        if not self._streams.opened.done():
-            with suppress(Exception):  # `_check_opened` raises it, afresh for each who waits
-                await asyncio.wrap_future(self._streams.opened)
-        return self.ready
-
-    def _check_opened(self) -> None:
-        opened = self._streams.opened
-        if not opened.done():
-            raise RingcoreError("the engine is not ready yet; await start() first")
-        error = opened.exception()
-        if error is not None:
-            raise copy.copy(error)  # a traceback belongs to one raise
+        return (await self._generations.opened()).client.ready
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
-        self._check_opened()
-        return self._client.ready
+        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase. Raises
+        `RingcoreError` while it starts, or is started again."""
+        return self._generations.check_opened().client.ready
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether requests have to wait for the engine, which starts or is started again."""
+        return self._generations.is_starting
+
+    async def wait_dead(self) -> RingcoreError | None:
+        """Waits until the engine has died and none follows, and returns what it died of; None once it was closed."""
+        return await asyncio.wrap_future(self._generations.died)
 
     def get_tokenizer(self) -> Tokenizer:
-        self._check_opened()
-        return self._streams.opened.result().tokenizer
+        return self._front_end.tokenizer
+
+    @property
+    def _front_end(self) -> FrontEnd:
+        """Of an engine that is started again, the last one's."""
+        return self._generations.front_end or self._generations.check_opened().opened.result()
 
     @property
     def _inputs(self) -> InputProcessor:
-        return self._streams.opened.result().inputs
+        return self._front_end.inputs
+
+    @property
+    def _streams(self) -> RequestStreams:
+        return self._generations.current
+
+    @property
+    def _client(self) -> EngineCoreClient:
+        return self._streams.client
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests.
@@ -148,10 +167,10 @@ class AsyncEngine:
         return OutputStream(self, prepare, is_short=False)
 
     async def _begin(self, prepare: Callable[[], PreparedRequest], is_short: bool) -> RequestStream:
-        self._streams.check_open()
-        await self.start()
+        streams = await self._generations.opened()
+        streams.check_open()
         prepared = prepare() if is_short else await asyncio.wrap_future(self._input_threads.submit(prepare))
-        return self._streams.add(prepared)
+        return streams.add(prepared)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output, with finish reason "abort". An unknown one is no error."""
@@ -181,12 +200,13 @@ class AsyncEngine:
 
     async def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""
-        return await self._call(self._client.health, timeout)
+        return await self._call(self._generations.health, timeout)
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's state after its last step, as far as it is known here."""
-        return self._client.stats
+        """The engine's state after its last step, as far as it is known here. Counters go on where it is started again;
+        of one that is dead nothing runs or waits."""
+        return self._generations.stats
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self._call(self._client.reset_prefix_cache, preempt_running)
@@ -230,7 +250,7 @@ class AsyncEngine:
         the rest, whose readers get a last output, and ends the engine. Idempotent; later calls raise
         `EngineDeadError`.
         """
-        await self._call(self._streams.close, timeout)
+        await self._call(self._generations.close, timeout)
 
     async def __aenter__(self) -> AsyncEngine:
         try:
@@ -286,7 +306,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     def _end(self) -> None:
         self._is_over = True
         if self._stream is not None:
-            self._engine._streams.drop(self._stream)
+            self._stream.streams.drop(self._stream)
 
     def __del__(self) -> None:
         if self._stream is not None and not self._is_over:

@@ -102,8 +102,13 @@ class EngineCoreClient(MemoryMethods):
         return outputs if outputs is not None else EngineCoreOutputs([], self._mailbox.stats)
 
     @property
+    def is_alive(self) -> bool:
+        """False once it is known that the engine has died, or was closed."""
+        return self._mailbox.dead is None
+
+    @property
     def stats(self) -> EngineStats:
-        """As the engine told them last."""
+        """As the engine told them last. Of one that is dead nothing runs or waits."""
         return self._mailbox.stats
 
     # -----------------------------------------------------------------------------------------------------------
