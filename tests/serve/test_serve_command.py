@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fake_engine import SLOW, make_model_folder
+from fake_engine import KILLS_ONCE, SLOW, make_model_folder
 from running_service import DEADLINE_S, eventually, http, text_of
 
 from ringcore.cli import main
@@ -103,7 +103,7 @@ def test_what_runs_is_drained_before_the_end(folder, drain_s, max_tokens, reason
         asking.join()
     (answer,) = answers
     assert answer.json()["choices"][0]["finish_reason"] == reason
-    assert code == -signal.SIGTERM  # as whoever sent it expects, once everything has ended
+    assert code == 0  # it was asked to end, and has
     assert out == ""
     assert "Traceback" not in err
 
@@ -120,8 +120,46 @@ def test_a_second_ctrl_c_does_not_wait(folder):
             rest = []
             with suppress(httpx.HTTPError):
                 rest.extend(lines)
-            command.ends()
+            code, _, _ = command.ends()
+    assert code == 130  # as shells say of what Ctrl-C cut short
     assert not any('"length"' in line for line in rest)  # it was not waited for, which would have taken 6 s
+
+
+def test_an_engine_that_dies_ends_the_service(folder):
+    """The stream has its error, the log says why, and nothing is left."""
+    with Command(folder, "--no-access-log") as command:
+        body = {"prompt": [97, KILLS_ONCE, 98], "max_tokens": 50, "stream": True}
+        answer = http.post(f"{command.url}/v1/completions", json=body)
+        *_, error, done, _ = answer.text.split("\n\n")
+        assert '"code":"engine_dead"' in error
+        assert done == "data: [DONE]"
+        code, out, err = command.ends()
+    assert code == 1
+    assert out == ""
+    assert "the engine died, and the service ends: the process 'worker 0'" in err
+    assert "killed by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
+    """As often as it may be."""
+    with Command(folder, "--no-access-log", "--engine-restarts", "1") as command:
+        (engine,) = psutil.Process(command.process.pid).children()
+        engine.kill()
+        eventually(lambda: "starting" in health(command.url), "its death is known")
+        eventually(lambda: "ready" in health(command.url), "another one is there")
+        body = {"prompt": "ab", "max_tokens": 4}
+        assert http.post(f"{command.url}/v1/completions", json=body).json()["choices"][0]["text"] == text_of("ab", 4)
+        command.children = psutil.Process(command.process.pid).children(recursive=True)
+        command.children[0].kill()
+        code, _, err = command.ends()
+    assert code == 1
+    assert "the engine died, restart 1 of 1: the process 'engine'" in err
+    assert "as often as engine_restarts allows" in err
+
+
+def health(url: str) -> str:
+    return http.get(f"{url}/health").json()["state"]
 
 
 def is_refused(url: str) -> bool:
