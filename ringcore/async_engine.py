@@ -18,6 +18,7 @@ from ringcore.engine_core.front_end import FrontEnd
 from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest, Prompt
 from ringcore.engine_core.request_streams import RequestStream, RequestStreams
 from ringcore.errors import ConfigError, RingcoreError
+from ringcore.field_checks import check_timeout
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
 from ringcore.protocol.requests import EngineStats
@@ -82,6 +83,7 @@ class AsyncEngine:
 
     async def wait_dead(self) -> RingcoreError | None:
         """Waits until the engine has died and none follows, and returns what it died of; None once it was closed."""
+        self._generations.owner.check()
         return await asyncio.wrap_future(self._generations.died)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -185,6 +187,7 @@ class AsyncEngine:
     # Administration. What each does is said at the method of `LLM` (or `EngineCore`) of the same name.
 
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        self._generations.owner.check()
         return await asyncio.wrap_future(self._calls.submit(partial(method, *args)))
 
     async def collective_rpc(
@@ -248,9 +251,12 @@ class AsyncEngine:
     async def close(self, timeout: float | None = 0.0) -> None:
         """Takes no new requests, waits up to `timeout` seconds (None: without a limit) for those that run, then aborts
         the rest, whose readers get a last output, and ends the engine. Idempotent; later calls raise
-        `EngineDeadError`.
+        `EngineDeadError`. In a process that was forked from this one it does nothing, and every other call raises
+        `RingcoreError`.
         """
-        await self._call(self._generations.close, timeout)
+        check_timeout("timeout", timeout)
+        if self._generations.owner.is_here:
+            await self._call(self._generations.close, timeout)
 
     async def __aenter__(self) -> AsyncEngine:
         try:

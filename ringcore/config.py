@@ -8,7 +8,6 @@ written back here. No environment variable is read.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Literal, cast
 from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
 from ringcore.errors import ConfigError, unknown_option
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
 
@@ -318,8 +318,8 @@ def _check_count(name: str, value: object, low: int, high: int | None = None, or
 
 
 def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _bad(name, value, "give a positive number of seconds")
+    if not is_timeout(value) or not value:
+        raise _bad(name, value, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
 
 
 def _check_together(config: EngineConfig) -> None:

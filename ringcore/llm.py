@@ -26,6 +26,7 @@ from ringcore.engine_core.prompt_lists import (
 )
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import RequestOutput
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.sampling_params import OutputKind, SamplingParams
 from ringcore.tokenizer import Tokenizer
@@ -48,13 +49,14 @@ class LLM(MemoryMethods):
     for what can be known then; and whatever stopped the engine's start-up: `ModelLoadError`, `CapacityError`,
     `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
 
-    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them.
+    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them. In a process that was
+    forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._turn = _Turn()
         self._client = EngineCoreClient(self.config)
+        self._turn = _Turn(self._client.owner)
         self._front_end = FrontEnd(self.config, self._client)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -117,6 +119,7 @@ class LLM(MemoryMethods):
         use_tqdm: bool,
         on_error: OnError,
     ) -> list[RequestOutput]:
+        self._client.owner.check()
         prepared = prepare_all(items, sampling_params, prepare, on_error)
         with self._turn:
             outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
@@ -157,6 +160,7 @@ class LLM(MemoryMethods):
         Leaving the iteration ends what is unfinished. `generate`, `chat` and other streams wait until then; in the
         same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
         """
+        self._client.owner.check()
         check_choice("by", by, ("request", "token"))
         prepared = prepare_all(as_prompt_list(prompts), sampling_params, self._front_end.inputs.process, on_error)
         return self._stream(prepared, "final" if by == "request" else None, on_error)
@@ -240,13 +244,15 @@ class LLM(MemoryMethods):
 
 
 class _Turn:
-    """One caller at a time. A thread that would wait for itself is refused."""
+    """One caller at a time. A thread that would wait for itself is refused, and so is a forked process."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: OwnerProcess) -> None:
+        self._owner = owner
         self._lock = threading.Lock()
         self._holder: int | None = None
 
     def __enter__(self) -> None:
+        self._owner.check()
         if self._holder == threading.get_ident():
             raise InvalidRequestError(
                 "a stream that this thread began is not at its end; read it to its end or close() it first",

@@ -14,6 +14,7 @@ import typer
 
 from ringcore.cli.options import engine_options, given, service_options, with_options
 from ringcore.errors import ConfigError
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 
 if TYPE_CHECKING:
     from ringcore.serve import ServiceOptions
@@ -76,6 +77,9 @@ def serve(
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'ringcore[serve]'", option="serve")
+    if not is_timeout(drain_s):
+        remedy = f"give seconds, from 0 to {MAX_TIMEOUT_S:.0f}"
+        raise ConfigError(f"drain_s={drain_s}: {remedy}", option="drain_s", value=repr(drain_s))
     import asyncio
 
     from ringcore.serve import ServiceOptions

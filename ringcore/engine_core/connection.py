@@ -16,6 +16,7 @@ from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.status_board import StatusBoard, create_board
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import ClientMessage, EngineMessage, Shutdown
 
@@ -36,7 +37,7 @@ class EngineConnection:
 
     def __init__(self, config: EngineConfig) -> None:
         self.is_listening = False
-        self._owner_pid = os.getpid()
+        self.owner = OwnerProcess("the engine")
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._hung_up_s: float | None = None  # when the engine closed its end
         self._has_ended = False  # the process, as the last wait saw it
@@ -118,7 +119,7 @@ class EngineConnection:
 
         In a process that the owner forked it does nothing: the engine is not its own.
         """
-        if self._wake_fd < 0 or os.getpid() != self._owner_pid:
+        if self._wake_fd < 0 or not self.owner.is_here:
             return
         self.wake()
         if self._watch is not None:

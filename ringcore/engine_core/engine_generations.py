@@ -29,6 +29,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.front_end import FrontEnd
 from ringcore.engine_core.request_streams import RequestStreams
 from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineHealth
 from ringcore.protocol.requests import EngineStats
 
@@ -58,6 +59,7 @@ class EngineGenerations:
 
     def __init__(self, config: EngineConfig, max_restarts: int) -> None:
         self._config, self._max_restarts = config, max_restarts
+        self.owner = OwnerProcess("the engine")
         self.num_restarts = 0
         self.restart_cause: str | None = None
         self.front_end: FrontEnd | None = None
@@ -92,6 +94,7 @@ class EngineGenerations:
 
     async def opened(self) -> RequestStreams:
         """The current engine, once it is ready. Raises what stopped it."""
+        self.owner.check()
         while not (opening := self._opening).done():
             with suppress(Exception):  # raised below, afresh for each who waits
                 await asyncio.wrap_future(opening)
@@ -99,6 +102,7 @@ class EngineGenerations:
 
     def check_opened(self) -> RequestStreams:
         """The current engine, which is ready or was. Raises what stopped its start, and `RingcoreError` before."""
+        self.owner.check()
         opening = self._opening
         if not opening.done():
             raise RingcoreError("the engine is not ready yet; await start() first")
@@ -180,7 +184,10 @@ class EngineGenerations:
     # The end.
 
     def close(self, timeout: float | None = 0.0) -> None:
-        """`RequestStreams.close` of the current engine, after which none follows. Idempotent."""
+        """`RequestStreams.close` of the current engine, after which none follows. Idempotent. Does nothing in a process
+        that was forked from this one."""
+        if not self.owner.is_here:
+            return
         with self._lock:
             self._is_closing = True
         self.current.close(timeout)
@@ -189,7 +196,7 @@ class EngineGenerations:
 
     def close_in_finalizer(self) -> None:
         """`close`, where the garbage collector has any thread run it, perhaps one that `close` would wait for."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() or not self.owner.is_here:
             self.close()  # at the interpreter's exit too, when no thread can be started
         else:
             threading.Thread(target=self.close, name="ringcore-closer", daemon=True).start()

@@ -57,6 +57,7 @@ class RequestStream:
                 raise StopAsyncIteration
             if self.error is not None:
                 raise copy.copy(self.error)  # a traceback belongs to one raise
+            self.streams.client.owner.check()
             self._waiter = self.loop.create_future()
             try:
                 await self._waiter
@@ -139,7 +140,7 @@ class RequestStreams:
     def drop(self, stream: RequestStream) -> None:
         """Ends a request that nobody reads any more."""
         stream.is_dropped = True
-        if not self._take_out(stream):
+        if not self.client.owner.is_here or not self._take_out(stream):
             return
         engine_ids = stream.state.unfinished_ids
         self.opened.result(timeout=0).outputs.forget(engine_ids)
@@ -147,6 +148,7 @@ class RequestStreams:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whose reader gets a last output."""
+        self.client.owner.check()
         stream = self._by_id.get(request_id)
         if stream is not None:
             self._to_send.put(stream.state.unfinished_ids)

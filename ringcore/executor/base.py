@@ -12,6 +12,7 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.callables import callable_name
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
+from ringcore.field_checks import check_timeout
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import SchedulerOutput
 
@@ -42,7 +43,9 @@ class EncodedCall:
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> EncodedCall:
-        """Raises `InvalidRequestError` for a method that is none and for arguments that cannot be sent."""
+        """Raises `InvalidRequestError` for a method that is none, a timeout that is none, and for arguments that cannot
+        be sent."""
+        check_timeout("timeout", timeout)
         parts = encode_request(method, args, kwargs)
         if isinstance(method, str):
             return cls(method, parts, False, timeout, unique_reply_rank)

@@ -25,6 +25,7 @@ from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
 from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_memory import unnamed_file
+from ringcore.owner_process import OwnerProcess
 
 __all__ = ["ChildProcess", "terminate_all"]
 
@@ -63,9 +64,10 @@ class ChildProcess:
             raise
         self._stacks = stacks
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
+        self._owner = OwnerProcess(f"the process {name!r}")
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
-        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, os.getpid())
+        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, self._owner)
 
     @classmethod
     def start(
@@ -165,7 +167,9 @@ class ChildProcess:
         )
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
+        """Sends a signal, unless it has ended, or this process was forked from its parent."""
+        if not self._owner.is_here:
+            return
         with self._lock:
             if self.is_alive() and not self._is_closed:
                 with contextlib.suppress(ProcessLookupError):
@@ -206,9 +210,10 @@ class ChildProcess:
 def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
     """Ends processes together: `grace_s` seconds to leave by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
 
-    Returns when all are reaped and their descriptors and threads are gone.
+    Returns when all are reaped and their descriptors and threads are gone. Where this process was forked from their
+    parent it does nothing.
     """
-    left = [child for child in children if not child._is_closed]
+    left = [child for child in children if not child._is_closed and child._owner.is_here]
     ended = list(left)
     try:
         for number, wait_s in ((None, grace_s), (signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, KILL_GRACE_S)):
@@ -227,11 +232,11 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
 
 
 def _abandon(
-    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
+    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner: OwnerProcess
 ) -> None:
     """The last resort for a child whose owner is gone without `terminate`."""
-    if os.getpid() != owner_pid:
-        return  # this process was forked from the owner, whose child it is
+    if not owner.is_here:
+        return
     popen.kill()
     popen.wait()
     log.close()

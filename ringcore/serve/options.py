@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ringcore.chat import choose_format
 from ringcore.errors import ConfigError
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 
 __all__ = ["ServiceOptions"]
 
@@ -46,8 +46,8 @@ class ServiceOptions:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise _bad(name, value, f"give an integer of at least {low}")
         seconds = self.body_timeout_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-            raise _bad("body_timeout_s", seconds, "give a positive number of seconds")
+        if not is_timeout(seconds) or not seconds:
+            raise _bad("body_timeout_s", seconds, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
         for name in self.served_model_names:
             if not isinstance(name, str) or not name:
                 raise _bad("served_model_names", name, "give names that are not empty")
