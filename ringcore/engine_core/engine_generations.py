@@ -98,7 +98,7 @@ class EngineGenerations:
         while not (opening := self._opening).done():
             with suppress(Exception):  # raised below, afresh for each who waits
                 await asyncio.wrap_future(opening)
-        return self.check_opened()
+        return _opened(opening)
 
     def check_opened(self) -> RequestStreams:
         """The current engine, which is ready or was. Raises what stopped its start, and `RingcoreError` before."""
@@ -106,10 +106,7 @@ class EngineGenerations:
         opening = self._opening
         if not opening.done():
             raise RingcoreError("the engine is not ready yet; await start() first")
-        error = opening.exception()
-        if error is not None:
-            raise copy.copy(error)  # a traceback belongs to one raise
-        return opening.result()
+        return _opened(opening)
 
     @property
     def stats(self) -> EngineStats:
@@ -200,6 +197,13 @@ class EngineGenerations:
             self.close()  # at the interpreter's exit too, when no thread can be started
         else:
             threading.Thread(target=self.close, name="ringcore-closer", daemon=True).start()
+
+
+def _opened(opening: Future[RequestStreams]) -> RequestStreams:
+    error = opening.exception()
+    if error is not None:
+        raise copy.copy(error)  # a traceback belongs to one raise
+    return opening.result()
 
 
 def _start_none() -> None:

@@ -79,6 +79,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        status.end()  # to end the workers is no turn of the loop
         if admin is not None:
             admin.fail(wire_error(EngineDeadError("the engine was closed", process="engine")))
         if core is not None:

@@ -25,7 +25,6 @@ from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
 from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_memory import unnamed_file
-from ringcore.owner_process import OwnerProcess
 
 __all__ = ["ChildProcess", "terminate_all"]
 
@@ -64,10 +63,10 @@ class ChildProcess:
             raise
         self._stacks = stacks
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
-        self._owner = OwnerProcess(f"the process {name!r}")
+        self._owner_pid = os.getpid()
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
-        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, self._owner)
+        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, os.getpid())
 
     @classmethod
     def start(
@@ -166,9 +165,14 @@ class ChildProcess:
             last_log=last_log,
         )
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and was not forked from the one that did."""
+        return os.getpid() == self._owner_pid
+
     def signal(self, number: int) -> None:
         """Sends a signal, unless it has ended, or this process was forked from its parent."""
-        if not self._owner.is_here:
+        if not self.is_ours:
             return
         with self._lock:
             if self.is_alive() and not self._is_closed:
@@ -213,7 +217,7 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
     Returns when all are reaped and their descriptors and threads are gone. Where this process was forked from their
     parent it does nothing.
     """
-    left = [child for child in children if not child._is_closed and child._owner.is_here]
+    left = [child for child in children if not child._is_closed and child.is_ours]
     ended = list(left)
     try:
         for number, wait_s in ((None, grace_s), (signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, KILL_GRACE_S)):
@@ -232,11 +236,11 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
 
 
 def _abandon(
-    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner: OwnerProcess
+    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
 ) -> None:
     """The last resort for a child whose owner is gone without `terminate`."""
-    if not owner.is_here:
-        return
+    if os.getpid() != owner_pid:
+        return  # this process was forked from the owner, whose child it is
     popen.kill()
     popen.wait()
     log.close()

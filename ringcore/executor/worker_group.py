@@ -19,7 +19,6 @@ from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
-from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RankHealth
 
@@ -48,7 +47,7 @@ class WorkerGroup:
     ) -> None:
         self._cleanup = ExitStack()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
-        self._owner = OwnerProcess("the engine")
+        self._owner_pid = os.getpid()
         self._is_closed = False
         self.children: list[ChildProcess] = []
         self.replies: list[MessageReader] = []
@@ -159,7 +158,7 @@ class WorkerGroup:
     @property
     def is_ours(self) -> bool:
         """Whether this process started the workers: one that was forked from it must leave them alone."""
-        return self._owner.is_here
+        return os.getpid() == self._owner_pid
 
 
 def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:

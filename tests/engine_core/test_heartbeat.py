@@ -86,7 +86,7 @@ def test_one_that_is_silent_is_killed_once_and_named(watched):
 
 
 def test_a_client_that_was_away_itself_does_not_count_that(watched):
-    """Suspended with its engine, say, and first to go on."""
+    """As one that was suspended with its engine, and goes on first."""
     watched.line.end()
     watched.look(3)
     watched.look(after_s=3600.0, beats=False)

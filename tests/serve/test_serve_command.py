@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,10 +17,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import uvicorn
 from fake_engine import KILLS_ONCE, SLOW, make_model_folder
 from running_service import DEADLINE_S, eventually, http, text_of
 
 from ringcore.cli import main
+from ringcore.errors import EngineDeadError
+from ringcore.serve.server import EngineServer
 
 TESTS = Path(__file__).parent.parent
 FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "128"]
@@ -139,6 +143,17 @@ def test_an_engine_that_dies_ends_the_service(folder):
     assert "the engine died, and the service ends: the process 'worker 0'" in err
     assert "killed by SIGKILL" in err
     assert "Traceback" not in err
+
+
+def test_the_last_lines_of_the_process_are_reported(caplog):
+    class Engine:
+        async def wait_dead(self):
+            return EngineDeadError("the process 'worker 0' ended", last_log=["it ran", "out of memory"])
+
+    server = EngineServer(uvicorn.Config(None), Engine(), 0.0)
+    asyncio.run(server._end_with_engine())
+    assert (server.should_exit, server.exit_code) == (True, 1)
+    assert "the service ends: the process 'worker 0' ended\n  it ran\n  out of memory" in caplog.text
 
 
 def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
