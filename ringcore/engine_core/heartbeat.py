@@ -21,7 +21,7 @@ import time
 
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess
-from ringcore.executor.status_board import StatusBoard, StatusLine
+from ringcore.executor.status_board import RankStatus, StatusBoard, StatusLine
 from ringcore.executor.unchanged import UnchangedFor
 
 __all__ = ["EngineWatch", "start_heartbeat"]
@@ -57,12 +57,13 @@ class EngineWatch:
     """
 
     def __init__(self, process: ChildProcess, board: StatusBoard, timeout_s: float) -> None:
-        self._process, self._board, self._timeout_s = process, board, timeout_s
+        self._process, self._timeout_s = process, timeout_s
         self.killed_for: EngineDeadError | None = None
         self._period_s = _period_s(timeout_s)
         self._silence, self._turn = UnchangedFor(2 * self._period_s), UnchangedFor(2 * self._period_s)
         self._stopping: queue.SimpleQueue[None] = queue.SimpleQueue()  # put may be called from anywhere
-        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
+        # The board, and with it a descriptor, is the thread's: closed clients may be kept.
+        self._thread = threading.Thread(target=self._run, args=(board,), name="engine watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -71,18 +72,17 @@ class EngineWatch:
         if threading.current_thread() is not self._thread:  # which may have dropped the last reference to a client
             self._thread.join(_JOIN_S)
 
-    def _run(self) -> None:
+    def _run(self, board: StatusBoard) -> None:
         while self.killed_for is None:
             try:
                 self._stopping.get(timeout=self._period_s)
             except queue.Empty:
-                self.look(time.monotonic())
+                self.look(board.read(0), time.monotonic())
             else:
                 return
 
-    def look(self, now: float) -> None:
+    def look(self, status: RankStatus, now: float) -> None:
         """One look; kills the process where it is time to. now: monotonic seconds."""
-        status = self._board.read(0)
         is_counted = status.num_calls > 0 or self._process.process_state() == "stopped"
         silent_s = self._silence.look(status.heartbeat_ns if is_counted else None, now)
         turn_s = self._turn.look(status.busy_since_ns, now)

@@ -43,7 +43,8 @@ class Watched:
     def __init__(self) -> None:
         fd = create_board(1)
         self.process, self.line = PaperProcess(), StatusLine(fd, 0)
-        self.watch = EngineWatch(self.process, StatusBoard(fd, 1), TIMEOUT_S)
+        self._board = StatusBoard(fd, 1)
+        self.watch = EngineWatch(self.process, self._board, TIMEOUT_S)
         self.watch.stop()  # its own thread looks no more
         self._now = 0.0
         os.close(fd)
@@ -55,7 +56,7 @@ class Watched:
                 self.line.beat()
             if turns:
                 self.line.turn()
-            self.watch.look(self._now)
+            self.watch.look(self._board.read(0), self._now)
 
     @property
     def error(self):
