@@ -22,6 +22,8 @@ from ringcore.engine_core.client import values_of
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
+from ringcore.field_checks import check_timeout
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import EngineHealth, RpcCall, RpcResult
 from ringcore.protocol.methods import RpcMethod
@@ -59,7 +61,7 @@ class AdminClient:
     ) -> None:
         check_endpoint("endpoint", endpoint, to_listen=False)
         client_keys = _keys_of(keys, server_key, client_secret_key)
-        _check_timeout("connect_timeout", connect_timeout)
+        check_timeout("connect_timeout", connect_timeout, MAX_TIMEOUT_S, or_none=False)
         self._lock = threading.Lock()
         self._call_ids = count()
         self._connection = _Connection(endpoint, client_keys)
@@ -120,7 +122,8 @@ class AdminClient:
         self, target: str, method: str, timeout: float, parts: Sequence[Buffer] = (), reply_rank: int | None = None
     ) -> list[Any]:
         """The values of a call, one a reply."""
-        _check_timeout("timeout", timeout)
+        self._connection.owner.check()
+        check_timeout("timeout", timeout, MAX_TIMEOUT_S, or_none=False)
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
             raise _timed_out(method, timeout, "other calls of this client were under way")
@@ -137,7 +140,10 @@ class AdminClient:
         return values_of(*reply, method)
 
     def close(self) -> None:
-        """Leaves the engine as it is. Idempotent; pending and later calls raise `EngineDeadError`."""
+        """Leaves the engine as it is. Idempotent; pending and later calls raise `EngineDeadError`. Does nothing in a
+        process that was forked from this one, where every other call raises `RingcoreError`."""
+        if not self._connection.owner.is_here:
+            return
         self._connection.give_up()
         with self._lock:
             self._finalizer()
@@ -160,6 +166,7 @@ class _Connection:
 
     def __init__(self, endpoint: str, keys: ClientKeys) -> None:
         self._endpoint = endpoint
+        self.owner = OwnerProcess("the admin client")
         self._encoder, self._decoder = encoder(), decoder(RpcResult)
         self._dead: RingcoreError | None = None
         self._is_connected = False
@@ -280,6 +287,8 @@ class _Connection:
             os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
+        if not self.owner.is_here:
+            return
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:
             self._context.destroy(linger=0)
@@ -300,13 +309,6 @@ def _keys_of(
     require_curve("server_key", "...")
     secret = read_key("client_secret_key", client_secret_key)
     return ClientKeys(read_key("server_key", server_key), public_key_of(secret), secret)
-
-
-def _check_timeout(name: str, timeout: object) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_TIMEOUT_S:
-        raise InvalidRequestError(
-            f"{name}={timeout!r}: give seconds, at most {MAX_TIMEOUT_S:.0f}", field=name, value=repr(timeout)
-        )
 
 
 def _timed_out(method: str, timeout: float, why: str) -> RpcTimeoutError:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.daemon_threads import DaemonThreads
+from ringcore.engine_core.engine_generations import EngineGenerations
 from ringcore.engine_core.front_end import FrontEnd
 from ringcore.engine_core.input_processor import InputProcessor, Preparation, Prompt
 from ringcore.engine_core.request_streams import RequestStream, RequestStreams
 from ringcore.engine_core.text_jobs import TextAnswer, TextJob
-from ringcore.errors import RingcoreError
+from ringcore.errors import ConfigError, RingcoreError
+from ringcore.field_checks import check_timeout
 from ringcore.outputs import RequestOutput
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
 from ringcore.protocol.methods import RpcMethod
@@ -45,48 +46,63 @@ class AsyncEngine:
     calls wait in theirs. Cancelling a call gives up the wait and not the call. Several engines in one loop, and one
     engine in the loops of several threads, do not disturb each other.
 
-    Once the engine has died, every stream, call and later request raises `EngineDeadError`, or what stopped the start.
+    Once the engine has died, every stream and call raises `EngineDeadError`, or what stopped the start. Later requests
+    do so too, unless `engine_restarts` are left: so many times an engine that was ready and died is replaced by a new
+    one, for which later requests wait. Where that does not start it counts as well.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, engine_restarts: int = 0, **engine_options: Any) -> None:
+        if not isinstance(engine_restarts, int) or isinstance(engine_restarts, bool) or engine_restarts < 0:
+            raise ConfigError(
+                f"engine_restarts={engine_restarts!r}: give an integer of at least 0",
+                option="engine_restarts",
+                value=repr(engine_restarts),
+            )
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._streams = RequestStreams(self.config)
-        self._client = self._streams.client
-        self._finalizer = weakref.finalize(self, self._streams.close_in_finalizer)  # also when dropped, and at exit
+        self._generations = EngineGenerations(self.config, engine_restarts)
+        # Also when dropped, and at exit.
+        self._finalizer = weakref.finalize(self, self._generations.close_in_finalizer)
         self._calls = DaemonThreads("ringcore-call")
 
     async def start(self) -> EngineReady:
         """Waits until the engine is ready; raises what stopped it. Idempotent."""
-        if not self._streams.opened.done():
-            with suppress(Exception):  # `_check_opened` raises it, afresh for each who waits
-                await asyncio.wrap_future(self._streams.opened)
-        return self.ready
-
-    def _check_opened(self) -> None:
-        opened = self._streams.opened
-        if not opened.done():
-            raise RingcoreError("the engine is not ready yet; await start() first")
-        error = opened.exception()
-        if error is not None:
-            raise copy.copy(error)  # a traceback belongs to one raise
+        return (await self._generations.opened()).client.ready
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
-        self._check_opened()
-        return self._client.ready
+        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase. Raises
+        `RingcoreError` while it starts, or is started again."""
+        return self._generations.check_opened().client.ready
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether requests have to wait for the engine, which starts or is started again."""
+        return self._generations.is_starting
+
+    async def wait_dead(self) -> RingcoreError | None:
+        """Waits until the engine has died and none follows, and returns what it died of; None once it was closed."""
+        self._generations.owner.check()
+        return await asyncio.wrap_future(self._generations.died)
 
     def get_tokenizer(self) -> Tokenizer:
-        self._check_opened()
-        return self._streams.opened.result().tokenizer
+        return self._front_end.tokenizer
 
     @property
     def _front_end(self) -> FrontEnd:
-        return self._streams.opened.result()
+        """Of an engine that is started again, the last one's."""
+        return self._generations.front_end or self._generations.check_opened().opened.result()
 
     @property
     def _inputs(self) -> InputProcessor:
         return self._front_end.inputs
+
+    @property
+    def _streams(self) -> RequestStreams:
+        return self._generations.current
+
+    @property
+    def _client(self) -> EngineCoreClient:
+        return self._streams.client
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests.
@@ -151,16 +167,16 @@ class AsyncEngine:
         return OutputStream(self, prepare)
 
     async def _begin(self, prepare: Callable[[], Preparation]) -> RequestStream:
-        self._streams.check_open()
-        await self.start()
+        streams = await self._generations.opened()
+        streams.check_open()
         preparation = prepare()
         answer = None if preparation.job is None else await self.run_text_job(preparation.job)
-        return self._streams.add(preparation.finish(answer))
+        return streams.add(preparation.finish(answer))
 
     async def run_text_job(self, job: TextJob) -> TextAnswer:
         """What the model's chat template and tokenizer make of it, in a process of theirs. Raises
         `InvalidRequestError` for what they refuse, or take too long for, and `QueueFullError`. Cancelling drops it."""
-        return await asyncio.wrap_future(self._front_end.tokenizer_pool.submit(job))
+        return await asyncio.wrap_future(self._generations.tokenizer_pool.submit(job))
 
     def encode_job(self, text: str, add_special_tokens: bool = True, *, return_token_texts: bool = False) -> TextJob:
         """Encodes a text. Raises `InvalidRequestError` for one that is longer than any prompt of this model."""
@@ -169,12 +185,12 @@ class AsyncEngine:
     @property
     def num_tokenizer_jobs(self) -> int:
         """Prompts that wait for the tokenizer, or are being encoded."""
-        return self._front_end.tokenizer_pool.num_jobs
+        return self._generations.tokenizer_pool.num_jobs
 
     @property
     def num_tokenizer_refusals(self) -> int:
         """Prompts that were refused because too many waited."""
-        return self._front_end.tokenizer_pool.num_refused
+        return self._generations.tokenizer_pool.num_refused
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output, with finish reason "abort". An unknown one is no error."""
@@ -189,6 +205,7 @@ class AsyncEngine:
     # Administration. What each does is said at the method of `LLM` (or `EngineCore`) of the same name.
 
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        self._generations.owner.check()
         return await asyncio.wrap_future(self._calls.submit(partial(method, *args)))
 
     async def collective_rpc(
@@ -207,12 +224,13 @@ class AsyncEngine:
 
     async def health(self, timeout: float = 1.0) -> EngineHealth:
         """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""
-        return await self._call(self._client.health, timeout)
+        return await self._call(self._generations.health, timeout)
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's state after its last step, as far as it is known here."""
-        return self._client.stats
+        """The engine's state after its last step, as far as it is known here. Counters go on where it is started again;
+        of one that is dead nothing runs or waits."""
+        return self._generations.stats
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self._call(self._client.reset_prefix_cache, preempt_running)
@@ -254,9 +272,12 @@ class AsyncEngine:
     async def close(self, timeout: float | None = 0.0) -> None:
         """Takes no new requests, waits up to `timeout` seconds (None: without a limit) for those that run, then aborts
         the rest, whose readers get a last output, and ends the engine. Idempotent; later calls raise
-        `EngineDeadError`.
+        `EngineDeadError`. In a process that was forked from this one it does nothing, and every other call raises
+        `RingcoreError`.
         """
-        await self._call(self._streams.close, timeout)
+        check_timeout("timeout", timeout)
+        if self._generations.owner.is_here:
+            await self._call(self._generations.close, timeout)
 
     async def __aenter__(self) -> AsyncEngine:
         try:
@@ -312,7 +333,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     def _end(self) -> None:
         self._is_over = True
         if self._stream is not None:
-            self._engine._streams.drop(self._stream)
+            self._stream.streams.drop(self._stream)
 
     def __del__(self) -> None:
         if self._stream is not None and not self._is_over:

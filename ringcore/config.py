@@ -8,7 +8,6 @@ written back here. No environment variable is read.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -20,6 +19,7 @@ from ringcore.admin_keys import check_endpoint, read_server_keys
 from ringcore.checkpoint import ModelFiles, ModelSpec, find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.errors import ConfigError, unknown_option
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 from ringcore.file_names import as_file_name
 from ringcore.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.registry import MODELS
@@ -125,6 +125,9 @@ class ParallelConfig:
     allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
     max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
     step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
+    engine_timeout_s: float | None = _option(
+        60.0, "an engine process that stands still for longer, or a worker that is stopped, is ended; None means never"
+    )
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
     call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
@@ -264,8 +267,9 @@ def _check_values(options: Mapping[str, Any]) -> None:
         _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
     for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
         _check_seconds(name, options[name])
-    if options["step_timeout_s"] is not None:
-        _check_seconds("step_timeout_s", options["step_timeout_s"])
+    for name in ("step_timeout_s", "engine_timeout_s"):
+        if options[name] is not None:
+            _check_seconds(name, options[name])
     for name in (
         "allow_callables",
         "enable_prefix_caching",
@@ -323,8 +327,8 @@ def _check_count(name: str, value: object, low: int, high: int | None = None, or
 
 
 def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _bad(name, value, "give a positive number of seconds")
+    if not is_timeout(value) or not value:
+        raise _bad(name, value, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
 
 
 def _check_together(config: EngineConfig) -> None:

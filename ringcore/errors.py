@@ -101,7 +101,10 @@ class CapacityError(RingcoreError):
 
 
 class EngineDeadError(RingcoreError):
-    """A process of the engine ended. Details: `process`, `rank`, `exit_code`, `signal`, `last_log` (list of lines)."""
+    """A process of the engine ended. Details: `process`, `rank`, `exit_code`, `signal`, `last_log` (list of lines).
+
+    Of one that hung also `hung_s`, and `pid` and `process_state` or, of workers, `hung_ranks`.
+    """
 
 
 class WorkerDiedError(EngineDeadError):

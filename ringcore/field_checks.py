@@ -10,9 +10,21 @@ from typing import Any
 
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["MAX_COUNT", "bad_field", "check_int", "check_list", "check_number", "check_plain_data", "check_text"]
+__all__ = [
+    "MAX_COUNT",
+    "MAX_TIMEOUT_S",
+    "bad_field",
+    "check_int",
+    "check_list",
+    "check_number",
+    "check_plain_data",
+    "check_text",
+    "check_timeout",
+    "is_timeout",
+]
 
 MAX_COUNT = 2**31 - 1  # what the workers' columns hold
+MAX_TIMEOUT_S = 1_000_000.0  # 11 days; poll() takes 24
 _MAX_SHOWN_CHARS = 80
 _SENDABLE_INT = 2**63  # msgpack's, either way
 
@@ -53,6 +65,20 @@ def check_number(name: str, value: object, low: float, high: float, remedy: str)
     """A finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN too
         raise bad_field(name, value, f"give a number from {low:g} to {high:g}; {remedy}")
+
+
+def is_timeout(value: object, max_s: float = MAX_TIMEOUT_S) -> bool:
+    """Whether it is a number of seconds for which one can wait, 0 among them."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= max_s  # nor is NaN
+
+
+def check_timeout(name: str, timeout: object, max_s: float = MAX_TIMEOUT_S, *, or_none: bool = True) -> None:
+    """A number of seconds, or None, which waits without a deadline."""
+    if timeout is None and or_none:
+        return
+    if not is_timeout(timeout, max_s):
+        never = ", or None to wait without a deadline" if or_none else ""
+        raise bad_field(name, timeout, f"give seconds, from 0 to {max_s:.0f}{never}")
 
 
 def check_list(name: str, value: object, max_length: int, remedy: str) -> Sequence[Any]:

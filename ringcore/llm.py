@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,8 +24,10 @@ from ringcore.engine_core.prompt_lists import (
     prepare_all,
     with_index,
 )
+from ringcore.engine_core.tokenizer_pool import TokenizerPool
 from ringcore.errors import InvalidRequestError
 from ringcore.outputs import RequestOutput
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.sampling_params import OutputKind, SamplingParams
@@ -48,13 +51,17 @@ class LLM(MemoryMethods):
     for what can be known then; and whatever stopped the engine's start-up: `ModelLoadError`, `CapacityError`,
     `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
 
-    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them.
+    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them. In a process that was
+    forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._turn = _Turn()
         self._client = start_engine(self.config)
+        self._turn = _Turn(self._client.owner)
+        self._tokenizer_pool = TokenizerPool(self.config)
+        self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
+        self._tokenizer_pool.start()
         self._front_end = FrontEnd(self.config, self._client)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -117,6 +124,7 @@ class LLM(MemoryMethods):
         use_tqdm: bool,
         on_error: OnError,
     ) -> list[RequestOutput]:
+        self._client.owner.check()
         prepared = self._prepare_all(items, sampling_params, prepare, on_error)
         with self._turn:
             outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
@@ -134,7 +142,7 @@ class LLM(MemoryMethods):
         prepare: Prepare,
         on_error: OnError,
     ) -> list[PreparedRequest | RequestOutput]:
-        return prepare_all(items, sampling_params, prepare, self._front_end.tokenizer_pool.submit, on_error)
+        return prepare_all(items, sampling_params, prepare, self._tokenizer_pool.submit, on_error)
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Generates until every request is finished; whole outputs, in the order of the requests."""
@@ -166,6 +174,7 @@ class LLM(MemoryMethods):
         Leaving the iteration ends what is unfinished. `generate`, `chat` and other streams wait until then; in the
         same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
         """
+        self._client.owner.check()
         check_choice("by", by, ("request", "token"))
         prepare = self._front_end.inputs.prepare
         prepared = self._prepare_all(as_prompt_list(prompts), sampling_params, prepare, on_error)
@@ -244,7 +253,7 @@ class LLM(MemoryMethods):
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""
         self._client.close()
-        self._front_end.close()
+        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -256,13 +265,15 @@ class LLM(MemoryMethods):
 
 
 class _Turn:
-    """One caller at a time. A thread that would wait for itself is refused."""
+    """One caller at a time. A thread that would wait for itself is refused, and so is a forked process."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: OwnerProcess) -> None:
+        self._owner = owner
         self._lock = threading.Lock()
         self._holder: int | None = None
 
     def __enter__(self) -> None:
+        self._owner.check()
         if self._holder == threading.get_ident():
             raise InvalidRequestError(
                 "a stream that this thread began is not at its end; read it to its end or close() it first",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringcore.errors import InvalidRequestError
+from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -283,6 +283,21 @@ def create_worker(config, rank: int, rendezvous: str | None) -> FakeWorker:
 
 def create_broken_worker(config, rank: int, rendezvous: str | None) -> FakeWorker:
     return BrokenWorker(config, rank)
+
+
+def create_fragile_worker(config, rank: int, rendezvous: str | None) -> FakeWorker:
+    """It is made as soon as there is no file "holds" in the model's folder, and not at all while there is a "fails"."""
+    folder = Path(config.model.model)
+    while (folder / "holds").exists():
+        time.sleep(0.01)
+    if (folder / "fails").exists():
+        raise CapacityError("there is no memory left", needed_bytes=2, available_bytes=1)
+    return FakeWorker(config, rank)
+
+
+class FragileMultiproc(MultiprocExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_fragile_worker")
 
 
 class FakeMultiproc(MultiprocExecutor):

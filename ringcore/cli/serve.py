@@ -6,7 +6,6 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from ringcore.cli.options import engine_options, given, service_options, with_options
 from ringcore.errors import ConfigError
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 
 if TYPE_CHECKING:
     from ringcore.serve import ServiceOptions
@@ -62,12 +62,16 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(min=0, help="seconds that requests may go on when the service is asked to end")
     ] = 30.0,
+    engine_restarts: Annotated[
+        int, typer.Option(min=0, help="how often an engine that died is replaced by a new one; then the service ends")
+    ] = 0,
     access_log: Annotated[bool, typer.Option(help="a line on stdout for each request")] = True,
     **options: Any,
 ) -> None:
     """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
 
     Ctrl-C or SIGTERM ends it: requests that run may finish for --drain-s seconds. A second Ctrl-C does not wait.
+    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 where the engine died.
 
     Examples:
 
@@ -79,6 +83,9 @@ def serve(
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'ringcore[serve]'", option="serve")
+    if not is_timeout(drain_s):
+        remedy = f"give seconds, from 0 to {MAX_TIMEOUT_S:.0f}"
+        raise ConfigError(f"drain_s={drain_s}: {remedy}", option="drain_s", value=repr(drain_s))
     import asyncio
 
     from ringcore.serve import ServiceOptions
@@ -98,8 +105,13 @@ def serve(
         print(
             f"ringcore: whoever reaches {host} may use the model; --api-key-file would ask for a key", file=sys.stderr
         )
-    with listening, suppress(KeyboardInterrupt):  # Ctrl-C, once everything has ended
-        asyncio.run(_serve(model, given(options, _engine_flags()), service, listening, drain_s, access_log))
+    engine = given(options, _engine_flags()) | {"engine_restarts": engine_restarts}
+    with listening:
+        try:
+            exit_code = asyncio.run(_serve(model, engine, service, listening, drain_s, access_log))
+        except KeyboardInterrupt:  # before it serves, or while the last of it ends
+            exit_code = 130
+    sys.exit(exit_code)
 
 
 async def _serve(
@@ -109,18 +121,16 @@ async def _serve(
     listening: socket.socket,
     drain_s: float,
     access_log: bool,
-) -> None:
-    import asyncio
-
+) -> int:
+    """Returns the exit code."""
     from ringcore.async_engine import AsyncEngine
     from ringcore.serve import create_app
-    from ringcore.serve.server import HttpServer, http_config
+    from ringcore.serve.engine_server import EngineServer
+    from ringcore.serve.server import http_config
 
     host, port = listening.getsockname()[:2]
 
-    class Server(HttpServer):
-        """Ends its engine while it ends its connections: what runs is drained, then aborted, and both have an end."""
-
+    class Server(EngineServer):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             try:
                 await super().startup(sockets)
@@ -129,15 +139,6 @@ async def _serve(
             shown = f"[{host}]" if ":" in host else host
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            draining = asyncio.create_task(engine.close(drain_s))
-            try:
-                await super().shutdown(sockets)
-            finally:
-                if self.force_exit:
-                    draining.cancel()
-                await asyncio.gather(draining, return_exceptions=True)
-
     async with AsyncEngine(model, **engine_options) as engine:
         config = http_config(
             create_app(engine, options),
@@ -145,7 +146,9 @@ async def _serve(
             access_log=access_log,
             timeout_graceful_shutdown=round(drain_s + _END_S),
         )
-        await Server(config).serve(sockets=[listening])
+        server = Server(config, engine, drain_s)
+        await server.serve(sockets=[listening])
+        return server.exit_code
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
 from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.value_codec import decode_value
+from ringcore.field_checks import check_timeout
 from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -57,14 +58,18 @@ class EngineCoreClient(MemoryMethods):
     Once the engine has died, every call that waits and every later one raises the same error: what stopped a
     start-up as itself (`ModelLoadError`, `CapacityError`, ...), all else as `EngineDeadError`. An engine that replaces
     workers that died (`max_worker_restarts`) goes on: only the calls that the workers were at raise `WorkerDiedError`.
+
+    In a process that was forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
     """
 
     def __init__(self, config: EngineConfig, *, start_timeout_s: float = _START_TIMEOUT_S) -> None:
+        check_timeout("start_timeout_s", start_timeout_s)
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         with os_limits_told("the engine cannot be started"):
             self._connection = EngineConnection(config)
+        self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
         self._mailbox = Mailbox(self._connection)
@@ -74,6 +79,7 @@ class EngineCoreClient(MemoryMethods):
 
     def wait_ready(self) -> EngineReady:
         """Waits for the end of start-up and returns what the engine learned; raises what stopped it."""
+        self.owner.check()
         ready = self._mailbox.wait_for(lambda: self._mailbox.ready, self._start_deadline)
         if ready is None:
             error = EngineDeadError(f"the engine was not ready within {self._start_timeout_s} s", process="engine")
@@ -85,6 +91,7 @@ class EngineCoreClient(MemoryMethods):
     @property
     def ready(self) -> EngineReady:
         """What the engine learned at its start, or at its last recovery."""
+        self.owner.check()
         self._mailbox.take_in()
         return self.wait_ready()
 
@@ -99,12 +106,19 @@ class EngineCoreClient(MemoryMethods):
 
     def get_outputs(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The engine's next outputs, in order. Without any, and with the last known stats, after `timeout` seconds."""
+        self.owner.check()
+        check_timeout("timeout", timeout)
         outputs = self._mailbox.take_outputs(_deadline(timeout))
         return outputs if outputs is not None else EngineCoreOutputs([], self._mailbox.stats)
 
     @property
+    def is_alive(self) -> bool:
+        """False once it is known that the engine has died, or was closed."""
+        return self._mailbox.dead is None
+
+    @property
     def stats(self) -> EngineStats:
-        """As the engine told them last."""
+        """As the engine told them last. Of one that is dead nothing runs or waits."""
         return self._mailbox.stats
 
     # -----------------------------------------------------------------------------------------------------------
@@ -175,6 +189,8 @@ class EngineCoreClient(MemoryMethods):
         does not answer, and `error` says what it does instead; or it answers that a step or call lasts too long.
         "dead": of `error`.
         """
+        self.owner.check()
+        check_timeout("timeout", timeout)
         mailbox, error = self._mailbox, None
         mailbox.take_in()
         try:
@@ -223,6 +239,7 @@ class EngineCoreClient(MemoryMethods):
         self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
     ) -> Received[RpcResult] | None:
         """The answer to a call; None at the deadline, or once `until` holds."""
+        self.owner.check()
         call_id, mailbox = next(self._call_ids), self._mailbox
         message = RpcCall(call_id, target, call.method, call.is_callable, call.timeout, call.unique_reply_rank)
         mailbox.expect(call_id)
@@ -238,6 +255,7 @@ class EngineCoreClient(MemoryMethods):
 
     def _send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> bool:
         """Sends a message; False if the engine did not take it before the deadline. Raises what the engine died of."""
+        self.owner.check()
         self._mailbox.check_alive()
         try:
             self._connection.send(message, buffers, deadline)
@@ -253,6 +271,8 @@ class EngineCoreClient(MemoryMethods):
     def close(self, cause: RingcoreError | None = None) -> None:
         """Ends the engine and its workers. Idempotent and bounded; pending and later calls raise the cause, or
         `EngineDeadError`."""
+        if not self.owner.is_here:
+            return
         self._mailbox.die(cause or EngineDeadError("the engine was closed", process="engine"))
         self._connection.wake()
         self._mailbox.wait_until_left(_RECEIVER_LEAVES_S)

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from ringcore.config import EngineConfig
 from ringcore.engine_core.channel import ClientChannel, FrameLimits, Received, StreamClosed, channel_pair
 from ringcore.engine_core.framing import Buffer
-from ringcore.engine_core.process import CHANNEL, ENTRY, EngineStart
+from ringcore.engine_core.heartbeat import EngineWatch
+from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
 from ringcore.errors import EngineDeadError
 from ringcore.executor.child_process import ChildProcess
+from ringcore.executor.status_board import StatusBoard, create_board
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import ClientMessage, EngineMessage, Shutdown
 
@@ -34,14 +37,14 @@ class EngineConnection:
 
     def __init__(self, config: EngineConfig) -> None:
         self.is_listening = False
-        self._owner_pid = os.getpid()
+        self.owner = OwnerProcess("the engine")
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._hung_up_s: float | None = None  # when the engine closed its end
+        self._has_ended = False  # the process, as the last wait saw it
         ours, theirs = channel_pair()
         try:
             with theirs:
-                payload = encode_start(EngineStart(config))
-                self._process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: theirs.fileno()})
+                board = self._start(config, theirs.fileno())
         except BaseException:
             os.close(self._wake_fd)
             ours.close()
@@ -51,6 +54,17 @@ class EngineConnection:
         self._poll = select.poll()
         for fd in (self._channel.fileno(), self._process.pidfd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
+        timeout_s = config.parallel.engine_timeout_s
+        self._watch = None if timeout_s is None else EngineWatch(self._process, board, timeout_s)
+
+    def _start(self, config: EngineConfig, channel_fd: int) -> StatusBoard:
+        status_fd = create_board(1)
+        try:
+            payload = encode_start(EngineStart(config))
+            self._process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: channel_fd, STATUS: status_fd})
+            return StatusBoard(status_fd, 1)
+        finally:
+            os.close(status_fd)
 
     def send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> None:
         """See `ClientChannel.send`."""
@@ -61,7 +75,8 @@ class EngineConnection:
         if self._hung_up_s is not None:
             left_s = max(0.0, self._hung_up_s + _ENDS_AFTER_HANGING_UP_S - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        self._poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1e3))
+        ready = self._poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1e3))
+        self._has_ended = any(fd == self._process.pidfd for fd, _ in ready)
 
     def wake(self) -> None:
         """Ends the wait of every thread, now and later."""
@@ -83,8 +98,8 @@ class EngineConnection:
 
     def death(self) -> EngineDeadError | None:
         """The error that says how the engine process ended, or that it left its client without ending."""
-        if not self._process.is_alive():
-            return self._process.dead_error()
+        if self._has_ended and not self._process.is_alive():
+            return (self._watch and self._watch.killed_for) or self._process.dead_error()
         if self._hung_up_s is not None and time.monotonic() - self._hung_up_s >= _ENDS_AFTER_HANGING_UP_S:
             return EngineDeadError(
                 f"the engine process (pid {self._process.pid}) closed its connection and did not end; "
@@ -104,9 +119,11 @@ class EngineConnection:
 
         In a process that the owner forked it does nothing: the engine is not its own.
         """
-        if self._wake_fd < 0 or os.getpid() != self._owner_pid:
+        if self._wake_fd < 0 or not self.owner.is_here:
             return
         self.wake()
+        if self._watch is not None:
+            self._watch.stop()
         wake_fd, self._wake_fd = self._wake_fd, -1
         self._channel.hang_up(Shutdown(), _SENDER_LEAVES_S)
         # One that does not listen is told by SIGTERM, at once.

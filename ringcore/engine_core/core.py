@@ -37,6 +37,7 @@ from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
+from ringcore.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import (
@@ -165,6 +166,7 @@ class EngineCore(MemoryMethods):
 
         Whoever takes columns takes all of them, and reads them in order by one `OutputReader`.
         """
+        self._supervisor.check_alive()
         if self._operations:
             self._operations.drive()
         return self._held.popleft() if self._held else self._advance(block, max_steps)
@@ -295,6 +297,7 @@ class EngineCore(MemoryMethods):
         `result`, which is a `MemoryReport`. Raises `InvalidRequestError` for what is wrong with the arguments.
         """
         self._supervisor.check_alive()
+        check_timeout("timeout", timeout)
         return self._operations.submit(name, steps_of(self._memory, name, args, kwargs or {}), timeout)
 
     def _submit_by_rank(self, call: EncodedCall) -> Operation:
@@ -347,7 +350,12 @@ class EngineCore(MemoryMethods):
     # The end.
 
     def shutdown(self) -> None:
-        """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`."""
+        """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`.
+
+        Does nothing in a process that was forked from this one, where every other call raises `RingcoreError`.
+        """
+        if not self._supervisor.owner.is_here:
+            return
         self._supervisor.end(EngineDeadError("the engine was shut down", process="engine"))
         self._steps.clear()
         self._grammars.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 from ringcore.config import EngineConfig
@@ -11,7 +10,6 @@ from ringcore.engine_core.input_processor import InputProcessor, PreparedRequest
 from ringcore.engine_core.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.engine_core.request_state import RequestState
 from ringcore.engine_core.start_checks import check_start
-from ringcore.engine_core.tokenizer_pool import TokenizerPool
 from ringcore.errors import RingcoreError
 from ringcore.sampling_params import OutputKind
 from ringcore.tokenizer import load_tokenizer
@@ -34,16 +32,12 @@ class FrontEnd:
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient) -> None:
         self._client = client
-        self.tokenizer_pool = TokenizerPool(config)
-        self._finalizer = weakref.finalize(self, self.tokenizer_pool.close)  # also when dropped, and at exit
         try:
             self.tokenizer = load_tokenizer(config.model.files)
-            self.tokenizer_pool.start()
             self.ready = client.wait_ready()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready.max_model_len)
             self.outputs = OutputProcessor(self.tokenizer)
         except BaseException as error:
-            self.close()
             client.close(error if isinstance(error, RingcoreError) else None)
             raise
 
@@ -63,10 +57,6 @@ class FrontEnd:
         if processed.abort_ids:
             self._client.abort(processed.abort_ids)
         return processed
-
-    def close(self) -> None:
-        """Ends the processes that belong to it. Idempotent."""
-        self._finalizer()
 
     def drop_unfinished(self) -> None:
         """Ends every request that is under way, and forgets it."""

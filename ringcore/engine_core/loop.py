@@ -23,6 +23,7 @@ from ringcore.engine_core.public_methods import ENGINE_CALLS
 from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
+from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
 from ringcore.protocol.messages import (
     AbortRequests,
@@ -72,10 +73,19 @@ class EngineLoop:
 
     Recovery: the core says through `announce_recovery` that it is about to replace its workers. When it has, `ready`
     is another, which the client gets before anything that the new workers computed.
+
+    status: where the client sees that the loop goes on (see `heartbeat`); None: its turns have no bound.
     """
 
-    def __init__(self, core: EngineCore, channel: EngineChannel, admin: AdminEndpoint | None = None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        channel: EngineChannel,
+        admin: AdminEndpoint | None = None,
+        status: StatusLine | None = None,
+    ) -> None:
         self._core, self._channel, self._admin = core, channel, admin
+        self._turn_begins, self._turn_ends = (status.turn, status.end) if status else (_untimed, _untimed)
         self._stopping = False
         self._unsent: deque[OutputColumns] = deque()
         self._calls: deque[_PendingCall] = deque()
@@ -99,6 +109,7 @@ class EngineLoop:
     def run(self) -> None:
         """Raises `EngineDeadError` once the engine cannot go on."""
         while True:
+            self._turn_begins()
             asked = self._take_messages()
             if self._stopping:
                 return
@@ -129,6 +140,7 @@ class EngineLoop:
         self._notice_recovery()
         wanted = select.POLLIN | (select.POLLOUT if self._channel.has_backlog else 0)
         self._poll.modify(self._channel.fileno(), wanted)
+        self._turn_ends()
         ready = {fd for fd, _ in self._poll.poll(self._patience_ms())}
         ready.difference_update(self._own_fds())
         if ready and not self._core.num_in_flight and not self._calls:
@@ -257,6 +269,7 @@ class EngineLoop:
             self._reply_error(call.answer, call.call_id, lost)
         self._send(recovering)
         self._channel.flush(_TELL_S)
+        self._turn_ends()  # what follows has bounds of its own
 
     def _notice_recovery(self) -> None:
         """Once the core has new workers: tells the client. It asks the core for nothing: the workers may be lost again,
@@ -328,3 +341,7 @@ class EngineLoop:
             answer(RpcResult(call_id, error=wire_error(error)), ())
         except (TypeError, ValueError, OverflowError, RecursionError) as failure:
             answer(RpcResult(call_id, error=wire_without_details(error, failure)), ())
+
+
+def _untimed() -> None:
+    """In place of a turn of the status line."""

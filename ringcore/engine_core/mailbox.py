@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar, assert_never
 
+import msgspec
+
 from ringcore.engine_core.channel import Received
 from ringcore.engine_core.connection import EngineConnection
 from ringcore.engine_core.output_reader import OutputReader
@@ -122,19 +124,23 @@ class Mailbox:
                 case OutputColumns():
                     self.stats = message.stats
                     outputs = self._reader.read(message)  # none, where requests have begun and no more
-                    if outputs and self.dead is None:  # after a close nobody is to get what another thread received
+                    if self.dead is not None:  # after a close nobody is to get what another thread received
+                        self._note_idle(num_waiting=0)
+                    elif outputs:
                         self._outputs.append(EngineCoreOutputs(outputs, message.stats))
                 case RpcResult():
                     if message.call_id in self._expected:
                         self._answers[message.call_id] = Received(message, buffers)
                 case EngineReady():
                     self.ready, self.is_recovering = message, False
+                    self._note_idle(self.stats.num_waiting)
                     self._connection.is_listening = True
                 case EngineRecovering():
                     self.recovery, self.is_recovering = message, True
+                    self._note_idle(self.stats.num_waiting + self.stats.num_running)
                     self._connection.is_listening = False
                 case EngineDead():
-                    self.dead = self.dead or error_of(message.error)
+                    self._note_dead(error_of(message.error))
                 case _:
                     assert_never(message)
 
@@ -144,8 +150,22 @@ class Mailbox:
     def die(self, error: RingcoreError) -> None:
         """The first cause of a death stays."""
         with self._changed:
-            self.dead = self.dead or error
+            self._note_dead(error)
             self._changed.notify_all()
+
+    def _note_dead(self, error: RingcoreError) -> None:
+        self.dead = self.dead or error
+        self._note_idle(num_waiting=0)
+
+    def _note_idle(self, num_waiting: int) -> None:
+        """Without workers nothing is computed, and nothing is cached."""
+        self.stats = msgspec.structs.replace(
+            self.stats,
+            num_running=0,
+            num_waiting=num_waiting,
+            num_free_blocks=self.stats.num_free_blocks if self.ready is None else self.ready.num_blocks,
+            is_sleeping=self.stats.is_sleeping and self.dead is None,
+        )
 
     def check_alive(self) -> None:
         """Raises what the engine died of: a fresh copy, since a traceback belongs to one raise."""

@@ -16,6 +16,7 @@ from ringcore.errors import RpcTimeoutError
 from ringcore.executor.base import RpcFuture
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_value
+from ringcore.field_checks import check_timeout
 
 __all__ = ["Operation", "Operations", "Steps"]
 
@@ -137,6 +138,7 @@ class Operation:
         return self._is_over or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def result(self, timeout: float | None = None) -> Any:
+        check_timeout("timeout", timeout)
         asked = None if timeout is None else time.monotonic() + timeout
         self._queue.wait(self, min((d for d in (asked, self._deadline) if d is not None), default=None))
         if not self._is_over:

@@ -14,19 +14,22 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.engine_core.channel import EngineChannel, FrameLimits
 from ringcore.engine_core.core import EngineCore
+from ringcore.engine_core.heartbeat import start_heartbeat
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.refusals import wire_error, wire_without_details
 from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor import executor_class
+from ringcore.executor.status_board import StatusLine
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.messages import EngineDead, EngineRecovering
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin import AdminEndpoint
 
-__all__ = ["CHANNEL", "ENTRY", "EngineLoop", "EngineStart", "main"]
+__all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
 
 ENTRY = "ringcore.engine_core.process:main"
-CHANNEL = "channel"  # the name of the inherited socket
+CHANNEL, STATUS = "channel", "status"  # the names of the inherited socket, and of the page of `heartbeat`
 _LAST_WORDS_S = 1.0
 _TELL_S = 0.2
 
@@ -46,6 +49,8 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     signal.signal(signal.SIGTERM, _raise_terminated)
     start: EngineStart = decoder(EngineStart).decode(payload)
+    status = StatusLine(fds[STATUS], 0)
+    start_heartbeat(status, start.config.parallel.engine_timeout_s)
     channel = EngineChannel(fds[CHANNEL], FrameLimits.for_ranks(start.config.parallel.tensor_parallel_size))
     admin: AdminEndpoint | None = None
     core: EngineCore | None = None
@@ -59,8 +64,11 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
 
     try:
         admin = _open_admin(start.config)
-        core = EngineCore(start.config, on_recovery=announce_recovery)
-        loop = EngineLoop(core, channel, admin)
+        executor = executor_class(start.config.parallel.executor)(start.config)
+        executor.on_wait = status.go_on
+        core = EngineCore(start.config, executor, on_recovery=announce_recovery)
+        status.end()  # of the start
+        loop = EngineLoop(core, channel, admin, status if executor.pids() else None)
         loop.announce_ready()
         gc.collect()
         gc.freeze()  # what start-up made stays: no later collection need look at it
@@ -71,6 +79,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        status.end()  # to end the workers is no turn of the loop
         if admin is not None:
             admin.fail(wire_error(EngineDeadError("the engine was closed", process="engine")))
         if core is not None:

@@ -17,7 +17,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 class RequestStream:
     """One request on its way to its reader. `next` and `wake` are called in the thread of `loop` alone."""
 
-    def __init__(self, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, streams: RequestStreams, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
+        self.streams = streams  # of the engine that it was sent to
         self.state = state
         self.loop = loop
         self.error: RingcoreError | None = None  # set before the last wake
@@ -55,6 +56,7 @@ class RequestStream:
                 raise StopAsyncIteration
             if self.error is not None:
                 raise copy.copy(self.error)  # a traceback belongs to one raise
+            self.streams.client.owner.check()
             self._waiter = self.loop.create_future()
             try:
                 await self._waiter
@@ -67,6 +69,9 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
+OnEnd = Callable[["RequestStreams", RingcoreError], Callable[[], None]]
+
+
 class _Add(NamedTuple):
     stream: RequestStream
     requests: list[EngineCoreRequest]
@@ -75,15 +80,17 @@ class _Add(NamedTuple):
 class RequestStreams:
     """An engine process and every request that is under way in it.
 
-    opened: the front end, once the engine is ready, or what stopped it. It knows nothing of `AsyncEngine`, whose
-    finalizer closes this.
+    opened: the front end, once the engine is ready, or what stopped it. is_closed: it was `close` that ended it.
+    on_end: told by the receiver what the engine ended of, before its requests are; what it returns is called after
+    that.
 
     Invariant: `_by_id` has the streams that have not ended, by the caller's request id. A stream is ended by whoever
     takes it out. `drop` takes no lock, since it runs in finalizers, within any other code of its thread.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, on_end: OnEnd) -> None:
+        self._config, self._on_end = config, on_end
+        self.is_closed = False
         self.client = start_engine(config)
         self.opened: Future[FrontEnd] = Future()
         self.opened.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it for the others
@@ -115,7 +122,7 @@ class RequestStreams:
         """Begins a request, whose reader is in the running loop."""
         outputs = self.opened.result(timeout=0).outputs
         state = outputs.add(prepared, prepared.requests[0].sampling_params.output_kind)
-        stream = RequestStream(state, asyncio.get_running_loop())
+        stream = RequestStream(self, state, asyncio.get_running_loop())
         if self._by_id.setdefault(prepared.request_id, stream) is not stream:
             outputs.forget(state.unfinished_ids)
             raise InvalidRequestError(
@@ -132,7 +139,7 @@ class RequestStreams:
     def drop(self, stream: RequestStream) -> None:
         """Ends a request that nobody reads any more."""
         stream.is_dropped = True
-        if not self._take_out(stream):
+        if not self.client.owner.is_here or not self._take_out(stream):
             return
         engine_ids = stream.state.unfinished_ids
         self.opened.result(timeout=0).outputs.forget(engine_ids)
@@ -140,6 +147,7 @@ class RequestStreams:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whose reader gets a last output."""
+        self.client.owner.check()
         stream = self._by_id.get(request_id)
         if stream is not None:
             self._to_send.put(stream.state.unfinished_ids)
@@ -200,8 +208,10 @@ class RequestStreams:
                     self.drop(stream)
 
     def _fail_all(self, error: RingcoreError) -> None:
+        go_on = self._on_end(self, error)
         self._error = self._error or error
         self._fail(list(self._by_id.values()), error)
+        go_on()
 
     def _fail(self, streams: Iterable[RequestStream], error: RingcoreError) -> None:
         failed = [stream for stream in streams if self._take_out(stream)]
@@ -236,20 +246,12 @@ class RequestStreams:
             for stream in rest:
                 stream.state.end(time.monotonic())
             self._wake(rest)
+            self.is_closed = self.is_closed or self.client.is_alive
             self.client.close()
-            if self.opened.done() and self.opened.exception() is None:
-                self.opened.result().close()
             self._to_send.put(None)
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join(_THREAD_ENDS_S)
-
-    def close_in_finalizer(self) -> None:
-        """`close`, where the garbage collector has any thread run it, perhaps one that `close` would wait for."""
-        if threading.current_thread() is threading.main_thread():
-            self.close()  # at the interpreter's exit too, when no thread can be started
-        else:
-            threading.Thread(target=self.close, name="ringcore-closer", daemon=True).start()
 
     def _wait_until_empty(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

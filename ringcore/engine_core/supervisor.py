@@ -25,6 +25,7 @@ from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, err
 from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.kv_cache.manager import KVCacheManager
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineReady, EngineRecovering
 from ringcore.protocol.requests import WireError
 
@@ -46,6 +47,7 @@ class WorkerSupervisor:
     def __init__(
         self, config: EngineConfig, executor: Executor, on_recovery: Callable[[EngineRecovering], None] | None
     ) -> None:
+        self.owner = OwnerProcess("the engine")
         self.config = config  # resolved once the workers have started
         self._executor, self._on_recovery = executor, on_recovery
         self._max_restarts = config.parallel.max_worker_restarts
@@ -64,7 +66,8 @@ class WorkerSupervisor:
         return ready, kv_cache
 
     def check_alive(self) -> None:
-        """Raises what the engine died of."""
+        """Raises what the engine died of, and `RingcoreError` in a process that was forked from its own."""
+        self.owner.check()
         if self.dead is not None:
             raise self.dead
 

@@ -27,6 +27,7 @@ from ringcore.engine_core.tokenizer_process import CHANNEL, ENTRY, MAX_MEMORY_BY
 from ringcore.errors import EngineDeadError, InvalidRequestError, QueueFullError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import encode_start
 
 __all__ = ["MAX_QUEUE_BYTES", "TokenizerPool"]
@@ -204,6 +205,7 @@ class TokenizerPool:
         self._max_jobs = config.model.max_tokenizer_queue
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[TextAnswer] = msgspec.msgpack.Decoder(TextAnswer)
+        self._owner = OwnerProcess("the engine")
         self._lock = threading.RLock()
         self._killed: list[ChildProcess] = []
         self._short = _Lane(config, self._killed, _SHORT_DEPTH)
@@ -233,6 +235,7 @@ class TokenizerPool:
 
         Raises `QueueFullError` where too much waits, and what ended the pool.
         """
+        self._owner.check()
         entry = _Entry(job, self._encoder.encode(job))
         with self._lock:
             if self._error is not None:
@@ -346,10 +349,13 @@ class TokenizerPool:
     # -----------------------------------------------------------------------------------------------------------
     # The end.
 
-    def close(self) -> None:
-        """Ends the processes; futures that wait, and later calls, raise `EngineDeadError`. Idempotent."""
+    def close(self, error: RingcoreError | None = None) -> None:
+        """Ends the processes; futures that wait, and later calls, raise the error, or `EngineDeadError`. Idempotent.
+        Does nothing in a process that was forked from this one."""
+        if not self._owner.is_here:
+            return
         with self._lock:
-            self._error = self._error or EngineDeadError("the engine was closed", process="engine")
+            self._error = self._error or error or EngineDeadError("the engine was closed", process="engine")
             if not self._thread.is_alive():
                 self._end()
             self._wake()

@@ -13,6 +13,7 @@ from ringcore.executor.callables import callable_name
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
 from ringcore.executor.wire import CALL, CALLABLE, CallHead
+from ringcore.field_checks import check_timeout
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import SchedulerOutput
@@ -47,7 +48,9 @@ class EncodedCall:
         unique_reply_rank: int | None = None,
         by_engine: bool = False,
     ) -> EncodedCall:
-        """Raises `InvalidRequestError` for a method that is none and for arguments that cannot be sent."""
+        """Raises `InvalidRequestError` for a method that is none, a timeout that is none, and for arguments that cannot
+        be sent."""
+        check_timeout("timeout", timeout)
         parts = encode_request(method, args, kwargs)
         name = method if isinstance(method, str) else callable_name(method)
         return cls(name, parts, not isinstance(method, str), timeout, unique_reply_rank, by_engine)
@@ -87,11 +90,13 @@ class Executor(ABC):
 
     methods: what every worker declares with `@rpc`, by name; set by `start` and `restart`. What is not in it cannot be
     called from outside.
+    on_wait: called again and again while a call waits for room in the queue to the workers, who are busy.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.methods: Mapping[str, RpcMethod] = {}
+        self.on_wait: Callable[[], None] = lambda: None
 
     @abstractmethod
     def start(self) -> dict[str, float]:

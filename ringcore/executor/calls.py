@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from ringcore.errors import RingcoreError, RpcTimeoutError, error_to_wire
 from ringcore.executor.value_codec import Buffer, decode_value, portable_error
 from ringcore.executor.wire import CREATED, STEP_METHOD
+from ringcore.field_checks import check_timeout
 
 __all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
 
@@ -76,6 +77,7 @@ class Call:
 
     def _wait(self, timeout: float | None) -> None:
         """Returns when the call has its values; raises its error."""
+        check_timeout("timeout", timeout)
         if not self.is_settled:
             self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
         if not self.is_settled:

@@ -63,6 +63,7 @@ class ChildProcess:
             raise
         self._stacks = stacks
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
+        self._owner_pid = os.getpid()
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
         self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, os.getpid())
@@ -164,8 +165,15 @@ class ChildProcess:
             last_log=last_log,
         )
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and was not forked from the one that did."""
+        return os.getpid() == self._owner_pid
+
     def signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
+        """Sends a signal, unless it has ended, or this process was forked from its parent."""
+        if not self.is_ours:
+            return
         with self._lock:
             if self.is_alive() and not self._is_closed:
                 with contextlib.suppress(ProcessLookupError):
@@ -207,9 +215,10 @@ class ChildProcess:
 def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
     """Ends processes together: `grace_s` seconds to leave by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
 
-    Returns when all are reaped and their descriptors and threads are gone.
+    Returns when all are reaped and their descriptors and threads are gone. Where this process was forked from their
+    parent it does nothing.
     """
-    left = [child for child in children if not child._is_closed]
+    left = [child for child in children if not child._is_closed and child.is_ours]
     ended = list(left)
     try:
         for number, wait_s in ((None, grace_s), (signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, KILL_GRACE_S)):

@@ -27,6 +27,7 @@ from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Wa
 from ringcore.executor.wire import STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
+from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
@@ -58,6 +59,7 @@ class MultiprocExecutor(Executor):
         """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous)."""
         super().__init__(config)
         self._factory = worker_factory
+        self._owner = OwnerProcess("the engine")
         self._num_ranks = config.parallel.tensor_parallel_size
         self._table = CallTable(self._num_ranks)
         self._lock = threading.RLock()
@@ -131,6 +133,7 @@ class MultiprocExecutor(Executor):
             self._close_group()
 
     def forward(self, call: EncodedCall) -> RpcFuture:
+        self._owner.check()
         check_reply_rank(call.unique_reply_rank, self._num_ranks)
         declared = None if call.is_callable else self.methods.get(call.method)
         is_aside = declared is not None and declared.read_only
@@ -143,6 +146,7 @@ class MultiprocExecutor(Executor):
             return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
+        self._owner.check()
         body = self._step_encoder.encode(scheduler_output)
         with self._lock:
             self._check_alive()
@@ -180,6 +184,8 @@ class MultiprocExecutor(Executor):
         return "no workers" if self._group is None else stall_report(self._table, self._group)
 
     def shutdown(self) -> None:
+        if not self._owner.is_here:
+            return
         is_first, self._is_shut = not self._is_shut, True
         group = self._group
         if is_first and group is not None:
@@ -203,6 +209,7 @@ class MultiprocExecutor(Executor):
         def sent() -> bool:
             if outlet.writer.try_send(parts):
                 return True
+            self.on_wait()
             self._collect()
             return call.is_settled
 
@@ -216,6 +223,7 @@ class MultiprocExecutor(Executor):
     # In. `Driver` of the calls.
 
     def take_in(self) -> None:
+        self._owner.check()
         if not self._lock.acquire(blocking=False):
             return  # another thread is at it
         try:
@@ -232,6 +240,7 @@ class MultiprocExecutor(Executor):
             raise PeerDied(dead_fd)
 
     def wait_for(self, call: Call, deadline: float | None) -> None:
+        self._owner.check()
         with self._lock:
             while self._dead is None and not call.is_settled:  # a death settles it
                 due = call.due

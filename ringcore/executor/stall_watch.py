@@ -4,6 +4,7 @@
     ------------------------------------  --------------------------------------------------------------
     stall_warning_s, 2x, 4x, ...          a warning with `stall_report` in the log
     step_timeout_s, and it is a step      the report in the log, SIGKILL to all workers, `EngineDeadError`
+    engine_timeout_s with a rank stopped  the same, whatever the call, the start among them
 
 Age begins when the call before was settled, so a step is not blamed for the one before it. A reply that lies there,
 not taken in yet, means that it is the caller who is away: nothing is said then.
@@ -18,12 +19,15 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ringcore.config import ParallelConfig
 from ringcore.errors import EngineDeadError
 from ringcore.executor.calls import Call, CallTable, StepCall
+from ringcore.executor.unchanged import UnchangedFor
 from ringcore.executor.waiting import signal_event
+from ringcore.executor.worker_aside import BEAT_S
 from ringcore.executor.worker_group import WorkerGroup
 from ringcore.protocol.messages import RankHealth
 
@@ -31,6 +35,7 @@ __all__ = ["StallWatch", "stall_report"]
 
 MIN_PERIOD_S = 0.05
 _JOIN_S = 2.0
+_STALE_S = 5 * BEAT_S
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +50,10 @@ class StallWatch:
         self._table = weakref.ref(table)
         self._group = group
         self._warning_s, self._step_timeout_s = config.stall_warning_s, config.step_timeout_s
-        self._period_s = max(MIN_PERIOD_S, min(config.stall_warning_s, config.step_timeout_s or math.inf) / 4)
+        self._stop_timeout_s = config.engine_timeout_s
+        limits = (config.stall_warning_s, config.step_timeout_s, config.engine_timeout_s)
+        self._period_s = max(MIN_PERIOD_S, min(limit or math.inf for limit in limits) / 4)
+        self._stopped = [UnchangedFor(2 * self._period_s) for _ in group.children]  # each rank that is, during calls
         self._warned: tuple[int, float] = (-1, 0.0)  # the id of the call, and the age at which to warn again
         self._is_stopping = False
         self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # put may be called from anywhere
@@ -96,11 +104,15 @@ class StallWatch:
     def look(self, table: CallTable) -> None:
         """One look: warns, or ends the workers, where it is time to."""
         calls = table.under_way()
+        stopped_s = self._look_for_stopped(bool(calls))
         if not calls or self._group.killed_for is not None or any(r.has_message() for r in self._group.replies):
             return
         step = next((call for call in calls if isinstance(call, StepCall)), None)
         if step is not None and self._step_timeout_s is not None and table.age_s(step) >= self._step_timeout_s:
-            self._end(table, step)
+            self._end(table, step, _hung(self._group, step, table.age_s(step)))
+            return
+        if self._stop_timeout_s is not None and max(stopped_s) >= self._stop_timeout_s:
+            self._end(table, calls[0], _stopped(self._group, calls[0], stopped_s, self._stop_timeout_s))
             return
         call = max(calls, key=table.age_s)
         age = table.age_s(call)
@@ -112,11 +124,20 @@ class StallWatch:
         self._warned = call.call_id, warn_at
         _log.warning("%s", self._report(table))
 
-    def _end(self, table: CallTable, step: StepCall) -> None:
-        """Kills the workers; whoever waits for them, now or later, gets the error that is left here."""
-        error = _hung(self._group, step, table.age_s(step))
+    def _look_for_stopped(self, is_asked: bool) -> list[float]:
+        """For how long each rank has been stopped by a signal while something was asked of the workers, by rank. One
+        that merely has no time, or imports for long, is no such rank."""
+        now = time.monotonic()
+        states = [rank.process_state for rank in self._group.health()] if is_asked else [""] * len(self._stopped)
+        return [
+            unchanged.look(state if state == "stopped" else None, now)
+            for unchanged, state in zip(self._stopped, states, strict=True)
+        ]
+
+    def _end(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
+        """Kills the workers; whoever waits for them, now or later, gets this error."""
         report = self._report(table)
-        if self._is_stopping or step.is_settled:
+        if self._is_stopping or call.is_settled:
             return
         _log.error("%s; the workers are killed\n%s", error.message, report)
         self._group.kill(error)
@@ -126,23 +147,60 @@ class StallWatch:
 
 
 def _hung(group: WorkerGroup, step: StepCall, age_s: float) -> EngineDeadError:
-    statuses = group.statuses()
-    ranks = [rank for rank, status in enumerate(statuses) if not status.has_finished(step.call_id)] or [0]
-    rank = ranks[0]
-    child = group.children[rank]
-    names = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return EngineDeadError(
-        f"step {step.step} hung: {names} did not finish {step.method!r} within {age_s:.1f} s "
-        f"(raise step_timeout_s if a step may take longer); the process {child.name!r} (pid {child.pid}) was "
-        f"{_activity(group.health()[rank])}",
-        process=child.name,
-        rank=rank,
-        exit_code=None,
-        signal="SIGKILL",
-        last_log=child.last_log(),
+    """The ranks that did not finish the step. Most of them may only wait for one, in a collective: where the kernel or
+    the heartbeat shows which do not run, these alone are named."""
+    unfinished = [rank for rank, status in enumerate(group.statuses()) if not status.has_finished(step.call_id)] or [0]
+    ranks = [rank.rank for rank in group.health() if rank.rank in unfinished and _stands_still(rank)] or unfinished
+    waiting = [rank for rank in unfinished if rank not in ranks]
+    others = f", for which {_ranks(waiting)} waited" if waiting else ""
+    return _dead(
+        group,
+        ranks,
+        f"step {step.step} hung: {_ranks(ranks)} did not finish {step.method!r} within {age_s:.1f} s{others} "
+        "(raise step_timeout_s if a step may take longer)",
         step=step.step,
         hung_ranks=ranks,
         hung_s=age_s,
+    )
+
+
+def _stands_still(rank: RankHealth) -> bool:
+    return rank.process_state not in ("running", "sleeping") or rank.heartbeat_age_s > _STALE_S
+
+
+def _stopped(group: WorkerGroup, call: Call, stopped_s: Sequence[float], timeout_s: float) -> EngineDeadError:
+    ranks = [rank for rank, seconds in enumerate(stopped_s) if seconds >= timeout_s]
+    return _dead(
+        group,
+        ranks,
+        f"{_ranks(ranks)} was stopped for {max(stopped_s):.1f} s while {call.method!r} was under way "
+        f"(engine_timeout_s={timeout_s}; raise it if that may take longer, None means never)",
+        hung_ranks=ranks,
+        hung_s=max(stopped_s),
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _dead(group: WorkerGroup, ranks: Sequence[int], what: str, **details: Any) -> EngineDeadError:
+    """The error that the killed workers' death makes. It blames a process where it is one alone."""
+    health = group.health()
+    children = [group.children[rank] for rank in ranks]
+    seen = [
+        f"the process {child.name!r} (pid {child.pid}) was {_activity(health[rank])}"
+        for rank, child in zip(ranks, children, strict=True)
+    ]
+    is_one = len(ranks) == 1
+    return EngineDeadError(
+        f"{what}; {', '.join(seen)}",
+        process=children[0].name if is_one else "workers",
+        rank=ranks[0] if is_one else None,
+        exit_code=None,
+        signal="SIGKILL",
+        last_log=[line for child in children for line in child.last_log()],
+        **details,
     )
 
 

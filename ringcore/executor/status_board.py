@@ -1,4 +1,5 @@
-"""A page of shared memory on which each worker writes what it does, for its parent to read without asking.
+"""A page of shared memory on which each worker writes what it does, for its parent to read without asking. An engine
+process has one too: see `engine_core.heartbeat`.
 
 One line of 64 bytes a rank, written by that rank alone, each word whole:
 
@@ -84,6 +85,15 @@ class StatusLine:
 
     def beat(self) -> None:
         self._words[_HEARTBEAT] = time.monotonic_ns()
+
+    def turn(self) -> None:
+        """Busy from now on; of one that was busy, a new turn."""
+        self._words[_BUSY] = time.monotonic_ns()
+
+    def go_on(self) -> None:
+        """One that is busy, and waits for others, still does so."""
+        if self._words[_BUSY]:
+            self.turn()
 
     def begin(self, call_id: int, kind: int, method: str) -> None:
         """A call begins. Its name is not written for a step, which needs none."""

@@ -29,6 +29,7 @@ from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
 from ringcore.executor.wire import STEP_METHOD
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
+from ringcore.field_checks import check_timeout
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
@@ -274,6 +275,7 @@ class _Step:
         return self.is_settled
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        check_timeout("timeout", timeout)
         if not self.is_settled:
             self._executor.finish_step(self, None if timeout is None else time.monotonic() + timeout)
         match self._outcome:

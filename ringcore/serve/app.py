@@ -78,10 +78,12 @@ def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_described(CompletionResponse, "text/event-stream"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        service.check_started()
         return await complete(service, body, request.receive)
 
     @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse, "text/event-stream"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        service.check_started()
         return await answer_chat(service, body, request.receive)
 
 

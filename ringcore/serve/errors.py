@@ -24,7 +24,7 @@ from ringcore.errors import (
     WorkerDiedError,
 )
 
-__all__ = ["ApiError", "add_error_handlers", "api_error_of", "json_response", "over_limit"]
+__all__ = ["ApiError", "add_error_handlers", "api_error_of", "json_response", "over_limit", "starting_again"]
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -66,6 +66,16 @@ def _too_many(message: str) -> ApiError:
         "rate_limit_error",
         code="rate_limit_exceeded",
         headers={"Retry-After": "1"},
+    )
+
+
+def starting_again() -> ApiError:
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the engine died, and is being started again; try again in some seconds",
+        _SERVER,
+        code="engine_starting",
+        headers={"Retry-After": "5"},
     )
 
 

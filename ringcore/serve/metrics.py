@@ -13,7 +13,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from ringcore.async_engine import AsyncEngine
+from ringcore.errors import RingcoreError
 from ringcore.outputs import RequestMetrics, RequestOutput
+from ringcore.protocol.requests import EngineStats
 
 __all__ = ["RequestRecord", "ServiceMetrics"]
 
@@ -146,15 +148,12 @@ class _EngineCollector(Collector):
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine, self._labels = engine, {"model_name": model_name}
-        self._num_blocks = engine.ready.num_blocks  # now: of an engine that died it cannot be asked
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
         yield self._gauge("num_requests_running", "Requests that are computed.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for a place.", stats.num_waiting)
-        used = (
-            1 - stats.num_free_blocks / self._num_blocks if stats.step else 0.0
-        )  # before the first step nothing is known
+        used = self._kv_cache_usage(stats)
         yield self._gauge("kv_cache_usage_perc", "The share of the KV cache that is in use, 1 for all.", used)
         yield self._counter("num_preemptions", "Requests that lost their place.", stats.num_preemptions)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_query_tokens)
@@ -169,6 +168,12 @@ class _EngineCollector(Collector):
         for state, is_so in (("awake", not stats.is_sleeping), ("asleep", stats.is_sleeping)):
             sleeping.add_metric([*self._labels.values(), state], float(is_so))
         yield sleeping
+
+    def _kv_cache_usage(self, stats: EngineStats) -> float:
+        try:
+            return 1 - stats.num_free_blocks / self._engine.ready.num_blocks
+        except RingcoreError:  # the engine is being started again
+            return 0.0
 
     def _gauge(self, name: str, doc: str, value: float, prefix: str = "vllm") -> Metric:
         family = GaugeMetricFamily(f"{prefix}:{name}", doc, labels=list(self._labels))

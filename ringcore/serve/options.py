@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ringcore.chat import choose_format
 from ringcore.errors import ConfigError
+from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
 from ringcore.serve.hosts import AllowedHosts, check_origins
 
 __all__ = ["ServiceOptions"]
@@ -65,8 +65,8 @@ class ServiceOptions:
             self._check_integer("max_connections_per_peer")
         for name in ("body_timeout_s", "header_timeout_s", "keep_alive_timeout_s", "send_timeout_s"):
             seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-                raise _bad(name, seconds, "give a positive number of seconds")
+            if not is_timeout(seconds) or not seconds:
+                raise _bad(name, seconds, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
         AllowedHosts(self.allowed_hosts)
         check_origins(self.allowed_origins)
         for name in self.served_model_names:

@@ -16,7 +16,7 @@ from ringcore.file_names import as_utf8
 from ringcore.outputs import CompletionOutput, RequestOutput
 from ringcore.sampling_params import SamplingParams
 from ringcore.serve.answers import PromptTokensDetails, UsageInfo
-from ringcore.serve.errors import ApiError
+from ringcore.serve.errors import ApiError, starting_again
 from ringcore.serve.limits import Places
 from ringcore.serve.metrics import RequestRecord, ServiceMetrics
 from ringcore.serve.options import ServiceOptions
@@ -38,6 +38,11 @@ class Service:
         self.max_model_len = engine.ready.max_model_len
         self.chat_format = choose_parsing(engine.get_tokenizer(), options)
         self.started_at = unix_seconds()
+
+    def check_started(self) -> None:
+        """Raises 503 while the engine is started again: a client shall not wait for that as long as it may take."""
+        if self.engine.is_starting:
+            raise starting_again()
 
     def model_name(self, asked: str | None) -> str:
         """The name that an answer says. Raises 404 for a model that is not served."""

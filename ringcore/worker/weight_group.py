@@ -20,6 +20,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from ringcore.errors import InvalidRequestError
+from ringcore.field_checks import is_timeout
 from ringcore.model_executor.weight_update import row_pieces
 from ringcore.worker.nccl import NcclBroadcaster, load_nccl
 
@@ -232,7 +233,7 @@ def _check_arguments(
         ("world_size", world_size, world_size >= 2, "the trainer is rank 0, and every worker one more"),
         ("rank", rank, 0 <= rank < world_size, f"give one of 0 to {world_size - 1}"),
         ("backend", backend, backend in BACKENDS, f"give one of {', '.join(map(repr, BACKENDS))}"),
-        ("timeout_s", timeout_s, timeout_s > 0, "give a positive number of seconds"),
+        ("timeout_s", timeout_s, is_timeout(timeout_s) and timeout_s > 0, "give a positive number of seconds"),
     ):
         if not is_right:
             raise InvalidRequestError(f"{name}={value!r}: {remedy}", field=name, value=value)

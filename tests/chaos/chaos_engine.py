@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,12 +138,37 @@ class ChaosMultiproc(MultiprocExecutor):
         super().__init__(config, worker_factory="chaos_engine:create_worker")
 
 
+class HangingMultiproc(ChaosMultiproc):
+    """In the engine's own thread it may hang."""
+
+    def forward(self, call):
+        if call.method == "hang_the_engine":
+            hang("python")
+        return super().forward(call)
+
+
+def create_gated_worker(config, rank: int, rendezvous: str | None) -> ChaosWorker:
+    """Rank 1 tells the pids of the engine and its own in a file, and goes on when there is another."""
+    if rank == 1:
+        folder = Path(config.model.model)
+        (folder / "new").write_text(f"{os.getppid()} {os.getpid()}")
+        (folder / "new").rename(folder / "pids")
+        while not (folder / "open").exists():
+            time.sleep(0.01)
+    return ChaosWorker(config, rank)
+
+
+class GatedMultiproc(MultiprocExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="chaos_engine:create_gated_worker")
+
+
 def make_config(folder: str, **options: Any) -> EngineConfig:
     return EngineConfig.from_options(
         model=folder,
         load_format="dummy",
-        executor=ChaosMultiproc,
         **{
+            "executor": ChaosMultiproc,
             "max_model_len": 128,
             "block_size": 8,
             "tensor_parallel_size": 2,

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from chaos_engine import WAIT_S, TokenReader, make_config
+from chaos_engine import WAIT_S, GatedMultiproc, HangingMultiproc, TokenReader, make_config
+from fake_engine import make_model_folder
 from process_stat import is_alive
 from process_table import wait_until
 from scenarios import HERE, child_environment
@@ -20,6 +21,7 @@ from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 
 STEP_TIMEOUT_S = 1.0
+ENGINE_TIMEOUT_S = 1.5
 NOTICE_S = 30.0
 CLOSE_S = 60.0
 
@@ -81,8 +83,9 @@ def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, capfd
         with pytest.raises(EngineDeadError, match="hung") as caught:
             tokens.finish()
         assert STEP_TIMEOUT_S * 0.9 < time.monotonic() - started < STEP_TIMEOUT_S + NOTICE_S
-        assert caught.value.details["rank"] in (0, 1)
-        assert rank in caught.value.details["hung_ranks"]
+        hung = caught.value.details["hung_ranks"]
+        assert rank in hung
+        assert caught.value.details["rank"] == (rank if hung == [rank] else None)  # where both look alike, none
         assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
     log = capfd.readouterr().err
     assert "step" in log
@@ -90,15 +93,19 @@ def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, capfd
     assert says in log, log
 
 
-def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, capfd):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, capfd, rank):
+    """The other one waits for it in a collective, and is not blamed."""
     with start(model_folder, step_timeout_s=STEP_TIMEOUT_S, stall_warning_s=0.4) as client:
         pids = client.ready.pids
-        os.kill(pids["worker 0"], signal.SIGSTOP)
+        client.collective_rpc("hang_in_next_step", ["collective", rank], timeout=WAIT_S)
+        os.kill(pids[f"worker {rank}"], signal.SIGSTOP)
         tokens = TokenReader(client, "t", random.Random(4))
         tokens.add(2)
         with pytest.raises(EngineDeadError, match="hung") as caught:
             tokens.finish()
-        assert caught.value.details["process"] == "worker 0"
+        details = caught.value.details
+        assert (details["process"], details["rank"], details["hung_ranks"]) == (f"worker {rank}", rank, [rank])
         assert "stopped" in caught.value.message
         assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
     log = capfd.readouterr().err
@@ -115,6 +122,76 @@ def test_a_hang_is_healed_where_restarts_are_left(model_folder):
         health = client.health()
         assert (health.state, health.num_restarts) == ("ready", 1)
         assert "hung" in health.restart_cause
+
+
+@pytest.mark.parametrize("how", ["generate", "send", "call", "nothing"])
+def test_an_engine_stopped_for_ever_is_ended_by_its_client(model_folder, how, caplog):
+    """Also one that only waits for room to send, and one that waits for nothing."""
+    with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S) as client:
+        pids = client.ready.pids
+        if how == "generate":
+            tokens = TokenReader(client, "t", random.Random(4))
+            tokens.add(2)
+        os.kill(pids["engine"], signal.SIGSTOP)
+        if how == "nothing":
+            assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
+        waits = {
+            "send": lambda: client.collective_rpc("echo", [bytes(4 << 20)], timeout=WAIT_S),
+            "call": lambda: client.collective_rpc("echo", ["x"]),
+        }
+        wait = waits.get(how, client.get_outputs)
+        with pytest.raises(EngineDeadError, match=r"'engine' \(pid \d+\) hung: .*it was stopped") as caught:
+            all(iter(wait, None))
+        details = caught.value.details
+        assert (details["process"], details["pid"], details["process_state"]) == ("engine", pids["engine"], "stopped")
+        assert details["hung_s"] >= ENGINE_TIMEOUT_S
+        assert f"engine_timeout_s={ENGINE_TIMEOUT_S}" in caught.value.message
+        assert client.health().state == "dead"
+        with pytest.raises(EngineDeadError, match="hung"):
+            client.collective_rpc("echo", ["x"])
+        assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
+    assert "hung" in caplog.text
+
+
+def test_a_turn_of_the_engines_loop_that_does_not_end(model_folder, caplog):
+    """Its heartbeat goes on."""
+    with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S, executor=HangingMultiproc) as client:
+        with pytest.raises(EngineDeadError, match="a turn of its loop did not end"):
+            client.collective_rpc("hang_the_engine")
+        assert "in forward" in caplog.text, "the stack"
+
+
+@pytest.mark.parametrize("role", ["engine", "worker 1"])
+def test_a_process_that_is_stopped_before_the_engine_is_ready(tmp_path, role):
+    """It is stopped where its worker is made, which holds up the start."""
+    folder, pids = make_model_folder(tmp_path), tmp_path / "pids"
+    with EngineCoreClient(make_config(folder, engine_timeout_s=ENGINE_TIMEOUT_S, executor=GatedMultiproc)) as client:
+        assert wait_until(pids.exists, NOTICE_S)
+        engine_pid, worker_pid = map(int, pids.read_text().split())
+        os.kill(engine_pid if role == "engine" else worker_pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="stopped") as caught:
+            client.wait_ready()
+        assert caught.value.details["process"] == role
+        assert wait_until(lambda: not any(map(is_alive, [engine_pid, worker_pid])), NOTICE_S)
+
+
+def test_a_start_that_takes_longer_than_the_engine_may_be_silent(tmp_path):
+    folder = make_model_folder(tmp_path)
+    with EngineCoreClient(make_config(folder, engine_timeout_s=0.5, executor=GatedMultiproc)) as client:
+        assert wait_until((tmp_path / "pids").exists, NOTICE_S)
+        time.sleep(1.5)
+        (tmp_path / "open").touch()
+        assert client.wait_ready().max_model_len
+
+
+def test_a_call_to_a_worker_that_is_stopped(model_folder):
+    with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S) as client:
+        pids = client.ready.pids
+        os.kill(pids["worker 1"], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=r"rank 1 was stopped for .* while 'echo' was under way") as caught:
+            client.collective_rpc("echo", ["x"])
+        assert caught.value.details["rank"] == 1
+        assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
 
 
 def test_an_engine_stopped_for_ever_stalls_and_can_be_closed(model_folder, is_long, monkeypatch):

@@ -14,9 +14,10 @@ from process_stat import is_alive
 from ringcore import EngineConfig
 from ringcore.engine_core import process as process_module
 from ringcore.engine_core.channel import ClientChannel, EngineChannel, StreamClosed, channel_pair
-from ringcore.engine_core.process import CHANNEL, ENTRY, EngineStart
+from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
 from ringcore.errors import CapacityError
 from ringcore.executor.child_process import ChildProcess
+from ringcore.executor.status_board import create_board
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import EngineDead, EngineReady, Shutdown
 
@@ -38,7 +39,9 @@ class Running:
         self.socket, theirs = channel_pair()
         with theirs:
             payload = encoder().encode(EngineStart(config))
-            self.process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: theirs.fileno()})
+            status_fd = create_board(1)
+            self.process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: theirs.fileno(), STATUS: status_fd})
+            os.close(status_fd)
         self._never = os.eventfd(0)
         self.channel = ClientChannel(self.socket, self.process.pidfd, self._never)
 

@@ -187,8 +187,8 @@ def test_a_hung_step_is_killed_and_named(asks, caplog):
         for error in errors:
             assert "step 42 hung: ranks 0, 1 did not finish 'execute_model'" in error.message
             assert "out-of-memory" not in error.message
-            assert (error.details["process"], error.details["hung_ranks"]) == ("worker 0", [0, 1])
-            assert (error.details["rank"], error.details["signal"]) == (0, "SIGKILL")
+            assert (error.details["process"], error.details["hung_ranks"]) == ("workers", [0, 1])
+            assert (error.details["rank"], error.details["signal"]) == (None, "SIGKILL")
     assert caplog.text.count("_hang_in_here") == 2
 
 

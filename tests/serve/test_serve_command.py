@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,10 +17,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fake_engine import SLOW, make_model_folder
+import uvicorn
+from fake_engine import KILLS_ONCE, SLOW, make_model_folder
 from running_service import DEADLINE_S, eventually, http, text_of
 
 from ringcore.cli import main
+from ringcore.errors import EngineDeadError
+from ringcore.serve.engine_server import EngineServer
 
 TESTS = Path(__file__).parent.parent
 FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "128"]
@@ -51,6 +55,10 @@ class Command:
         self.children = psutil.Process(self.process.pid).children(recursive=True)
         assert len(self.children) >= 2  # the engine and its worker
         return self
+
+    def engine(self) -> psutil.Process:
+        (engine,) = [child for child in psutil.Process(self.process.pid).children() if "engine" in child.name()]
+        return engine
 
     def ends(self) -> tuple[int, str, str]:
         """(exit code, stdout, stderr); nothing is left of it."""
@@ -103,7 +111,7 @@ def test_what_runs_is_drained_before_the_end(folder, drain_s, max_tokens, reason
         asking.join()
     (answer,) = answers
     assert answer.json()["choices"][0]["finish_reason"] == reason
-    assert code == -signal.SIGTERM  # as whoever sent it expects, once everything has ended
+    assert code == 0  # it was asked to end, and has
     assert out == ""
     assert "Traceback" not in err
 
@@ -120,8 +128,56 @@ def test_a_second_ctrl_c_does_not_wait(folder):
             rest = []
             with suppress(httpx.HTTPError):
                 rest.extend(lines)
-            command.ends()
+            code, _, _ = command.ends()
+    assert code == 130  # as shells say of what Ctrl-C cut short
     assert not any('"length"' in line for line in rest)  # it was not waited for, which would have taken 6 s
+
+
+def test_an_engine_that_dies_ends_the_service(folder):
+    """The stream has its error, the log says why, and nothing is left."""
+    with Command(folder, "--no-access-log") as command:
+        body = {"prompt": [97, KILLS_ONCE, 98], "max_tokens": 50, "stream": True}
+        answer = http.post(f"{command.url}/v1/completions", json=body)
+        *_, error, done, _ = answer.text.split("\n\n")
+        assert '"code":"engine_dead"' in error
+        assert done == "data: [DONE]"
+        code, out, err = command.ends()
+    assert code == 1
+    assert out == ""
+    assert "the engine died, and the service ends: the process 'worker 0'" in err
+    assert "killed by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def test_the_last_lines_of_the_process_are_reported(caplog):
+    class Engine:
+        async def wait_dead(self):
+            return EngineDeadError("the process 'worker 0' ended", last_log=["it ran", "out of memory"])
+
+    server = EngineServer(uvicorn.Config(None), Engine(), 0.0)
+    asyncio.run(server._end_with_engine())
+    assert (server.should_exit, server.exit_code) == (True, 1)
+    assert "the service ends: the process 'worker 0' ended\n  it ran\n  out of memory" in caplog.text
+
+
+def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
+    """As often as it may be."""
+    with Command(folder, "--no-access-log", "--engine-restarts", "1") as command:
+        command.engine().kill()
+        eventually(lambda: "starting" in health(command.url), "its death is known")
+        eventually(lambda: "ready" in health(command.url), "another one is there")
+        body = {"prompt": "ab", "max_tokens": 4}
+        assert http.post(f"{command.url}/v1/completions", json=body).json()["choices"][0]["text"] == text_of("ab", 4)
+        command.children = psutil.Process(command.process.pid).children(recursive=True)
+        command.engine().kill()
+        code, _, err = command.ends()
+    assert code == 1
+    assert "the engine died, restart 1 of 1: the process 'engine'" in err
+    assert "as often as engine_restarts allows" in err
+
+
+def health(url: str) -> str:
+    return http.get(f"{url}/health").json()["state"]
 
 
 def is_refused(url: str) -> bool:

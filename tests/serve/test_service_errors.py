@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import httpx
 import openai
 import pytest
-from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, make_model_folder
+from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, FragileMultiproc, make_model_folder
+from prometheus_client.parser import text_string_to_metric_families
 from running_service import DEADLINE_S, eventually, http, served, text_of
 
 
@@ -169,3 +172,56 @@ def test_the_client_raises_an_error_of_mid_stream(tmp_path):
         chunks = client.completions.create(model=None, prompt=[97, KILLS_ONCE, 98], max_tokens=50, stream=True)
         with pytest.raises(openai.APIError, match="worker"):
             list(chunks)
+
+
+def test_an_engine_that_is_started_again(tmp_path):
+    """Streams have their error; what comes meanwhile is told to come again; no metric tells of what is gone."""
+    folder, holds = make_model_folder(tmp_path), tmp_path / "holds"
+    with served(folder, {"executor": FragileMultiproc, "engine_restarts": 1}) as service:
+        body = {"prompt": [97, SLOW, 98], "max_tokens": 100, "stream": True}
+        with http.stream("POST", f"{service.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            before = metrics(service)
+            assert before["num_requests_running"] == 1
+            assert before["kv_cache_usage_perc"] > 0
+            holds.touch()
+            os.kill(service.engine.ready.pids["engine"], signal.SIGKILL)
+            *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert done == "data: [DONE]"
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        for path, asked in (("completions", {"prompt": "ab"}), ("completions", body), ("chat/completions", chat)):
+            refused = http.post(f"{service.url}/v1/{path}", json=asked)
+            assert (refused.status_code, error_of(refused)["code"]) == (503, "engine_starting")
+            assert int(refused.headers["retry-after"]) > 0
+        health = http.get(f"{service.url}/health")
+        assert (health.status_code, health.json()["state"]) == (503, "starting")
+        assert http.post(f"{service.url}/tokenize", json={"prompt": "ab"}).json()["count"] == 2
+        meanwhile = metrics(service)
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert meanwhile[gauge] == 0, gauge
+        holds.unlink()
+        eventually(lambda: http.get(f"{service.url}/health").status_code == 200, "another engine is there")
+        answer = http.post(f"{service.url}/v1/completions", json={"prompt": "ab", "max_tokens": 4})
+        assert answer.json()["choices"][0]["text"] == text_of("ab", 4)
+        eventually(service.is_idle, "the request has ended")
+        after = metrics(service)
+        for counter in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
+            assert before[counter] <= meanwhile[counter] <= after[counter], counter
+        assert after["prefix_cache_queries_total"] == before["prefix_cache_queries_total"] + 2
+        assert after["kv_cache_usage_perc"] == 0
+
+
+def metrics(service) -> dict[str, float]:
+    families = text_string_to_metric_families(http.get(f"{service.url}/metrics").text)
+    return {sample.name.removeprefix("vllm:"): sample.value for family in families for sample in family.samples}
+
+
+def test_the_metrics_of_an_engine_that_died(tmp_path):
+    with served(make_model_folder(tmp_path)) as service:
+        body = {"prompt": [97, SLOW, KILLS_ONCE], "max_tokens": 50, "n": 2}
+        answer = http.post(f"{service.url}/v1/completions", json=body)
+        assert answer.status_code == 503
+        seen = metrics(service)
+        assert (seen["num_requests_running"], seen["num_requests_waiting"], seen["kv_cache_usage_perc"]) == (0, 0, 0)

@@ -1,0 +1,39 @@
+"""What a process made, and a process that is forked from it must leave alone."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from ringcore.errors import RingcoreError
+
+__all__ = ["OwnerProcess"]
+
+
+class OwnerProcess:
+    """The process in which an object was made. A forked child has a copy of the object, without the threads behind it
+    and with the other process's ends of its channels: whatever it did with it, it would hang or do harm.
+
+    is_here: false in a forked child. To look costs no system call.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._pid = what, os.getpid()
+        self.is_here = True
+        me = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave(me()))  # it stays registered, of one that is gone too
+
+    def check(self) -> None:
+        """Raises `RingcoreError` in a forked child. Details: `owner_pid`, `pid`."""
+        if not self.is_here:
+            raise RingcoreError(
+                f"{self._what} was made in process {self._pid} and is used in process {os.getpid()}, which was forked "
+                "from it; make one there, or start the process by 'spawn'",
+                owner_pid=self._pid,
+                pid=os.getpid(),
+            )
+
+
+def _leave(owner: OwnerProcess | None) -> None:
+    if owner is not None:
+        owner.is_here = False

@@ -1,0 +1,76 @@
+"""The HTTP server of `ringcore serve`: it ends with its engine, and its engine with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from ringcore.async_engine import AsyncEngine
+from ringcore.errors import RingcoreError
+from ringcore.serve.server import HttpServer
+
+__all__ = ["EngineServer"]
+
+_log = logging.getLogger(__name__)
+
+_INTERRUPTED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ended
+
+
+class EngineServer(HttpServer):
+    """Serves until SIGTERM, Ctrl-C, or the death of the engine when none is to follow it.
+
+    The end: no connection is taken any more, what runs has `drain_s` seconds, then it is aborted, and the engine is
+    closed. A second Ctrl-C does not wait. Of an engine that died the requests have had their errors by then.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine, self._drain_s = engine, drain_s
+        self._has_died = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 where it was asked to end, and did so in order; 1 where the engine died; 130 after a second Ctrl-C."""
+        if self._has_died:
+            return 1
+        return _INTERRUPTED if self.force_exit else 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        watching = asyncio.create_task(self._end_with_engine())
+        try:
+            await super().serve(sockets)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _end_with_engine(self) -> None:
+        error = await self._engine.wait_dead()
+        if error is not None:
+            self._has_died = self.should_exit = True
+            _report(error)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._engine.close(self._drain_s))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self.force_exit:
+                draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, but for this: the signal is not raised again in the end, which would be the exit code."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def _report(error: RingcoreError) -> None:
+    """With the last lines of the process that ended."""
+    said = "".join(f"\n  {line}" for line in error.details.get("last_log") or [])
+    _log.error("ringcore: the engine died, and the service ends: %s%s", error.message, said)
