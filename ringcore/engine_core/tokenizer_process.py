@@ -41,7 +41,7 @@ MAX_MEMORY_BYTES = 2 << 30  # above what the process has when it is ready; a mil
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
     config: EngineConfig = decoder(EngineConfig).decode(payload)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is no news
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump of a crash that a prompt caused
 
     def start() -> Callable[[bytes], bytes]:
         tokenizer = load_tokenizer(config.model.files)
