@@ -257,3 +257,67 @@ def test_what_xgrammar_leaves_out_without_a_type():
             backend.compile(spec(keywords))
     with pytest.raises(InvalidRequestError, match=r"the type \[\]"):
         backend.compile(spec({"type": []}))
+
+
+def test_what_xgrammar_alone_cannot_keep_names_the_other_library():
+    pytest.importorskip("xgrammar")
+    backend = make_backend("xgrammar")
+    specs = [
+        spec({"type": "string", "pattern": r"\p{L}"}),
+        StructuredOutputsParams(grammar='start: "a" %json {"type": "array", "uniqueItems": true}'),
+    ]
+    for unkept in specs:
+        with pytest.raises(InvalidRequestError, match=r"xgrammar cannot keep .*'llguidance' may"):
+            backend.compile(unkept)
+
+
+KEYWORDS = [
+    "type",
+    "pattern",
+    "format",
+    "required",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "minLength",
+    "minProperties",
+]
+KEYWORDS += [
+    "$ref",
+    "anyOf",
+    "patternProperties",
+    "prefixItems",
+    "minimum",
+    "maxItems",
+    "additionalProperties",
+    "$defs",
+]
+
+
+def test_junk_in_place_of_keywords_is_refused_as_an_error_of_the_request(backend):
+    junk = [
+        None,
+        True,
+        -1,
+        1.5,
+        "a",
+        "(",
+        "object",
+        [],
+        ["a"],
+        [{}],
+        {},
+        {"a": 1},
+        {"a": {}},
+        [[]],
+        "#/$defs/a",
+        [None],
+    ]
+    for seed in range(300):
+        rng = random.Random(seed)
+        schema = {name: rng.choice(junk) for name in rng.sample(KEYWORDS, rng.randrange(1, 4))}
+        try:
+            backend.compile(spec(schema))
+        except InvalidRequestError:
+            continue
