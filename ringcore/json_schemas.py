@@ -69,7 +69,7 @@ def kept_schema(schema: Any) -> Any:
         kept[name] = [kept_schema(one) for one in inner] if isinstance(inner, list) else kept_schema(inner)
     if isinstance(kept.get("patternProperties"), dict):
         kept["patternProperties"] = {_pattern(key): inner for key, inner in kept["patternProperties"].items()}
-    if isinstance(kept.get("pattern"), str):
+    if "pattern" in kept:
         kept["pattern"] = _pattern(kept["pattern"])
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
@@ -81,7 +81,7 @@ def _pattern(pattern: str) -> str:
 
 
 def _with_format_as_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    patterns = FORMAT_PATTERNS.get(schema["format"], ()) if isinstance(schema.get("format"), str) else ()
+    patterns = FORMAT_PATTERNS.get(schema.get("format", ""), ())
     if not patterns:
         return schema
     del schema["format"]
@@ -101,13 +101,17 @@ def _check(schema: Mapping[str, Any]) -> None:
     for name in _EARLIER_DRAFTS:
         if name in schema:
             raise ValueError(f"{name!r} is of an earlier draft of JSON Schema, and is not kept")
+    for name in ("pattern", "format", "$ref"):
+        if not isinstance(schema.get(name, ""), str):
+            raise ValueError(f"{name} {schema[name]!r} is no string")
     for name in _BOUNDS:
         if name in schema:
             _check_bound(name, schema[name])
     for name in ("enum", "const"):
         for value in _values(schema.get(name)):
             _check_value(name, value)
-    _check_reference(schema.get("$ref"))
+    if "$ref" in schema:
+        _check_reference(schema["$ref"])
     # A name that comes twice in a text is one property; names that the schema does not know may.
     names = schema.get("required")
     num_required = len({name for name in names if isinstance(name, str)}) if isinstance(names, list) else 0
@@ -140,10 +144,8 @@ def _check_value(name: str, value: Any) -> None:
             raise ValueError(f"{name} {value} is no number of JSON")
 
 
-def _check_reference(reference: Any) -> None:
+def _check_reference(reference: str) -> None:
     """It points to where a schema stands, by way of schemas alone: what stands elsewhere is not looked at here."""
-    if not isinstance(reference, str):
-        return
     root, *steps = reference.split("/")
     is_place = root == "#"
     while steps and is_place:

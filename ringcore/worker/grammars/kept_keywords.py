@@ -158,7 +158,7 @@ def _unkept_of_object(schema: dict[str, Any]) -> str | None:
     if not isinstance(required, list):
         return "'required' that is no list"
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             return f"the required property {name!r} that 'properties' does not have"
     if properties and schema.get("additionalProperties", False) is not False:
         return "'additionalProperties' beside 'properties': a property might come twice"

@@ -24,6 +24,8 @@ _MAX_RECURSION = 2_000  # of its parsers and compilers; the default is for large
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # "[12:00:00] /project/cpp/parser.cc:83: ", before its messages
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)  # a grammar in Lark's syntax has a rule `start`
 
+_JSON_IN_LARK = re.compile(r"%json\b")  # which it reads without a word on what it leaves out
+
 
 class XGrammarBackend(Backend):
     """To make one holds the GIL for 0.05 to 0.15 s, by the vocabulary; compiling releases it."""
@@ -67,6 +69,8 @@ class XGrammarBackend(Backend):
                 return self._compiler.compile_grammar(f"root ::= {any_of(spec.choice)}")
             case "grammar":
                 assert spec.grammar is not None
+                if _JSON_IN_LARK.search(spec.grammar):
+                    raise _unkept(spec, "%json in a grammar")
                 if _LARK.search(spec.grammar):
                     return self._compiler.compile_lark(spec.grammar)
                 return self._compiler.compile_grammar(spec.grammar)
@@ -86,8 +90,12 @@ def _json(spec: StructuredOutputsParams) -> str:
     kept = kept_schema(schema)
     if (keyword := unkept_keyword(schema)) is not None:
         raise _unkept(spec, keyword)
+    try:
+        words = in_kept_words(kept)
+    except ValueError as error:
+        raise _unkept(spec, str(error)) from error
     # Not strict where the schema is open: an object without properties may have any.
-    return json_grammar(in_kept_words(kept), is_open=spec.json is None)
+    return json_grammar(words, is_open=spec.json is None)
 
 
 def _regex(spec: StructuredOutputsParams) -> str:

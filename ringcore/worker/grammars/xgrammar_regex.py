@@ -10,33 +10,38 @@ from ringcore.regular_expressions import Alt, Anchor, Chars, Node, Repeat, Seq
 
 __all__ = ["in_json_string", "write_gbnf"]
 
+_ESCAPED = (*range(0x20), ord('"'), ord("\\"))
 _TWO_LETTERS = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r"}
 
 
-def in_json_string(node: Node) -> Node:
+def in_json_string(node: Node, *, is_counted: bool = False) -> Node:
     """What matches the text of a JSON string between its quotes where `node` matches what the string says.
 
-    A character that JSON has to escape is written in one way: with two letters where there are such, else \\u00hh.
-    Raises ValueError for \\p{...}.
+    A character that JSON has to escape is written in one way: with two letters where there are such, else \\u00hh. As
+    one of several characters that are counted ({2,5}) it is left out: masks would take 0.1 s each. Raises ValueError
+    for \\p{...}.
     """
     match node:
         case Chars():
-            return _escaped(node)
+            return _escaped(node, is_counted)
         case Seq(parts):
-            return Seq(tuple(map(in_json_string, parts)))
+            return Seq(tuple(in_json_string(part, is_counted=is_counted) for part in parts))
         case Alt(branches):
-            return Alt(tuple(map(in_json_string, branches)))
+            return Alt(tuple(in_json_string(branch, is_counted=is_counted) for branch in branches))
         case Repeat(inner, low, high):
-            return Repeat(in_json_string(inner), low, high)
+            is_counted = is_counted or max(low, high or 0) > 1
+            return Repeat(in_json_string(inner, is_counted=is_counted), low, high)
         case Anchor():
             raise AssertionError("anchors are gone")
 
 
-def _escaped(chars: Chars) -> Node:
+def _escaped(chars: Chars, is_counted: bool) -> Node:
     if chars.properties:
         raise ValueError(f"{chars.properties[0]} of a regular expression")
-    points = [point for point in (*range(0x20), ord('"'), ord("\\")) if chars.has(point)]
-    plain = chars.without((*range(0x20), ord('"'), ord("\\")))
+    points = [point for point in _ESCAPED if chars.has(point)]
+    plain = chars.without(_ESCAPED)
+    if plain.ranges and (is_counted or not points):
+        return plain
     ways: list[Node] = [plain] if plain.ranges else []
     ways += [_text(f"\\{chr(point)}") for point in points if point >= 0x20]
     ways += [_text(f"\\{_TWO_LETTERS.get(point, f'u{point:04x}')}") for point in points if point < 0x20]
@@ -57,9 +62,19 @@ def write_gbnf(node: Node) -> str:
         case Alt(branches):
             return f"({' | '.join(map(write_gbnf, branches))})"
         case Repeat(inner, low, high):
-            return f"({write_gbnf(inner)}){{{low},{'' if high is None else high}}}"
+            return _write_repeat(inner, low, high)
         case Anchor():
             raise AssertionError("anchors are gone")
+
+
+def _write_repeat(inner: Node, low: int, high: int | None) -> str:
+    """With * rather than {0,}, which takes a thousand times as long to fill a mask."""
+    text = write_gbnf(inner) if isinstance(inner, Chars) else f"({write_gbnf(inner)})"
+    if (low, high) == (0, 1):
+        return f"{text}?"
+    if high is not None:
+        return f"{text}{{{low},{high}}}"
+    return {0: f"{text}*", 1: f"{text}+"}.get(low, f"{text}{{{low},{low}}} {text}*")
 
 
 def _write_chars(chars: Chars) -> str:
