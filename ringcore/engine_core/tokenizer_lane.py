@@ -44,8 +44,9 @@ Outcome = tuple[QueuedJob, bytes | RingcoreError]
 class TokenizerLane:
     """Jobs in order, and the process that executes them.
 
-    `advance` does what can be done without waiting, and yields the outcome of each job that ended. Invariant: `in_flight`
-    are the jobs that the process has been sent and has not answered, in order; without a process there are none.
+    `advance` does what can be done without waiting, and yields the outcome of each job that ended. Invariant:
+    `in_flight` are the jobs that the process has been sent and has not answered, in order; without a process there are
+    none.
     """
 
     def __init__(self, config: EngineConfig, killed: list[ChildProcess], depth: int) -> None:
