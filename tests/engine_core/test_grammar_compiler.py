@@ -232,7 +232,7 @@ def test_the_engine_serves_by_grammars_and_refuses_wrong_ones(client):
     tokens, last = collect(client, "a", "b", "c")
     assert tokens["a"] == tokens["c"] == expected([5, 6], 4)
     assert last["b"].error.type == "InvalidRequestError"
-    assert "unclosed group" in last["b"].error.message
+    assert "a ( without its )" in last["b"].error.message
     assert client.health().state == "ready"
 
 

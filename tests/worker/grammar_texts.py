@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Grammar:
         assert progress.can_end() == (END in self._allowed(progress)), text
         return progress.can_end()
 
-    def write(self, rng: random.Random, max_tokens: int = 300, preferred: list[int] = []) -> bytes | None:  # noqa: B006
+    def write(self, rng: random.Random, max_tokens: int = 300, preferred: Sequence[int] = ()) -> bytes | None:
         """A sentence of random tokens; None where it has no end by then. preferred: are taken wherever they may be."""
         progress, text = self._backend.begin(self._compiled), b""
         for num_tokens in range(max_tokens):
