@@ -219,7 +219,7 @@ def _start_none() -> None:
 
 
 def _pending() -> Future[T]:
-    """One that whoever gives up waiting does not cancel for the others."""
+    """A future that a waiter cannot cancel for the others."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future

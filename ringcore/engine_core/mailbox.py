@@ -124,7 +124,7 @@ class Mailbox:
                 case OutputColumns():
                     self.stats = message.stats
                     outputs = self._reader.read(message)  # none, where requests have begun and no more
-                    if self.dead is not None:  # after a close nobody is to get what another thread received
+                    if self.dead is not None:  # after a close no caller gets what another thread received
                         self._note_idle(num_waiting=0)
                     elif outputs:
                         self._outputs.append(EngineCoreOutputs(outputs, message.stats))

@@ -16,13 +16,12 @@ from ringcore.errors import CapacityError
 from ringcore.host import Host
 from ringcore.kv_cache.capacity import budget_text
 from ringcore.kv_cache.layer_specs import layer_specs
-from ringcore.kv_cache.planner import plan_kv_cache
+from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
 from ringcore.tokenizer import check_tokenizer_files
 
 __all__ = ["check_host_memory", "check_start"]
 
-_MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _ANGLE_BYTES = 20  # of a pair of a head at a position, while its table is computed: angle, cosine, sine, and both
 
 
@@ -97,15 +96,11 @@ def _angles_bytes(config: EngineConfig, num_tokens: int) -> int:
 
 def _plan(config: EngineConfig, dtype: str) -> KVCacheConfig:
     ranks = config.parallel.tensor_parallel_size
-    (plan,) = plan_kv_cache(
-        [layer_specs(config.model.spec, ranks, config.cache.block_size, dtype)],
-        [_MORE_THAN_ANY_HOST_HAS],
+    return plan_without_limit(
+        layer_specs(config.model.spec, ranks, config.cache.block_size, dtype),
         max_model_len=config.model.context_len,
-        fit_max_model_len=False,
         max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
-        num_blocks_override=None,
     )
-    return plan
 
 
 def _cache_bytes(config: EngineConfig, plan: KVCacheConfig, num_tokens: int) -> int:

@@ -135,7 +135,7 @@ class StallWatch:
         ]
 
     def _end(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
-        """Kills the workers; whoever waits for them, now or later, gets this error."""
+        """Kills the workers; every wait for them, now or later, raises this error."""
         report = self._report(table)
         if self._is_stopping or call.is_settled:
             return

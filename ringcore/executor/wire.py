@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CALL, STEP, CALLABLE = 1, 2, 3
-CREATED = 0  # the id of a call that nobody sends: its reply is a `WorkerCreated`, or why there is none
+CREATED = 0  # the id of a worker's first reply, which no call asks for: a `WorkerCreated`, or why there is none
 STEP_METHOD = "execute_model"
 
 # call id, kind, 1 if the engine makes it, bytes of the method's name (it follows), 1 + the one rank that replies

@@ -19,8 +19,9 @@ from ringcore.errors import ConfigError
 from ringcore.kv_cache.capacity import too_few_blocks, too_little_memory
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 
-__all__ = ["plan_kv_cache"]
+__all__ = ["plan_kv_cache", "plan_without_limit"]
 
+_MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _SMALLEST_CONTEXT = 2  # a prompt of one token, and one that is generated
 _GROUP_PRICE_PERCENT = 2
 
@@ -78,6 +79,21 @@ def plan_kv_cache(
         poorest = min(range(len(specs)), key=lambda rank: available_bytes[rank])
         raise too_little_memory(plan, least, fits, available_bytes[poorest], tables[poorest] if tables else {})
     return [msgspec.structs.replace(plan, max_model_len=fits) for _ in specs]
+
+
+def plan_without_limit(
+    specs: dict[str, KVCacheSpec], *, max_model_len: int, max_tokens_in_flight: int
+) -> KVCacheConfig:
+    """How the layers share the cache, which does not depend on how much memory there is."""
+    (plan,) = plan_kv_cache(
+        [specs],
+        [_MORE_THAN_ANY_HOST_HAS],
+        max_model_len=max_model_len,
+        fit_max_model_len=False,
+        max_tokens_in_flight=max_tokens_in_flight,
+        num_blocks_override=None,
+    )
+    return plan
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ringcore.checkpoint import ModelSpec
 from ringcore.config import EngineConfig
-from ringcore.kv_cache.planner import plan_kv_cache
+from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from ringcore.worker.platform import Platform
 from ringcore.worker.prompt_logprobs import positions_at_once
@@ -38,7 +38,6 @@ __all__ = ["StepPeaks", "activation_bytes", "format_table", "memory_table", "pla
 _log = logging.getLogger(__name__)
 
 _MASK_ROWS = 256  # the query rows that share an attention mask: see the torch_sdpa backend
-_MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _LOGITS_ARRAYS = 6  # the logits; the sampler's scaled ones, weights and filtered ones; two for log-probabilities
 _PROMPT_LOGITS_ARRAYS = 3  # the logits, and two for their log-probabilities, of as many positions as are taken at once
 
@@ -148,15 +147,11 @@ def _rows_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:
 
 def planned_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
     """How the layers will share the cache, which does not depend on how much of it there is."""
-    (plan,) = plan_kv_cache(
-        [dict(specs)],
-        [_MORE_THAN_ANY_HOST_HAS],
+    return plan_without_limit(
+        dict(specs),
         max_model_len=config.model.context_len,
-        fit_max_model_len=False,
         max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
-        num_blocks_override=None,
     )
-    return plan
 
 
 def _useful_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:
