@@ -96,6 +96,10 @@ class ChaosWorker(FakeWorker):
         return self._kept
 
     @rpc
+    def hang_the_engine(self) -> None:
+        """`HangingMultiproc` hangs at it, before any worker hears of it."""
+
+    @rpc
     def roll(self, nonce: int, dice: list[dict]) -> list:
         """What a random call does on this rank: returns, raises, or takes its time."""
         mine = dice[self.rank]
