@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from benchmarks.driver import ROOT, BenchmarkError, Driver
 from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note, numbers
-from benchmarks.peers.front_end_ringcore import engine_pid
+from benchmarks.peers.front_end_ringcore import split_processes
 from benchmarks.peers.queue_loops import cpu_s
 from benchmarks.peers.text_executor import PACED_STEP_S, TEXT_FILE
 from benchmarks.prompts import PromptStream
@@ -124,12 +124,14 @@ class _Session:
     def _turn(self, place: str, case: Case) -> list[Any]:
         driver = self._engines[place, case.pace]
         front_end = driver.call("pid", TIMEOUT_S)
-        pids = front_end, engine_pid(front_end)
+        processes = split_processes(front_end)
         loads = [{"prompt": self._prompt(i), "max_tokens": case.new_tokens} for i in range(case.num_streams)]
         self._num_turns += 1
-        before_s = [cpu_s(pid) for pid in pids]
+        before_s = [sum(map(cpu_s, pids)) for pids in processes]
         reply = self._play(place, driver, loads)
-        front_end_us, engine_us = (1e6 * (cpu_s(pid) - was_s) for pid, was_s in zip(pids, before_s, strict=True))
+        front_end_us, engine_us = (
+            1e6 * (sum(map(cpu_s, pids)) - was_s) for pids, was_s in zip(processes, before_s, strict=True)
+        )
         return token_rows(reply, front_end_us, engine_us, case.num_streams)
 
     def _prompt(self, number: int) -> str:

@@ -129,10 +129,12 @@ def _write_us(chunk: bytes) -> float:
         return median(taken)
 
 
-def engine_pid(front_end: int) -> int:
-    """The process that a front end started. Raises `ValueError` where it is not the only one."""
-    (child,) = psutil.Process(front_end).children()
-    return int(child.pid)
+def split_processes(front_end: int) -> tuple[list[int], list[int]]:
+    """(the process of a front end with its tokenizers, its engine's process)."""
+    of_front_end, engines = [front_end], []
+    for child in psutil.Process(front_end).children():
+        (engines if child.name() == "ringcore engine" else of_front_end).append(child.pid)
+    return of_front_end, engines
 
 
 if __name__ == "__main__":
