@@ -6,6 +6,7 @@ the driver promises and that loses what is written has been seen, in virtual mac
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ __all__ = ["CudaPeerDriver", "KeyValueStore", "PeerDriver", "PeerMemory"]
 
 _log = logging.getLogger(__name__)
 _OK = "+"
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _TRIAL_BYTES = 16  # that each rank writes into each other's memory
 
 
@@ -203,12 +205,14 @@ class CudaPeerDriver(PeerDriver):
         return int(self._call("cuMemAlloc", num_bytes))
 
     def export(self, address: int) -> bytes:
-        return bytes(self._call("cuIpcGetMemHandle", address).reserved)
+        handle = self._call("cuIpcGetMemHandle", address)
+        # By address, not by the field `reserved`: cuda-bindings 13.5 has no such field.
+        return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         assert self._driver is not None, "a handle comes after this rank's own"
         opened = self._driver.CUipcMemHandle()
-        opened.reserved = handle
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
         flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         return int(self._call("cuIpcOpenMemHandle", opened, flags))
 

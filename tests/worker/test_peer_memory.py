@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +172,32 @@ def test_an_absent_rank_ends_the_wait():
 def test_without_the_drivers_package_the_ranks_go_without():
     drivers = [CudaPeerDriver(torch.device("cuda", rank)) for rank in range(2)]
     assert connect(2, drivers) == [None, None]
+
+
+class MemHandle:
+    """As cuda-bindings 13.5 gives it: the address of the struct, and no field."""
+
+    def __init__(self, data: bytes = bytes(64)) -> None:
+        self.data = ctypes.create_string_buffer(data, 64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.data)
+
+
+def test_a_handle_travels_as_its_64_bytes():
+    handle, opened = bytes(range(64)), []
+    driver = CudaPeerDriver(torch.device("cuda", 0))
+    driver._driver = SimpleNamespace(
+        cuIpcGetMemHandle=lambda address: (0, MemHandle(handle)),
+        cuIpcOpenMemHandle=lambda handle, flags: (opened.append((bytes(handle.data), flags)), (0, 4096))[1],
+        CUipcMemHandle=MemHandle,
+        CUipcMem_flags=SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+    )
+    assert driver.open(driver.export(256)) == 4096
+    assert opened == [(handle, 1)]
+
+
+def test_the_installed_package_gives_the_address_of_a_handle():
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    assert bindings.CU_IPC_HANDLE_SIZE == 64
+    ctypes.memmove(bindings.CUipcMemHandle().getPtr(), bytes(range(64)), 64)
