@@ -19,7 +19,7 @@ from benchmarks.peers.text_executor import PACED_STEP_S, TEXT_FILE
 from benchmarks.prompts import PromptStream
 from benchmarks.result import Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
-from ringcore.tokenizer import load_tokenizer
+from ringcore.checkpoint.tokenizer import load_tokenizer
 
 __all__ = ["Case", "FrontEnd", "make_cases", "token_rows"]
 

@@ -15,7 +15,7 @@ from benchmarks.gpu_options import Deadline, add_place_arguments
 from benchmarks.harness import Benchmark, Plan, interleave, note
 from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
-from ringcore.config import ATTENTION_BACKENDS
+from ringcore.config.options import ATTENTION_BACKENDS
 
 __all__ = ["GpuAttention"]
 

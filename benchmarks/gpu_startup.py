@@ -22,7 +22,7 @@ __all__ = ["GpuStartup"]
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
 STATEMENTS = {
-    "ringcore": "import ringcore.engine_core.client, torch",
+    "ringcore": "import ringcore.front_end.client, torch",
     "vllm": "from vllm import LLM, SamplingParams",
 }
 # Where engines, and what they compile with, keep what they compiled.

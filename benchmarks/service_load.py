@@ -21,7 +21,7 @@ from benchmarks.prompts import PromptStream
 from benchmarks.result import Check, Findings, Measurement
 from benchmarks.stats import summarize
 from benchmarks.turns import measurements_from_rows
-from ringcore.tokenizer import Tokenizer, load_tokenizer
+from ringcore.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["SHARES", "Range", "ServiceLoad", "make_loads", "the_same_rate"]
 

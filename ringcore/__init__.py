@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringcore import errors
-    from ringcore.admin import AdminClient
-    from ringcore.async_engine import AsyncEngine
     from ringcore.config import EngineConfig
     from ringcore.engine_core.core import EngineCore
-    from ringcore.host_tensor import HostTensor
-    from ringcore.llm import LLM
-    from ringcore.logits_processor import LogitsProcessor, LogitsProcessorContext
-    from ringcore.outputs import CompletionOutput, RequestOutput
-    from ringcore.sampling_params import SamplingParams
-    from ringcore.structured_outputs import StructuredOutputsParams
+    from ringcore.front_end.admin_client import AdminClient
+    from ringcore.front_end.async_engine import AsyncEngine
+    from ringcore.front_end.llm import LLM
+    from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext
+    from ringcore.params.outputs import CompletionOutput, RequestOutput
+    from ringcore.params.sampling_params import SamplingParams
+    from ringcore.params.structured_outputs import StructuredOutputsParams
+    from ringcore.protocol.host_tensor import HostTensor
 
 __all__ = [
     "LLM",
@@ -40,18 +40,18 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "ringcore.llm",
-    "AdminClient": "ringcore.admin",
-    "AsyncEngine": "ringcore.async_engine",
-    "CompletionOutput": "ringcore.outputs",
+    "LLM": "ringcore.front_end.llm",
+    "AdminClient": "ringcore.front_end.admin_client",
+    "AsyncEngine": "ringcore.front_end.async_engine",
+    "CompletionOutput": "ringcore.params.outputs",
     "EngineConfig": "ringcore.config",
     "EngineCore": "ringcore.engine_core.core",
-    "HostTensor": "ringcore.host_tensor",
-    "LogitsProcessor": "ringcore.logits_processor",
-    "LogitsProcessorContext": "ringcore.logits_processor",
-    "RequestOutput": "ringcore.outputs",
-    "SamplingParams": "ringcore.sampling_params",
-    "StructuredOutputsParams": "ringcore.structured_outputs",
+    "HostTensor": "ringcore.protocol.host_tensor",
+    "LogitsProcessor": "ringcore.params.logits_processor",
+    "LogitsProcessorContext": "ringcore.params.logits_processor",
+    "RequestOutput": "ringcore.params.outputs",
+    "SamplingParams": "ringcore.params.sampling_params",
+    "StructuredOutputsParams": "ringcore.params.structured_outputs",
 }
 
 

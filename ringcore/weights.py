@@ -188,7 +188,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
         """
         torch = _torch()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        group = import_module("ringcore.worker.weight_group")
+        group = import_module("ringcore.worker.weights.weight_group")
         self._group = group.BroadcastGroup(address, port, world_size, 0, backend, timeout_s, device)
 
     @property

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import zmq
 
-from ringcore.admin_keys import create_keys, read_client_keys
-from ringcore.engine_core.admin import AdminEndpoint
+from ringcore.config.admin_keys import create_keys, read_client_keys
+from ringcore.engine_core.admin.endpoint import AdminEndpoint
+from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.core import EngineCore
-from ringcore.engine_core.public_methods import PublicMethods
-from ringcore.engine_core.refusals import wire_error
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
-from ringcore.scopes import SCOPES
+from ringcore.protocol.scopes import SCOPES
+from ringcore.protocol.wire_errors import wire_error
 from ringcore.worker.rpc import rpc, rpc_methods
 
 

@@ -18,10 +18,10 @@ from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
-from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker import rpc
 
 VOCAB_SIZE = 300

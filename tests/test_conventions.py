@@ -66,7 +66,9 @@ def test_public_names_are_there():
         module.nonsense  # noqa: B018
 
 
-CONTROL = "import ringcore, ringcore.llm, ringcore.engine_core.process, ringcore.executor.multiproc, ringcore.cli"
+CONTROL = (
+    "import ringcore, ringcore.front_end.llm, ringcore.engine_core.process, ringcore.executor.multiproc, ringcore.cli"
+)
 
 
 @pytest.mark.parametrize("code", ["import ringcore", CONTROL])

@@ -19,7 +19,7 @@ class RingcoreChild(EngineChild):
 
     def import_library(self) -> None:
         from ringcore import EngineConfig, SamplingParams
-        from ringcore.engine_core.client import EngineCoreClient
+        from ringcore.front_end.client import EngineCoreClient
         from ringcore.protocol import EngineCoreRequest
 
         self._config_class, self._client_class = EngineConfig, EngineCoreClient

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from benchmarks.peers.null_loops import BLOCK_SIZE, Engine, Load, NullChild, run
 from ringcore.config import EngineConfig
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.core import EngineCore
+from ringcore.front_end.client import EngineCoreClient
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol import EngineCoreOutputs, EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 
 
 class RingcoreEngine:

@@ -17,8 +17,8 @@ from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol import EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 
 PACKAGES = ("ringcore", "torch", "triton", "numpy")
 WARM_STEPS = 16  # of decoding, before any is looked at

@@ -8,15 +8,15 @@ import numpy as np
 
 from benchmarks.peers.scheduler_loops import TOKEN_ID, VOCAB_SIZE, Load, Outcome, SchedulerChild, run
 from ringcore.config import SchedulerConfig
-from ringcore.engine_core.output_reader import OutputReader
 from ringcore.executor.wire import STEP, pack_call
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol import EngineCoreRequest
 from ringcore.protocol.codec import decoder, encoder, int_array
 from ringcore.protocol.messages import EngineMessage
+from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.scheduler import Scheduler
 from ringcore.testing.fake_rows import FakeRows
 

@@ -17,8 +17,8 @@ from ringcore.chat.reasoning import CLOSE, OPEN, reasoning_of_prompt
 from ringcore.chat.tool_parser import CallSyntax
 from ringcore.chat.written_calls import SHARED_RULES, json_value, literal
 from ringcore.errors import InvalidRequestError
-from ringcore.regular_expressions import whole_regex, write_regex
-from ringcore.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.grammars.regular_expressions import whole_regex, write_regex
+from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
 
 __all__ = ["answer_grammar"]
 

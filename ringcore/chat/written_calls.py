@@ -14,7 +14,7 @@ from typing import Any
 from ringcore.chat.tools import ToolSchemas
 from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from ringcore.errors import InvalidRequestError
-from ringcore.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, kept_schema
+from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, kept_schema
 
 __all__ = ["SHARED_RULES", "WriteCall", "json_call", "json_value", "literal", "xml_call"]
 

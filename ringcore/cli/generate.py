@@ -11,7 +11,7 @@ import typer
 
 from ringcore.cli.options import engine_options, given, sampling_options, with_options
 from ringcore.errors import InvalidRequestError, RingcoreError, error_to_wire
-from ringcore.outputs import RequestOutput
+from ringcore.params.outputs import RequestOutput
 
 __all__ = ["make_generate"]
 
@@ -45,8 +45,8 @@ def generate(
     prompts: list[Any] = [*(prompt or []), *(_read_prompts(prompts_file) if prompts_file else [])]
     if not prompts:
         raise InvalidRequestError("no prompts; give --prompt or --prompts-file", field="prompts", value=0)
-    from ringcore.llm import LLM
-    from ringcore.sampling_params import SamplingParams
+    from ringcore.front_end.llm import LLM
+    from ringcore.params.sampling_params import SamplingParams
 
     params = SamplingParams(**given(options, sampling_options()))
     with LLM(**given(options, engine_options())) as llm:

@@ -35,8 +35,8 @@ def keys(
     clients/ here, under another name that ends in .key; its client.key_secret belongs beside a copy of the server.key
     made here.
     """
-    from ringcore.admin_keys import create_keys
-    from ringcore.scopes import SCOPES
+    from ringcore.config.admin_keys import create_keys
+    from ringcore.protocol.scopes import SCOPES
 
     path = create_keys(directory, scope or SCOPES)
     print(f"{path}: keys of an engine and of one client.")

@@ -15,9 +15,9 @@ import typer
 
 from ringcore.config import EngineConfig
 from ringcore.errors import unknown_option
-from ringcore.sampling_params import SamplingParams
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.serve.options import ServiceOptions
-from ringcore.structured_outputs import StructuredOutputsParams
 
 __all__ = ["engine_options", "given", "sampling_options", "service_options", "with_options"]
 

@@ -39,8 +39,8 @@ def rpc(
       ringcore rpc tcp://127.0.0.1:5600 set_level debug 3 '{"modules": ["a"]}' --keys ./admin-keys
       ringcore rpc tcp://127.0.0.1:5600 shift --keys ./admin-keys -- -1
     """
-    from ringcore.admin import AdminClient
     from ringcore.errors import InvalidRequestError
+    from ringcore.front_end.admin_client import AdminClient
 
     if (method is None) != list_methods:
         raise InvalidRequestError("METHOD: give the name of a method, or --list", field="method", value=method)

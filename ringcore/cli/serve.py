@@ -15,7 +15,7 @@ import typer
 
 from ringcore.cli.options import engine_options, given, service_options, with_options
 from ringcore.errors import ConfigError
-from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
+from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
 
 if TYPE_CHECKING:
     from ringcore.serve import ServiceOptions
@@ -123,7 +123,7 @@ async def _serve(
     access_log: bool,
 ) -> int:
     """Returns the exit code."""
-    from ringcore.async_engine import AsyncEngine
+    from ringcore.front_end.async_engine import AsyncEngine
     from ringcore.serve import create_app
     from ringcore.serve.engine_server import EngineServer
     from ringcore.serve.server import http_config

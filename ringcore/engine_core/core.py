@@ -22,14 +22,13 @@ from types import TracebackType
 from typing import Any
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
-from ringcore.engine_core.memory_calls import steps_by_rank, steps_of
-from ringcore.engine_core.memory_control import MemoryControl
-from ringcore.engine_core.memory_methods import OPERATIONS, MemoryMethods
-from ringcore.engine_core.operations import Operation, Operations
-from ringcore.engine_core.output_reader import OutputReader, output_columns
-from ringcore.engine_core.public_methods import PublicMethods
+from ringcore.engine_core.memory.calls import steps_by_rank, steps_of
+from ringcore.engine_core.memory.control import MemoryControl
+from ringcore.engine_core.memory.methods import OPERATIONS, MemoryMethods
+from ringcore.engine_core.memory.operations import Operation, Operations
 from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
@@ -37,9 +36,10 @@ from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
-from ringcore.field_checks import check_timeout
+from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.output_reader import OutputReader, output_columns
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,

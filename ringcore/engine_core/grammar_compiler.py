@@ -11,9 +11,9 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
+from ringcore.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import encode_start
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
 
 __all__ = ["GrammarCompiler", "Verdict"]
 

@@ -16,12 +16,12 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.grammar_compiler import GrammarCompiler, Verdict
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import RpcFuture
+from ringcore.grammars import grammar_key
+from ringcore.grammars.grammars import MAX_KEPT
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.scheduler.failures import failure, id_in_use
 from ringcore.scheduler.request import Request
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars import grammar_key
-from ringcore.worker.grammars.grammars import MAX_KEPT
 
 __all__ = ["Compiler", "GrammarGate", "Queue"]
 

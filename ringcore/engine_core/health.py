@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcore.engine_core.memory_states import MemoryStates
+from ringcore.engine_core.memory.states import MemoryStates
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import msgspec
 
-from ringcore.engine_core.channel import EngineChannel, StreamClosed
+from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.engine_core.core import EngineCore
-from ringcore.engine_core.framing import Buffer
 from ringcore.engine_core.idle_work import IdleWork
-from ringcore.engine_core.memory_calls import arguments_of, wrong_arguments
-from ringcore.engine_core.memory_methods import OPERATIONS
-from ringcore.engine_core.output_reader import in_messages, output_columns
-from ringcore.engine_core.public_methods import ENGINE_CALLS
-from ringcore.engine_core.refusals import callables_refused, invalid_call, wire_error, wire_without_details
+from ringcore.engine_core.memory.calls import arguments_of, wrong_arguments
+from ringcore.engine_core.memory.methods import OPERATIONS
+from ringcore.engine_core.transport.channel import EngineChannel, StreamClosed
+from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, RpcFuture
 from ringcore.executor.status_board import StatusLine
@@ -34,10 +32,12 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.output_reader import in_messages, output_columns
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
+from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
 
 if TYPE_CHECKING:
-    from ringcore.engine_core.admin import AdminEndpoint
+    from ringcore.engine_core.admin.endpoint import AdminEndpoint
 
 __all__ = ["EngineLoop"]
 

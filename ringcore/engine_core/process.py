@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.channel import EngineChannel, FrameLimits
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.heartbeat import start_heartbeat
 from ringcore.engine_core.loop import EngineLoop
-from ringcore.engine_core.refusals import wire_error, wire_without_details
+from ringcore.engine_core.transport.channel import EngineChannel, FrameLimits
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor import executor_class
 from ringcore.executor.status_board import StatusLine
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.messages import EngineDead, EngineRecovering
+from ringcore.protocol.wire_errors import wire_error, wire_without_details
 
 if TYPE_CHECKING:
-    from ringcore.engine_core.admin import AdminEndpoint
+    from ringcore.engine_core.admin.endpoint import AdminEndpoint
 
 __all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
 
@@ -95,7 +95,7 @@ def _open_admin(config: EngineConfig) -> AdminEndpoint | None:
     if endpoint is None:
         return None
     assert keys is not None, "the configuration lets no endpoint without keys through"
-    from ringcore.engine_core.admin import AdminEndpoint  # ZeroMQ is loaded for this alone
+    from ringcore.engine_core.admin.endpoint import AdminEndpoint  # ZeroMQ is loaded for this alone
 
     return AdminEndpoint(endpoint, keys, config.parallel.tensor_parallel_size)
 

@@ -24,8 +24,8 @@ from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, error_to_wire
 from ringcore.executor.base import Executor, RpcFuture
 from ringcore.executor.ring_buffer import Buffer
+from ringcore.host.owner_process import OwnerProcess
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineReady, EngineRecovering
 from ringcore.protocol.requests import WireError
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
 from ringcore.errors import EngineDeadError
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 
 __all__ = ["WorkerCalls"]
 

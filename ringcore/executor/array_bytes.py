@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringcore.host_tensor import ITEMSIZES, NUMPY_DTYPES
+from ringcore.protocol.host_tensor import ITEMSIZES, NUMPY_DTYPES
 
 __all__ = ["bytes_of_array", "bytes_of_tensor", "torch_name"]
 

@@ -13,7 +13,7 @@ from ringcore.executor.callables import callable_name
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.value_codec import encode_request
 from ringcore.executor.wire import CALL, CALLABLE, CallHead
-from ringcore.field_checks import check_timeout
+from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import SchedulerOutput

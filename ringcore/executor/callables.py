@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 
 from ringcore.errors import InvalidRequestError
-from ringcore.host_tensor import to_torch
+from ringcore.protocol.host_tensor import to_torch
 
 __all__ = ["call_packed", "callable_name", "pack_callable"]
 

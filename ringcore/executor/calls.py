@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from ringcore.errors import RingcoreError, RpcTimeoutError, error_to_wire
 from ringcore.executor.value_codec import Buffer, decode_value, portable_error
 from ringcore.executor.wire import CREATED, STEP_METHOD
-from ringcore.field_checks import check_timeout
+from ringcore.params.field_checks import check_timeout
 
 __all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
 

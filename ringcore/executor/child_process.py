@@ -23,8 +23,8 @@ from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.child_log import ChildLog
 from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
-from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_memory import unnamed_file
+from ringcore.host.os_limits import os_limits_told
 
 __all__ = ["ChildProcess", "terminate_all"]
 

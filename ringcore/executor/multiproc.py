@@ -17,7 +17,6 @@ from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
 from ringcore.executor.calls import Call, CallTable
 from ringcore.executor.message_queue import MessageWriter
-from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.stall_watch import StallWatch, stall_report
@@ -27,7 +26,8 @@ from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Wa
 from ringcore.executor.wire import STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
-from ringcore.owner_process import OwnerProcess
+from ringcore.host.os_limits import os_limits_told
+from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from ringcore.errors import CapacityError
-from ringcore.executor.os_limits import os_limits_told
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
+from ringcore.host.os_limits import os_limits_told
 
 __all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
 

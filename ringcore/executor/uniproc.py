@@ -29,7 +29,7 @@ from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
 from ringcore.executor.wire import STEP_METHOD
 from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
-from ringcore.field_checks import check_timeout
+from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput

@@ -27,7 +27,7 @@ from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError, err
 from ringcore.executor.array_bytes import bytes_of_array, bytes_of_tensor, torch_name
 from ringcore.executor.callables import callable_name, pack_callable
 from ringcore.executor.ring_buffer import Buffer
-from ringcore.host_tensor import NUMPY_DTYPES, HostTensor
+from ringcore.protocol.host_tensor import NUMPY_DTYPES, HostTensor
 from ringcore.protocol.requests import WireError
 
 __all__ = [

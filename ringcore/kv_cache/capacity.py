@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError
+from ringcore.host.byte_sizes import format_bytes
 from ringcore.kv_cache.spec import KVCacheConfig
 
 __all__ = ["budget_text", "too_few_blocks", "too_little_memory"]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ringcore.file_names import with_utf8_names
+from ringcore.host.file_names import with_utf8_names
 
 __all__ = [
     "FloatArray",

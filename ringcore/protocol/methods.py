@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from ringcore.errors import InvalidRequestError
-from ringcore.scopes import Scope
+from ringcore.protocol.scopes import Scope
 
 __all__ = ["DeclaredScope", "RpcMethod", "engine_only", "unknown_method"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ringcore.outputs import FinishReason
+from ringcore.params.outputs import FinishReason
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import FloatArray
-from ringcore.sampling_params import SamplingParams
 
 __all__ = [
     "EngineCoreOutput",

@@ -7,8 +7,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
-from ringcore.sampling_params import SamplingParams
 
 __all__ = [
     "ModelRunnerOutput",

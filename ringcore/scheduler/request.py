@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from ringcore.kv_cache.block_hash import ExtraKeys
-from ringcore.outputs import FinishReason
+from ringcore.params.outputs import FinishReason
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreRequest,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ringcore.errors import InvalidRequestError
-from ringcore.field_checks import bad_field
-from ringcore.sampling_params import MAX_BAD_WORDS, SamplingParams
+from ringcore.params.field_checks import bad_field
+from ringcore.params.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Vocabulary"]
 

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired, assert_never
 from typing_extensions import TypedDict  # pydantic needs this one, before Python 3.12
 
 from ringcore import chat
-from ringcore.outputs import Logprob
+from ringcore.params.outputs import Logprob
 
 __all__ = [
     "ChatChoice",

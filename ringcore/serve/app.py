@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
-from ringcore.async_engine import AsyncEngine
+from ringcore.front_end.async_engine import AsyncEngine
 from ringcore.serve.answers import (
     ChatCompletionResponse,
     CompletionResponse,

@@ -10,10 +10,10 @@ from starlette.types import Receive
 
 from ringcore.chat import MessageBuilder
 from ringcore.checkpoint.chat_template import conversation_json
-from ringcore.engine_core.text_jobs import RenderChat, Rendered
 from ringcore.errors import InvalidRequestError
-from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
-from ringcore.sampling_params import SamplingParams
+from ringcore.front_end.tokenization.text_jobs import RenderChat, Rendered
+from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.serve.answers import (
     ChatChoice,
     ChatChunkChoice,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fastapi.responses import Response
 from starlette.types import Receive
 
-from ringcore.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
 from ringcore.serve.answers import (
     CompletionChoice,
     CompletionResponse,

@@ -10,8 +10,8 @@ from types import FrameType
 
 import uvicorn
 
-from ringcore.async_engine import AsyncEngine
 from ringcore.errors import RingcoreError
+from ringcore.front_end.async_engine import AsyncEngine
 from ringcore.serve.server import HttpServer
 
 __all__ = ["EngineServer"]

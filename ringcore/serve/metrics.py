@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ringcore.async_engine import AsyncEngine
 from ringcore.errors import RingcoreError
-from ringcore.outputs import RequestMetrics, RequestOutput
+from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.params.outputs import RequestMetrics, RequestOutput
 from ringcore.protocol.requests import EngineStats
 
 __all__ = ["RequestRecord", "ServiceMetrics"]

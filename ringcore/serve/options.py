@@ -7,7 +7,7 @@ from typing import Any
 
 from ringcore.chat import choose_format
 from ringcore.errors import ConfigError
-from ringcore.field_checks import MAX_TIMEOUT_S, is_timeout
+from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
 from ringcore.serve.hosts import AllowedHosts, check_origins
 
 __all__ = ["ServiceOptions"]

@@ -17,12 +17,12 @@ from ringcore.chat import (
     answer_grammar,
     choose_format,
 )
+from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.errors import InvalidRequestError
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.serve.conversations import RequestTools
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.structured import TextForm
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.tokenizer import Tokenizer
 
 __all__ = ["PROMPT_END_CHARS", "ChoiceParser", "RequestParsing", "choose_parsing"]
 

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from uuid import uuid4
 
-from ringcore.async_engine import AsyncEngine, OutputStream
 from ringcore.errors import InvalidRequestError, UnknownOptionError
-from ringcore.file_names import as_utf8
-from ringcore.outputs import CompletionOutput, RequestOutput
-from ringcore.sampling_params import SamplingParams
+from ringcore.front_end.async_engine import AsyncEngine, OutputStream
+from ringcore.host.file_names import as_utf8
+from ringcore.params.outputs import CompletionOutput, RequestOutput
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.serve.answers import PromptTokensDetails, UsageInfo
 from ringcore.serve.errors import ApiError, starting_again
 from ringcore.serve.limits import Places

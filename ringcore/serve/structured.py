@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from ringcore.errors import InvalidRequestError
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 
 __all__ = ["Choices", "ResponseFormat", "StructuredOutputs", "TextForm", "name_field"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ringcore.checkpoint.chat_template import conversation_json
-from ringcore.engine_core.text_jobs import Decode, EncodeChat, Encoded, Rendered, TextJob
 from ringcore.errors import InvalidRequestError
+from ringcore.front_end.tokenization.text_jobs import Decode, EncodeChat, Encoded, Rendered, TextJob
 from ringcore.serve.conversations import request_tools, text_messages
 from ringcore.serve.schema import DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service

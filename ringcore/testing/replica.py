@@ -16,8 +16,8 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
-from ringcore.sampling_params import SamplingParams
 from ringcore.testing.clock import VirtualClock
 from ringcore.testing.fake_executor import FakeExecutor
 from ringcore.testing.hardware import Hardware

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.worker.gpu_context import begin_gpu_context
+from ringcore.worker.start_up.gpu_context import begin_gpu_context
 
 if TYPE_CHECKING:
     from ringcore.worker.worker import Worker

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from ringcore.errors import InvalidRequestError
-from ringcore.host_tensor import to_torch
+from ringcore.protocol.host_tensor import to_torch
 from ringcore.protocol.methods import DeclaredScope, RpcMethod, engine_only, unknown_method
-from ringcore.scopes import SCOPES
+from ringcore.protocol.scopes import SCOPES
 
 __all__ = ["call_rpc", "find_rpc", "rpc", "rpc_methods"]
 
@@ -48,9 +48,9 @@ def rpc(method: Any = None, *, read_only: bool = False, scope: DeclaredScope | N
     A read-only method touches nothing that a step changes: another thread of the worker may execute it while a step
     runs.
 
-    scope: what an admin client's key needs for it: "read", "call" or "lifecycle" (see `ringcore.scopes`); by default
-    "read" for a read-only method, else "call". "engine": the engine alone calls it, and every call from outside is
-    refused. In a subclass, an extension too, it stays the engine's whatever is declared there.
+    scope: what an admin client's key needs for it: "read", "call" or "lifecycle" (see `ringcore.protocol.scopes`);
+    by default "read" for a read-only method, else "call". "engine": the engine alone calls it, and every call from
+    outside is refused. In a subclass, an extension too, it stays the engine's whatever is declared there.
 
     Raises TypeError for another scope and for anything but a public function.
     """

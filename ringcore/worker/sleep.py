@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-from ringcore.byte_sizes import format_bytes
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.host import Host
-from ringcore.worker.arena import Arena, PieceUse
-from ringcore.worker.file_store import FileStore
-from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
-from ringcore.worker.platform import Platform
+from ringcore.host.byte_sizes import format_bytes
+from ringcore.host.resources import Host
+from ringcore.worker.memory.arena import Arena, PieceUse
+from ringcore.worker.memory.file_store import FileStore
+from ringcore.worker.memory.host_store import HostBudget, HostStore, MemoryStore
+from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 

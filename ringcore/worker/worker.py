@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from ringcore.config import EngineConfig
+from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, SleepingError
+from ringcore.grammars import model_grammars
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
-from ringcore.model_executor.parallel import SingleRank, TensorParallel
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.grammars import model_grammars
-from ringcore.worker.host_store import HostStore
-from ringcore.worker.memory import StepPeaks, format_table, memory_table
-from ringcore.worker.model_runner import LoadedModel, ModelRunner
-from ringcore.worker.platform import Platform
+from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform
+from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rpc import rpc
+from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
+from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
 from ringcore.worker.thread_stacks import thread_stacks
-from ringcore.worker.weight_group import BroadcastGroup
-from ringcore.worker.weight_sources import WeightReceiver
+from ringcore.worker.weights.weight_group import BroadcastGroup
+from ringcore.worker.weights.weight_sources import WeightReceiver
 
 if TYPE_CHECKING:
-    from ringcore.worker.kernels_ahead import KernelsAhead
+    from ringcore.worker.start_up.kernels_ahead import KernelsAhead
 
 __all__ = ["Worker"]
 
@@ -118,7 +118,7 @@ class Worker:
         platform = _made(self._platform, "init_device")
         specs = self.get_kv_cache_spec()
         if platform.measures_steps:
-            from ringcore.worker.profile_run import profile_steps  # with the kernels, which a CPU may not have
+            from ringcore.worker.start_up.profile_run import profile_steps  # with the kernels, which a CPU may not have
 
             self._peaks = profile_steps(self.config, loaded.model, specs, platform)
         table = memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks)
@@ -316,7 +316,7 @@ def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParalle
     """In a thread; None where there are none."""
     if not ops.has_kernels(platform.device):
         return None
-    from ringcore.worker.kernels_ahead import KernelsAhead  # with the kernels, which a CPU may not have
+    from ringcore.worker.start_up.kernels_ahead import KernelsAhead  # with the kernels, which a CPU may not have
 
     dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
     return KernelsAhead(config, platform, tp, dtype, _runner_class(platform))
@@ -325,7 +325,7 @@ def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParalle
 def _runner_class(platform: Platform) -> type[ModelRunner]:
     if not ops.has_kernels(platform.device):
         return ModelRunner
-    from ringcore.worker.gpu_model_runner import GPUModelRunner  # with the kernels, which a CPU may not have
+    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner  # with the kernels, which a CPU may not have
 
     return GPUModelRunner
 

@@ -17,9 +17,9 @@ from benchmarks.made_tokenizer import write_tokenizer
 from benchmarks.models import PublishedModel
 from benchmarks.peers.front_end_ringcore import measure_alone
 from benchmarks.peers.text_executor import PACED_STEP_S, TEXT_FILE, TextWorker
+from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.config import EngineConfig
 from ringcore.testing.models import tiny_model_config
-from ringcore.tokenizer import load_tokenizer
 
 SMALL = PublishedModel(
     "small", tiny_model_config(bos_token_id=998, eos_token_id=999, max_position_embeddings=front_end.MAX_MODEL_LEN)

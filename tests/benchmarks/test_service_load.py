@@ -32,8 +32,8 @@ from benchmarks.peers.load_generator import (
 from benchmarks.peers.load_generator import Target as ServiceTarget
 from benchmarks.result import Findings
 from benchmarks.service_load import ServiceLoad, make_loads, the_same_rate
+from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.testing.models import tiny_model_config
-from ringcore.tokenizer import load_tokenizer
 
 LIMIT_S = 30.0
 SMALL = PublishedModel("small", tiny_model_config(bos_token_id=998, eos_token_id=999))

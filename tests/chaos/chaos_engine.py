@@ -14,9 +14,9 @@ import numpy as np
 from fake_engine import FakeWorker, expected
 
 from ringcore import EngineConfig, SamplingParams
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError
 from ringcore.executor.multiproc import MultiprocExecutor
+from ringcore.front_end.client import EngineCoreClient
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput

@@ -22,8 +22,8 @@ import chaos_engine
 import chaos_plan
 from chaos_engine import LARGE_BYTES, WAIT_S, TokenReader, check, check_serves, describe, make_config, make_request
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError, WorkerDiedError
+from ringcore.front_end.client import EngineCoreClient
 
 PROMPT = [1, 2, 3]
 

@@ -27,9 +27,9 @@ _RECEIVE_ASIDE = "ringcore.executor.side_channel:SideReceiver.receive"
 _EXECUTOR = "ringcore.executor.multiproc:MultiprocExecutor"
 _GROUP = "ringcore.executor.worker_group:WorkerGroup"
 _CORE = "ringcore.engine_core.core:EngineCore"
-_ENGINE_CHANNEL = "ringcore.engine_core.channel:EngineChannel"
-_CLIENT_CHANNEL = "ringcore.engine_core.channel:ClientChannel"
-_CLIENT = "ringcore.engine_core.client:EngineCoreClient"
+_ENGINE_CHANNEL = "ringcore.engine_core.transport.channel:EngineChannel"
+_CLIENT_CHANNEL = "ringcore.engine_core.transport.channel:ClientChannel"
+_CLIENT = "ringcore.front_end.client:EngineCoreClient"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from chaos_engine import WAIT_S, make_config
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
 from ringcore.executor.value_codec import decode_value, encode_value
+from ringcore.front_end.client import EngineCoreClient
 
 CAPACITY = 256 << 10
 NUM_KEPT = 1000

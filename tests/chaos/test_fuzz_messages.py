@@ -12,8 +12,8 @@ import pytest
 from fuzzing import Watch, mutated, mutated_parts, owned
 
 from ringcore import SamplingParams
-from ringcore.engine_core.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed
-from ringcore.engine_core.framing import lay_out
+from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed
+from ringcore.engine_core.transport.framing import lay_out
 from ringcore.errors import RingcoreError
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.value_codec import (

@@ -17,8 +17,8 @@ from process_table import wait_until
 from scenarios import HERE, child_environment
 
 from ringcore.engine_core import connection
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
+from ringcore.front_end.client import EngineCoreClient
 
 STEP_TIMEOUT_S = 1.0
 ENGINE_TIMEOUT_S = 1.5

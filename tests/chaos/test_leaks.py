@@ -14,8 +14,8 @@ from process_stat import is_alive
 from process_table import Census, session_members, status_kb, wait_until
 from scenarios import child_environment
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError
+from ringcore.front_end.client import EngineCoreClient
 
 SHORT, LONG = 50, 200  # engines
 WARM_UP = 5
@@ -123,7 +123,7 @@ def test_an_engine_that_nobody_closes_leaves_nothing(model_folder, fresh_tmp, dr
 SCRIPT = """
     import os, sys, threading
     from chaos_engine import make_config, check_serves
-    from ringcore.engine_core.client import EngineCoreClient
+    from ringcore.front_end.client import EngineCoreClient
     client = EngineCoreClient(make_config(sys.argv[1]))
     check_serves(client)
     print(*client.ready.pids.values(), flush=True)

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from chaos_engine import ChaosMultiproc, make_config
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError
 from ringcore.executor.base import EncodedCall
 from ringcore.executor.value_codec import encode_request
+from ringcore.front_end.client import EngineCoreClient
 
 BOUND_S = 20.0
 NUM_AFTER = 1000

@@ -13,8 +13,8 @@ from chaos_engine import LARGE_BYTES, WAIT_S, ChaosMultiproc, TokenReader, make_
 from process_stat import is_alive
 from process_table import wait_until
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError
+from ringcore.front_end.client import EngineCoreClient
 
 NUM_CALLS = 10_000
 NUM_RANKS = 2

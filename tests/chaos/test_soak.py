@@ -14,8 +14,8 @@ from chaos_engine import WAIT_S, TokenReader, WrongAnswer, make_config
 from process_stat import is_alive
 from process_table import num_descriptors, status_kb, wait_until
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RpcTimeoutError, WorkerDiedError, WorkerError
+from ringcore.front_end.client import EngineCoreClient
 
 SHORT_S, LONG_S = 6.0, 1800.0
 NUM_THREADS = 8

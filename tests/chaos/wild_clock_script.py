@@ -7,8 +7,8 @@ import time
 import chaos_plan
 from chaos_engine import check_serves, make_config
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.errors import RpcTimeoutError
+from ringcore.front_end.client import EngineCoreClient
 
 plan = chaos_plan.Plan.from_environment()
 chaos_plan.enter_front_end(plan)

@@ -8,7 +8,7 @@ import pytest
 
 from ringcore.chat import ChatFormat, answer_grammar, parse_message
 from ringcore.errors import InvalidRequestError
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -28,8 +28,8 @@ def spec_of(folder) -> ModelSpec:
 @pytest.mark.parametrize("architecture", MODELS)
 def test_they_are_those_of_the_model(tmp_path, architecture, variant):
     torch = pytest.importorskip("torch")
+    from ringcore.distributed.parallel import SingleRank
     from ringcore.model_executor.models import model_class
-    from ringcore.model_executor.parallel import SingleRank
 
     folder = model_folder(tmp_path / "m", architectures=[architecture], **EXTRA.get(architecture, {}), **variant)
     spec = spec_of(folder)

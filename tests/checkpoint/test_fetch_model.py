@@ -17,8 +17,8 @@ from tokenizers_made import byte_level_keys
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
+from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.registry import MODELS
-from ringcore.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fetch_model.py"
 

@@ -4,8 +4,8 @@ from raw_files import tiny_gguf, tiny_metadata
 from tokenizers_made import WORDS, byte_level, byte_level_keys, sentencepiece, sentencepiece_keys
 
 from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ModelLoadError
-from ringcore.tokenizer import load_tokenizer
 
 TEXTS = [
     "foxfox",

@@ -13,9 +13,9 @@ from tokenizers_made import byte_level, tokenizer_folder
 
 from ringcore.checkpoint import find_model, gguf_header, read_gguf_header, read_model_spec
 from ringcore.checkpoint.model_file import open_model_file, read_model_file
+from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ModelLoadError
 from ringcore.registry import MODELS
-from ringcore.tokenizer import load_tokenizer
 
 DEADLINE_S = 60  # an opening that waits would wait for ever
 

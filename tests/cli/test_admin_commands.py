@@ -9,11 +9,11 @@ import pytest
 from admin_peers import EchoEngine
 from typer.testing import CliRunner
 
-from ringcore.admin_keys import create_keys, read_client_keys, read_server_keys
 from ringcore.cli import main
 from ringcore.cli.app import make_app
 from ringcore.cli.rpc import _plain
-from ringcore.host_tensor import HostTensor
+from ringcore.config.admin_keys import create_keys, read_client_keys, read_server_keys
+from ringcore.protocol.host_tensor import HostTensor
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.start_checks import check_start
+from ringcore.front_end.start_checks import check_start
 from ringcore.errors import RingcoreError
-from ringcore.host import Host
+from ringcore.host.resources import Host
 from ringcore.worker.worker import Worker
 
 folder, seed, num_runs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -10,7 +10,7 @@ from tokenizers_made import byte_level, tokenizer_folder
 
 from ringcore import LLM
 from ringcore.errors import ModelLoadError
-from ringcore.file_names import as_file_name, as_utf8
+from ringcore.host.file_names import as_file_name, as_utf8
 
 SCRIPT = """
 import logging, sys

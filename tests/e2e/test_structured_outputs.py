@@ -9,7 +9,7 @@ import pytest
 
 from ringcore import LLM, SamplingParams
 from ringcore.errors import InvalidRequestError
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]

@@ -18,8 +18,8 @@ from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.worker import rpc
-from ringcore.worker.host_link import LocalLink
-from ringcore.worker.host_store import HostBudget, MemoryStore
+from ringcore.worker.memory.host_link import LocalLink
+from ringcore.worker.memory.host_store import HostBudget, MemoryStore
 from ringcore.worker.sleep import RankMemory
 
 __all__ = ["ArenaWorker", "create_worker", "entry"]

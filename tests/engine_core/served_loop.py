@@ -9,12 +9,12 @@ import time
 from collections import deque
 from types import SimpleNamespace
 
-from ringcore.engine_core.channel import ClientChannel, EngineChannel, channel_pair
 from ringcore.engine_core.loop import EngineLoop
-from ringcore.engine_core.output_reader import output_columns
+from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, channel_pair
 from ringcore.executor.base import EncodedCall
 from ringcore.executor.value_codec import decode_value, encode_request
 from ringcore.protocol.messages import EngineHealth, EngineReady, EngineRecovering, RpcCall, RpcResult, Shutdown
+from ringcore.protocol.output_reader import output_columns
 from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColumns, WireError
 
 WAIT_S = 30.0

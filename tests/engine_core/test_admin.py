@@ -22,15 +22,15 @@ from admin_peers import (
     wait_until,
 )
 
-from ringcore.engine_core import admin
-from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, AdminEndpoint
-from ringcore.engine_core.memory_methods import OPERATIONS
-from ringcore.engine_core.refusals import wire_error
+from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, AdminEndpoint
+from ringcore.engine_core.admin.endpoint import endpoint as admin
+from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
-from ringcore.scopes import SCOPES
+from ringcore.protocol.scopes import SCOPES
+from ringcore.protocol.wire_errors import wire_error
 
 # ---------------------------------------------------------------------------------------------------------------
 # Calls and answers.

@@ -10,8 +10,8 @@ import pytest
 from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
 from ringcore.engine_core import admin_gatekeeper
-from ringcore.engine_core.admin import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S
-from ringcore.engine_core.framing import FrameLimits
+from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S
+from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult

@@ -14,8 +14,7 @@ from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, make_keys, wait_un
 from fake_engine import expected, make_model_folder
 
 from ringcore import AdminClient, EngineConfig, SamplingParams
-from ringcore.engine_core.admin import AdminEndpoint
-from ringcore.engine_core.client import EngineCoreClient
+from ringcore.engine_core.admin.endpoint import AdminEndpoint
 from ringcore.errors import (
     ConfigError,
     EngineDeadError,
@@ -25,6 +24,7 @@ from ringcore.errors import (
     WorkerError,
 )
 from ringcore.executor.value_codec import encode_value
+from ringcore.front_end.client import EngineCoreClient
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall
 from ringcore.protocol.requests import EngineCoreRequest

@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from ringcore.engine_core import channel as channel_module
-from ringcore.engine_core.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
-from ringcore.engine_core.framing import lay_out
+from ringcore.engine_core.transport import channel as channel_module
+from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
+from ringcore.engine_core.transport.framing import lay_out
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import AbortRequests, AddRequests, EngineDead, RpcCall, RpcResult, Shutdown

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ringcore import LLM, AdminClient, AsyncEngine, EngineConfig, EngineCore, SamplingParams
 from ringcore.cli.app import make_app
-from ringcore.engine_core.public_methods import ENGINE_CALLS
+from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.errors import InvalidRequestError, PermissionDeniedError
 from ringcore.executor.base import EncodedCall
 from ringcore.executor.value_codec import encode_request

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from ringcore.engine_core import framing
-from ringcore.engine_core.framing import (
+from ringcore.engine_core.transport import framing
+from ringcore.engine_core.transport.framing import (
     FrameError,
     FrameLimits,
     FrameReader,

@@ -15,11 +15,11 @@ from fake_engine import FakeMultiproc, expected, make_model_folder
 from process_stat import is_alive, stat_fields
 
 from ringcore import EngineConfig, SamplingParams
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.grammar_compiler import GrammarCompiler
 from ringcore.errors import InvalidRequestError, RingcoreError
+from ringcore.front_end.client import EngineCoreClient
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
 

@@ -13,8 +13,8 @@ from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import grammar_gate
 from ringcore.engine_core.grammar_compiler import Verdict
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.structured_outputs import StructuredOutputsParams
 
 
 class FakeCompiler:

@@ -13,9 +13,8 @@ from served_loop import RECOVERING, ScriptedCore, Served, came, output, ready, s
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import loop as loop_module
-from ringcore.engine_core.channel import FrameLimits, StreamClosed
-from ringcore.engine_core.framing import lay_out
-from ringcore.engine_core.output_reader import OutputReader
+from ringcore.engine_core.transport.channel import FrameLimits, StreamClosed
+from ringcore.engine_core.transport.framing import lay_out
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
@@ -28,6 +27,7 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
 from ringcore.worker.rpc import call_rpc, rpc_methods
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ringcore.engine_core.memory_states import MemoryStates, check_level, check_tags
+from ringcore.engine_core.memory.states import MemoryStates, check_level, check_tags
 from ringcore.errors import InvalidRequestError, SleepingError
 
 

@@ -13,8 +13,8 @@ from process_stat import is_alive
 
 from ringcore import EngineConfig
 from ringcore.engine_core import process as process_module
-from ringcore.engine_core.channel import ClientChannel, EngineChannel, StreamClosed, channel_pair
 from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
+from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, StreamClosed, channel_pair
 from ringcore.errors import CapacityError
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.status_board import create_board

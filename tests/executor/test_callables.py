@@ -10,7 +10,7 @@ import pytest
 
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.callables import call_packed, callable_name, pack_callable
-from ringcore.host_tensor import HostTensor
+from ringcore.protocol.host_tensor import HostTensor
 
 
 class Worker:

@@ -27,8 +27,8 @@ from ringcore.executor.value_codec import (
     encode_value,
     portable_error,
 )
-from ringcore.host_tensor import ITEMSIZES, NUMPY_DTYPES, HostTensor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
+from ringcore.protocol.host_tensor import ITEMSIZES, NUMPY_DTYPES, HostTensor
 
 LARGE = OUT_OF_BAND_BYTES  # bytes that make a buffer of their own
 

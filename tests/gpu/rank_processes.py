@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
+from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = (7, 8, 1000, 1024, 4096, 36864, 65536, 131072, 262144, 262152)  # numbers in a message

@@ -16,8 +16,8 @@ from adjusted_requests import EOS, PROCESSORS, Driver, expected, some_requests
 from step_driver import admit, decode, make_config, run, start
 from tiny_checkpoints import VOCAB_SIZE, hf_model
 
-from ringcore.sampling_params import SamplingParams
-from ringcore.worker.row_adjustments import RowAdjustments
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.worker import Worker
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,10 +18,10 @@ from step_driver import make_config, plan
 from tiny_checkpoints import hf_model
 
 from ringcore.errors import CapacityError
-from ringcore.worker.memory import activation_bytes
+from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
+from ringcore.worker.memory.nvml import process_bytes
 from ringcore.worker.platforms.cuda import CudaPlatform
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
-from ringcore.worker.platforms.nvml import process_bytes
+from ringcore.worker.start_up.memory_budget import activation_bytes
 from ringcore.worker.worker import Worker
 
 MIB, GIB = 1 << 20, 1 << 30

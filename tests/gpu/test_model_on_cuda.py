@@ -16,13 +16,13 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor import loader
 from ringcore.model_executor.kernel_product import KernelProduct
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import model_class
-from ringcore.model_executor.parallel import SingleRank
 from ringcore.model_executor.tensor_source import DummySource, SafetensorsSource
 from ringcore.model_executor.weight import Weight, WeightPart
 from ringcore.registry import MODELS

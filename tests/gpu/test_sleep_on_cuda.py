@@ -18,8 +18,8 @@ from sleeping import OPTIONS as SMALL
 
 from ringcore import LLM
 from ringcore.errors import CapacityError, SleepingError
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
-from ringcore.worker.platforms.nvml import process_bytes
+from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
+from ringcore.worker.memory.nvml import process_bytes
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 

@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from rank_series import in_processes, shared
 
+from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
+from ringcore.distributed.peer_memory import PeerMemory
 from ringcore.kernels.all_reduce import Mailboxes
-from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
-from ringcore.worker.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
 SIZE = 2

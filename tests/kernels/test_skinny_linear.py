@@ -24,7 +24,7 @@ from ringcore.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
 )
-from ringcore.worker.platforms.host_memory import HostVirtualMemory, host_view
+from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5

@@ -12,9 +12,9 @@ import torch
 from tiny_checkpoints import MAX_LEN
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import model_class
-from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.registry import MODELS
 
 

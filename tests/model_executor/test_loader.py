@@ -11,11 +11,11 @@ from tiny_checkpoints import FAMILIES, GGUF_FAMILIES, MAX_LEN, hf_logits, hf_mod
 from tiny_gguf import K_QUANTS, QUANTIZED, write_gguf
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor import loader
 from ringcore.model_executor.loader import PrefetchedWeights, load_weights, pending_weights
 from ringcore.model_executor.models import model_class
-from ringcore.model_executor.parallel import SingleRank
 from ringcore.model_executor.tensor_source import SafetensorsSource
 from ringcore.registry import MODELS
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ringcore.model_executor.parallel import TensorParallel
+from ringcore.distributed.parallel import TensorParallel
 
 T = TypeVar("T")
 

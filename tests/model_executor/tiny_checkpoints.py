@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import model_class
-from ringcore.model_executor.parallel import SingleRank, TensorParallel
 from ringcore.registry import MODELS
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")

@@ -10,15 +10,15 @@ import numpy as np
 from fake_model import FakeWorker, Group, Sampled, WorkersKilled
 
 from ringcore.config import SchedulerConfig
-from ringcore.engine_core.output_reader import OutputReader
 from ringcore.errors import EngineDeadError
 from ringcore.kv_cache.block_hash import BlockHasher
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns, PromptLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput, RowError, SchedulerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.scheduler import Scheduler
 
 EOS = 0

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.request_queue import RequestQueue
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver
 
 from ringcore.errors import InvalidRequestError
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 from ringcore.scheduler.vocabulary import MAX_PROMPT_LOGPROBS, Vocabulary
 
 SIZE = 50

@@ -8,7 +8,7 @@ from engine_spy import seen_requests
 from fake_engine import VOCAB_SIZE, make_model_folder
 from running_service import DEADLINE_S, http, served, text_of
 
-from ringcore.structured_outputs import StructuredOutputsParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 
 ADJUSTED = {
     "presence_penalty": 0.5,

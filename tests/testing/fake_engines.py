@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 from ringcore.testing import FakeExecutor, VirtualClock
 
 

@@ -8,14 +8,14 @@ import time
 import pytest
 from fake_engines import add, drain, make_config, make_core
 
-from ringcore.engine_core.client import EngineCoreClient
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import executor_class
+from ringcore.front_end.client import EngineCoreClient
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import EngineCoreRequest, TokenLogprobs
 from ringcore.protocol.steps import SchedulerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.testing import HARDWARE, FakeExecutor, Fault, StepCost, VirtualClock, write_model_config
 
 BOUND_S = 60.0

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.step_cost import StepWork
 

@@ -7,8 +7,8 @@ import pytest
 from fake_engines import add, drain, make_config, make_core
 
 from ringcore.engine_core.core import EngineCore
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.sampling_params import SamplingParams
 from ringcore.testing import FakeExecutor, StepCost, VirtualClock, write_model_config
 from ringcore.testing.tokens import SeededTokens
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ringcore.model_executor.sampler import SamplingInputs, sample
-from ringcore.sampling_params import SamplingParams
+from ringcore.params.sampling_params import SamplingParams
 
 __all__ = ["Arithmetic", "expected_tokens"]
 

@@ -10,9 +10,9 @@ import msgspec
 from adjusted_model import expected_tokens
 from step_driver import admit, make_step
 
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.sampling_params import SamplingParams
-from ringcore.structured_outputs import StructuredOutputsParams
 from ringcore.worker.worker import Worker
 
 __all__ = ["EOS", "PROCESSORS", "Asked", "Driver", "expected", "some_requests"]

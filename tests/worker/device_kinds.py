@@ -10,9 +10,9 @@ from fake_ascendcl import FakeAscend
 from fake_drivers import FakeCudaDriver, FakeTorchCuda
 from fake_virtual_memory import FakeDevice, FakeVirtualMemory
 
-from ringcore.worker.arena import VirtualMemory
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
-from ringcore.worker.platforms.host_memory import HostVirtualMemory
+from ringcore.worker.memory.arena import VirtualMemory
+from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
+from ringcore.worker.memory.host_memory import HostVirtualMemory
 
 __all__ = ["DEVICES", "PAGE", "WatchedHost", "make_device"]
 

@@ -41,7 +41,7 @@ class PlansOnDevice(TorchSdpaBackend):
 def rows_on_device(monkeypatch: pytest.MonkeyPatch, *, plans_on_device: bool) -> None:
     """Workers that are made from now on have the GPU's runner."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from ringcore.worker.gpu_model_runner import GPUModelRunner
+    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
 
     monkeypatch.setattr(worker_module, "_runner_class", lambda platform: GPUModelRunner)
     if plans_on_device:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_virtual_memory import FakeDevice
 
-from ringcore.worker.platforms.ascend_memory import AscendVirtualMemory
+from ringcore.worker.memory.ascend_memory import AscendVirtualMemory
 
 __all__ = ["INDEX", "FakeAscend", "load_library"]
 

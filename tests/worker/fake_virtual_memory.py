@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ringcore.errors import CapacityError
-from ringcore.worker.arena import VirtualMemory
+from ringcore.worker.memory.arena import VirtualMemory
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ringcore.logits_processor import LogitsProcessor, LogitsProcessorContext
-from ringcore.sampling_params import SamplingParams
+from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext
+from ringcore.params.sampling_params import SamplingParams
 
 
 class Pushed(LogitsProcessor):

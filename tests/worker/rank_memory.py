@@ -9,12 +9,12 @@ import torch
 from device_kinds import PAGE, make_device
 from fake_virtual_memory import FakeDevice, FakeVirtualMemory, view
 
-from ringcore.worker.arena import Arena, VirtualMemory
-from ringcore.worker.device_memory import ArenaMemory, MemoryTag
-from ringcore.worker.host_link import LocalLink
-from ringcore.worker.host_store import HostStore
-from ringcore.worker.platform import ProcessMemory
+from ringcore.worker.memory.arena import Arena, VirtualMemory
+from ringcore.worker.memory.device_memory import ArenaMemory, MemoryTag
+from ringcore.worker.memory.host_link import LocalLink
+from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.platforms.platform import ProcessMemory
 from ringcore.worker.sleep import RankMemory
 
 __all__ = ["ArenaPlatform", "LateLink", "Rank"]

@@ -9,9 +9,9 @@ import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.worker.rpc import call_rpc
 from ringcore.worker.worker import Worker
 

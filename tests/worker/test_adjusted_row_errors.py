@@ -13,10 +13,10 @@ from device_runner import rows_on_device
 from step_driver import admit, decode, make_config, run, sampled, start
 
 from ringcore.errors import ConfigError, InvalidRequestError
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.steps import NewRequest
-from ringcore.sampling_params import SamplingParams
-from ringcore.structured_outputs import StructuredOutputsParams
-from ringcore.worker.row_adjustments import NO_TOKEN_LEFT, RowAdjustments
+from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, RowAdjustments
 from ringcore.worker.worker import Worker
 
 Reference = Callable[[Sequence[int], int], list[int]]
@@ -200,7 +200,7 @@ def test_a_processor_that_cannot_be_made_stops_the_start(tiny_llama: tuple[str, 
 
 
 def test_the_front_end_asks_the_processors(tiny_llama: tuple[str, Any]) -> None:
-    from ringcore.engine_core.input_processor import InputProcessor
+    from ringcore.front_end.input_processor import InputProcessor
 
     config = make_config(tiny_llama[0], logits_processors=["processors:Pushed"])
     inputs = InputProcessor(config, None)  # type: ignore[arg-type] - token ids need no tokenizer

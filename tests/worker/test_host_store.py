@@ -21,10 +21,10 @@ from rank_memory import LateLink
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.worker import file_store as file_module
 from ringcore.worker import host_store as store_module
-from ringcore.worker.file_store import FileStore
-from ringcore.worker.host_link import LocalLink
-from ringcore.worker.host_store import HostBudget, HostStore, MemoryStore
-from ringcore.worker.platforms.cuda_memory import CudaLink
+from ringcore.worker.memory.cuda_memory import CudaLink
+from ringcore.worker.memory.file_store import FileStore
+from ringcore.worker.memory.host_link import LocalLink
+from ringcore.worker.memory.host_store import HostBudget, HostStore, MemoryStore
 
 MIB = 1 << 20
 PLENTY = HostBudget(lambda: 1 << 40, 1)

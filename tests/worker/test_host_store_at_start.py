@@ -17,9 +17,9 @@ from ringcore.model_executor import loader
 from ringcore.model_executor.models.decoder import DenseDecoder
 from ringcore.worker import host_store as store_module
 from ringcore.worker import worker as worker_module
-from ringcore.worker.host_store import HostStore
+from ringcore.worker.memory.cuda_memory import CudaLink
+from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms.cpu import CpuPlatform
-from ringcore.worker.platforms.cuda_memory import CudaLink
 from ringcore.worker.worker import Worker
 
 AWAY = {"weights": "offloaded", "kv_cache": "discarded"}

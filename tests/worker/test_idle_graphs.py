@@ -94,7 +94,7 @@ def test_a_capture_that_fails_disturbs_no_step(
 
 
 def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
-    from ringcore.worker.cuda_graphs import MixedGraphs
+    from ringcore.worker.runner.cuda_graphs import MixedGraphs
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, ctx: object) -> torch.Tensor:
         assert not input_ids.any()

@@ -6,8 +6,8 @@ import torch
 from step_driver import admit, cache_of, make_step
 
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from ringcore.worker.input_batch import InputBatch
-from ringcore.worker.request_rows import RequestRows
+from ringcore.worker.rows.input_batch import InputBatch
+from ringcore.worker.rows.request_rows import RequestRows
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,10 @@ from test_precompile import run
 
 from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
-from ringcore.model_executor.parallel import SingleRank
+from ringcore.distributed.parallel import SingleRank
 from ringcore.worker import kernels_ahead
-from ringcore.worker.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.start_up.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
 
 SCRIPT = """
     import sys
@@ -31,9 +31,9 @@ SCRIPT = """
     TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
 
     from ringcore import EngineConfig
-    from ringcore.model_executor.parallel import SingleRank
-    from ringcore.worker.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.kernels_ahead import catch_steps
+    from ringcore.distributed.parallel import SingleRank
+    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
+    from ringcore.worker.start_up.kernels_ahead import catch_steps
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
@@ -73,10 +73,10 @@ RANKS_SCRIPT = """
     TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
 
     from ringcore import EngineConfig
-    from ringcore.worker.communicator import NcclCommunicator, PeerCollectives
-    from ringcore.worker.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.kernels_ahead import catch_steps
-    from ringcore.worker.peer_memory import PeerMemory
+    from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
+    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
+    from ringcore.worker.start_up.kernels_ahead import catch_steps
+    from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
@@ -141,7 +141,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
     def fail(*args):
         raise ArithmeticError("in the runner")
 
-    with caplog.at_level(logging.INFO, "ringcore.worker.kernels_ahead"):
+    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernels_ahead"):
         assert KernelsAhead(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
         assert "compiled as they are met" in caplog.text
         assert "in the runner" in caplog.text

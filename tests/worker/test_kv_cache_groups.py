@@ -20,8 +20,8 @@ from step_driver import admit, decode, make_config, plan, run, sampled
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from ringcore.sampling_params import SamplingParams
-from ringcore.worker.device_memory import ArenaMemory, MemoryTag
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.worker.memory.device_memory import ArenaMemory, MemoryTag
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.worker import Worker
 

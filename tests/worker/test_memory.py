@@ -8,14 +8,14 @@ import pytest
 import torch
 from step_driver import make_config
 
+from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from ringcore.model_executor.parallel import SingleRank, TensorParallel
-from ringcore.worker.device_memory import MemoryTag
-from ringcore.worker.memory import StepPeaks, activation_bytes, format_table, memory_table
-from ringcore.worker.platform import Platform, ProcessMemory
+from ringcore.worker.memory.device_memory import MemoryTag
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.platforms.platform import Platform, ProcessMemory
+from ringcore.worker.start_up.memory_budget import StepPeaks, activation_bytes, format_table, memory_table
 from ringcore.worker.worker import Worker
 
 MIB = 2**20

@@ -11,9 +11,9 @@ import torch
 from device_runner import rows_on_device
 from step_driver import GREEDY, admit, decode, execute, make_config, make_step, run, sampled, start
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import SchedulerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
 Reference = Callable[[Sequence[int], int], list[int]]

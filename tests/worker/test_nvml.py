@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ringcore.worker.platforms.nvml import process_bytes
+from ringcore.worker.memory.nvml import process_bytes
 
 
 class FakeNvml:

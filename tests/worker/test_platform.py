@@ -11,11 +11,11 @@ from fake_drivers import FakeCudaDriver, FakeTorchCuda
 from fake_virtual_memory import FakeVirtualMemory, view
 
 from ringcore.errors import CapacityError, ConfigError
-from ringcore.worker.platform import Platform, ProcessMemory
 from ringcore.worker.platforms import PLATFORMS, choose_platform
 from ringcore.worker.platforms import cuda as cuda_module
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.platforms.cuda import CudaPlatform
+from ringcore.worker.platforms.platform import Platform, ProcessMemory
 
 MIB = 2**20
 

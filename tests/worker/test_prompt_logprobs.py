@@ -11,10 +11,10 @@ import torch
 from device_runner import rows_on_device
 from step_driver import admit, execute, make_config, make_step, run, sampled, start
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.worker import prompt_logprobs
 from ringcore.worker.worker import Worker
 

@@ -5,10 +5,10 @@ import pytest
 from step_driver import admit, cache_of, make_step
 
 from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewBlocks, SchedulerOutput
-from ringcore.sampling_params import SamplingParams
-from ringcore.worker.request_rows import RequestRows
+from ringcore.worker.rows.request_rows import RequestRows
 
 CACHE = cache_of(FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32"), max_model_len=20)
 

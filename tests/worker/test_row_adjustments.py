@@ -14,7 +14,7 @@ from device_runner import rows_on_device
 from fake_graphs import decode_graphs_on_cpu
 from step_driver import make_config, start
 
-from ringcore.sampling_params import SamplingParams
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
 VOCAB_SIZE, ROW_BLOCKS = 97, 8

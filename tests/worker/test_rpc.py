@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ringcore.errors import InvalidRequestError
-from ringcore.host_tensor import HostTensor
 from ringcore.protocol.codec import decoder, encoder, int_array
+from ringcore.protocol.host_tensor import HostTensor
 from ringcore.protocol.steps import NewBlocks, SchedulerOutput
 from ringcore.worker import rpc
 from ringcore.worker.rpc import call_rpc, find_rpc, rpc_methods

@@ -10,8 +10,8 @@ import torch
 from device_runner import rows_on_device
 from step_driver import admit, make_config, run, start
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
 PLAIN = SamplingParams(temperature=0, logprobs=3)

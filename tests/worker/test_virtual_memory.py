@@ -11,8 +11,8 @@ from fake_drivers import FakeCudaDriver, FakeTorchCuda
 from fake_virtual_memory import FakeVirtualMemory, Misuse, view
 
 from ringcore.errors import CapacityError
-from ringcore.worker.platforms.ascend_memory import AscendVirtualMemory
-from ringcore.worker.platforms.cuda_memory import CudaVirtualMemory
+from ringcore.worker.memory.ascend_memory import AscendVirtualMemory
+from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
 
 PAGE = FakeVirtualMemory.granularity
 

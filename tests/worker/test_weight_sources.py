@@ -23,8 +23,8 @@ from ringcore.errors import InvalidRequestError
 from ringcore.weights import SharedTensors, WeightGroup
 from ringcore.worker import weight_sources
 from ringcore.worker.rpc import call_rpc
-from ringcore.worker.weight_group import BroadcastGroup
-from ringcore.worker.weight_sources import WeightReceiver
+from ringcore.worker.weights.weight_group import BroadcastGroup
+from ringcore.worker.weights.weight_sources import WeightReceiver
 from ringcore.worker.worker import Worker
 
 PROMPT = [11, 60, 23, 8, 90]
@@ -276,7 +276,7 @@ def test_a_trainer_and_two_workers_in_threads(
     tiny_llama: tuple[str, Any], trained: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker is a rank after the other; tensors go in many pieces; a second update goes over the same group."""
-    monkeypatch.setattr("ringcore.worker.weight_group._PIECE_BYTES", 1500)
+    monkeypatch.setattr("ringcore.worker.weights.weight_group._PIECE_BYTES", 1500)
     state = {name: tensor.bfloat16() for name, tensor in trained[0].state_dict().items()}
     source = {"kind": "group", "tensors": WeightGroup.describe(state)}
     workers = [Worker(make_config(tiny_llama[0], device="cpu", enable_sleep_mode=True), rank, None) for rank in (0, 1)]

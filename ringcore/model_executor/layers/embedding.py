@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.packing import pack_logits
-from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.product import Product
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.packing import pack_linear
-from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart

@@ -10,8 +10,8 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.loader import Weight
-from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.weight import Tensors
 
 __all__ = ["CausalLM"]

@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.activation import Activation, BoundGate, bind_activation
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.linear import (
@@ -21,7 +22,6 @@ from ringcore.model_executor.layers.linear import (
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding, Rotation, interleaved
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 

@@ -6,9 +6,9 @@ import torch
 
 from ringcore.attention.context import ForwardContext
 from ringcore.checkpoint import ModelSpec
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.rotary import Rotation
 from ringcore.model_executor.models.decoder import DecoderLayer, DenseDecoder, Family, layer_norm
-from ringcore.model_executor.parallel import TensorParallel
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ringcore.errors import ConfigError
-from ringcore.worker.platform import Platform
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.platforms.cuda import CudaPlatform
+from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["PLATFORMS", "choose_platform"]
 

@@ -9,15 +9,15 @@ from typing import ClassVar
 
 import torch
 
-from ringcore.byte_sizes import format_bytes
+from ringcore.distributed.communicator import GlooCommunicator
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import CapacityError
-from ringcore.host import Host
-from ringcore.model_executor.parallel import TensorParallel
-from ringcore.worker.arena import Arena
-from ringcore.worker.communicator import GlooCommunicator
-from ringcore.worker.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
-from ringcore.worker.platform import Platform
-from ringcore.worker.platforms.host_memory import HostVirtualMemory, host_view
+from ringcore.host.byte_sizes import format_bytes
+from ringcore.host.resources import Host
+from ringcore.worker.memory.arena import Arena
+from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
+from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
+from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["CpuPlatform"]
 

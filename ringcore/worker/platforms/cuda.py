@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from ringcore.distributed.communicator import NcclCommunicator
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ConfigError
-from ringcore.model_executor.parallel import TensorParallel
-from ringcore.worker.arena import Arena
-from ringcore.worker.communicator import NcclCommunicator
-from ringcore.worker.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
-from ringcore.worker.platform import Platform, ProcessMemory
-from ringcore.worker.platforms.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
-from ringcore.worker.platforms.nvml import process_bytes
+from ringcore.worker.memory.arena import Arena
+from ringcore.worker.memory.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
+from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
+from ringcore.worker.memory.nvml import process_bytes
+from ringcore.worker.platforms.platform import Platform, ProcessMemory
 
 __all__ = ["CudaPlatform"]
 

@@ -7,9 +7,9 @@ import torch
 from thread_tp import on_all_ranks
 
 from ringcore.checkpoint import ModelFiles
+from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.loader import load_weights
-from ringcore.model_executor.parallel import SingleRank
 
 DUMMY = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
 HIDDEN = 16

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     merged_outputs,
     qkv_outputs,
 )
-from ringcore.model_executor.parallel import SingleRank
 
 
 class Rank(SingleRank):

@@ -1,0 +1,6 @@
+"""The engine's options, resolved and checked once, then frozen."""
+
+from ringcore.config.engine_config import EngineConfig
+from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
+
+__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]

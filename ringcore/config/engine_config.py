@@ -1,0 +1,111 @@
+"""What is known before start: the engine options, resolved and cross-checked once, then frozen.
+
+`EngineConfig.from_options(model=..., **options)` is the one door. Each option is a field of exactly one part;
+fields below the line `# resolved` are facts read from the model's files. What is measured at run time is never
+written back here. No environment variable is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from typing import Any, ClassVar, cast
+
+import msgspec
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.model_files import find_tokenizer
+from ringcore.config.option_checks import bad_value, check_together, check_values
+from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ringcore.errors import unknown_option
+from ringcore.host.file_names import as_file_name
+from ringcore.params.logits_processor import load_logits_processor, logits_processor_name
+from ringcore.registry import MODELS
+
+__all__ = ["EngineConfig"]
+
+_TOKENS_A_STEP = {"cuda": 8192, "cpu": 2048}  # by device, where the user does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    device: DeviceConfig
+
+    PARTS: ClassVar[Mapping[str, type]] = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "parallel": ParallelConfig,
+        "device": DeviceConfig,
+    }
+
+    @classmethod
+    def options(cls) -> dict[str, Field[Any]]:
+        """Every engine option by name; `.default`, `.type` and `.metadata["option"]` (one line) describe it."""
+        return {f.name: f for part in cls.PARTS.values() for f in fields(part) if "option" in f.metadata}
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Resolves and checks the engine options.
+
+        Raises `UnknownOptionError` for a name that is no option, `ConfigError` for a value that cannot work,
+        `ModelLoadError` where the model's files are missing, broken or of an unknown architecture.
+        """
+        known = cls.options()
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, known, "engine option")
+        options = {name: _default(f) for name, f in known.items()} | options
+        options["logits_processors"] = _processor_names(options["logits_processors"])
+        options["executor"] = _executor_name(options["executor"])
+        check_values(options)
+        # Plain strings: the config travels to other processes.
+        for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
+            options[name] = options[name] and as_file_name(os.fspath(options[name]))
+        files = find_model(options["model"], options["load_format"])
+        if options["tokenizer"] is not None:
+            files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
+        spec = read_model_spec(files, MODELS)
+        parts: dict[str, Any] = {
+            name: part(
+                **{f.name: options[f.name] for f in fields(part) if f.name in options},
+                **({"files": files, "spec": spec} if part is ModelConfig else {}),
+            )
+            for name, part in cls.PARTS.items()
+        }
+        config = cls(**parts)
+        check_together(config.model, config.scheduler, config.parallel)
+        return config if config.device.device == "auto" else config.on_device(config.device.device)
+
+    def on_device(self, device: str) -> EngineConfig:
+        """With numbers where None leaves them to the device, "cuda" or "cpu". Which one "auto" is, the workers find."""
+        if self.scheduler.max_num_batched_tokens is not None:
+            return self
+        return replace(self, scheduler=replace(self.scheduler, max_num_batched_tokens=_TOKENS_A_STEP[device]))
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return None if option.default is MISSING else option.default
+
+
+def _processor_names(processors: object) -> list[str]:
+    """Each can be loaded here, and so in the workers."""
+    if not isinstance(processors, list | tuple):
+        raise bad_value("logits_processors", processors, "give a list of classes, or of their names as 'module:Class'")
+    names = [logits_processor_name(processor) for processor in processors]
+    for name in names:
+        load_logits_processor(name)
+    return names
+
+
+def _executor_name(executor: object) -> str:
+    if isinstance(executor, type):
+        return f"{executor.__module__}:{executor.__qualname__}"
+    return cast(str, executor)

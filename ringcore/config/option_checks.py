@@ -1,0 +1,177 @@
+"""Checks of option values: each alone, and with each other and the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ringcore.checkpoint import ModelSpec
+from ringcore.config.admin_keys import check_endpoint, read_server_keys
+from ringcore.config.options import (
+    ATTENTION_BACKENDS,
+    DEVICE_MEMORY,
+    DEVICES,
+    DTYPES,
+    EXECUTORS,
+    LOAD_FORMATS,
+    SCHEDULING_POLICIES,
+    STRUCTURED_OUTPUTS_BACKENDS,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from ringcore.errors import ConfigError
+from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
+
+__all__ = ["bad_value", "check_together", "check_values"]
+
+MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "load_format": LOAD_FORMATS,
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "attention_backend": ATTENTION_BACKENDS,
+    "device_memory": DEVICE_MEMORY,
+    "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
+}
+
+
+def bad_value(option: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=repr(value))
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Each option alone."""
+    if not isinstance(options["model"], str | os.PathLike) or not str(options["model"]):
+        raise bad_value("model", options["model"], "give a model folder, a .gguf file, or a hub id")
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise bad_value(name, options[name], f"give one of {', '.join(choices)}")
+    executor = options["executor"]
+    if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
+        raise bad_value(
+            "executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'"
+        )
+    for name in ("block_size", "max_num_seqs", "tensor_parallel_size", "max_tokenizer_queue"):
+        _check_count(name, options[name], 1)
+    for name in ("kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
+        if options[name] is not None:
+            _check_count(name, options[name], 1)
+    if options["max_model_len"] not in (None, "auto"):
+        _check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
+    if options["num_blocks_override"] is not None:
+        _check_count("num_blocks_override", options["num_blocks_override"], 2)
+    if options["steps_in_flight"] not in (1, 2):
+        raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
+    for name in ("max_worker_restarts", "max_skip_ahead"):
+        _check_count(name, options[name], 0)
+    if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
+        _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
+    for name in ("call_ring_bytes", "reply_ring_bytes"):
+        _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
+    for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
+        _check_seconds(name, options[name])
+    for name in ("step_timeout_s", "engine_timeout_s"):
+        if options[name] is not None:
+            _check_seconds(name, options[name])
+    for name in (
+        "allow_callables",
+        "enable_prefix_caching",
+        "preempt_lower_priority",
+        "enforce_eager",
+        "enable_sleep_mode",
+    ):
+        if not isinstance(options[name], bool):
+            raise bad_value(name, options[name], "give True or False")
+    share = options["gpu_memory_utilization"]
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise bad_value("gpu_memory_utilization", share, "give a number above 0 and at most 1")
+    _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
+    _check_admin(options["admin_endpoint"], options["admin_keys"])
+    _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
+
+
+def _check_installed(option: str, library: str) -> None:
+    if library == "auto" or importlib.util.find_spec(library) is not None:
+        return
+    extra = {"llguidance": "structured", "xgrammar": "xgrammar"}[library]
+    raise bad_value(option, library, f"it is not installed; run pip install 'ringcore[{extra}]', or give 'auto'")
+
+
+def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:
+    if is_enabled and device_memory == "plain":
+        raise bad_value("enable_sleep_mode", True, "device_memory='plain' has no arenas, which it needs; give 'auto'")
+    if directory is None:
+        return
+    if not isinstance(directory, str | os.PathLike) or not os.path.isdir(directory):
+        raise bad_value("sleep_directory", directory, "give a directory that is there, with room for the weights")
+    if not is_enabled:
+        raise bad_value(
+            "sleep_directory", directory, "it is for sleep mode; give enable_sleep_mode=True too, or neither"
+        )
+
+
+def _check_admin(endpoint: object, keys: Any) -> None:
+    """An endpoint on the network and its keys go together, and the keys are such that they protect it."""
+    if endpoint is None and keys is None:
+        return
+    if endpoint is None:
+        raise bad_value("admin_keys", keys, "they are for the admin endpoint; give admin_endpoint too, or neither")
+    check_endpoint("admin_endpoint", endpoint, to_listen=True)
+    if keys is None:
+        raise bad_value("admin_endpoint", endpoint, "give admin_keys too, a directory made by 'ringcore keys DIR'")
+    if not isinstance(keys, str | os.PathLike) or not os.fspath(keys):
+        raise bad_value("admin_keys", keys, "give a directory made by 'ringcore keys DIR'")
+    read_server_keys(keys)
+
+
+def _check_count(name: str, value: object, low: int, high: int | None = None, or_else: str | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise bad_value(name, value, f"give an integer of at least {low}" + (f", or {or_else}" if or_else else ""))
+    if high is not None and value > high:
+        raise bad_value(name, value, f"give an integer of at most {high}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not is_timeout(value) or not value:
+        raise bad_value(name, value, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
+
+
+def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig) -> None:
+    """The options with each other and with the model."""
+    spec, size = model.spec, parallel.tensor_parallel_size
+    limit = spec.max_position_embeddings
+    if model.context_len > limit:
+        raise bad_value("max_model_len", model.max_model_len, f"the model has positions for {limit} tokens; lower it")
+    if scheduler.preempt_lower_priority and scheduler.scheduling_policy != "priority":
+        raise bad_value(
+            "preempt_lower_priority",
+            True,
+            f"scheduling_policy={scheduler.scheduling_policy!r} knows no priorities; "
+            "give scheduling_policy='priority' too, or leave this out",
+        )
+    if parallel.executor == "uniproc" and size != 1:
+        raise bad_value("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
+    if spec.num_heads % size:
+        divisors = [n for n in range(1, spec.num_heads + 1) if _divides(spec, n)]
+        raise bad_value(
+            "tensor_parallel_size",
+            size,
+            f"{spec.num_heads} attention heads do not divide into {size} ranks; give one of {divisors}",
+        )
+    if not _divides(spec, size):
+        raise bad_value(
+            "tensor_parallel_size",
+            size,
+            f"{spec.num_kv_heads} KV heads and an intermediate size of {spec.intermediate_size} "
+            f"cannot be split or replicated evenly over {size} ranks",
+        )
+
+
+def _divides(spec: ModelSpec, size: int) -> bool:
+    """Whether `size` ranks can share a layer: KV heads are split, or replicated where there are more ranks."""
+    kv_ok = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+    return spec.num_heads % size == 0 and kv_ok and spec.intermediate_size % size == 0

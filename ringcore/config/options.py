@@ -1,0 +1,123 @@
+"""Every engine option: its name, its default, one line about it, and its part of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ringcore.checkpoint import ModelFiles, ModelSpec
+
+__all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+EXECUTORS = ("multiproc", "uniproc")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
+DEVICE_MEMORY = ("auto", "arena", "plain")
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
+
+
+def _option(default: Any, doc: str) -> Any:
+    if isinstance(default, list):  # each gets its own
+        return field(default_factory=default.copy, metadata={"option": doc})
+    return field(default=default, metadata={"option": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str = _option("", "a model folder, a .gguf file, or a hub id")
+    tokenizer: str | None = _option(None, "a folder or file with the tokenizer; None means the model's own")
+    dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto is the checkpoint's where the device is fast at it")
+    load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
+    max_model_len: int | Literal["auto"] | None = _option(
+        None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
+    )
+    seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    tokenizer_timeout_s: float = _option(10.0, "a prompt whose chat template and tokenizer take longer is refused")
+    max_tokenizer_queue: int = _option(1024, "prompts that may wait for the tokenizer; further ones are refused")
+    logits_processors: list[str] = _option([], "'module:Class' of each custom LogitsProcessor, or the class itself")
+    # resolved
+    files: ModelFiles
+    spec: ModelSpec
+
+    @property
+    def context_len(self) -> int:
+        """`max_model_len`, or the model's own. Of "auto" the upper bound; what fits, the start-up finds."""
+        return self.max_model_len if isinstance(self.max_model_len, int) else self.spec.max_position_embeddings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    block_size: int = _option(16, "tokens in a block of the KV cache")
+    num_blocks_override: int | None = _option(None, "this many blocks whatever the memory, the null block among them")
+    kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
+    gpu_memory_utilization: float | None = _option(
+        None,
+        "the share of the device's memory to use; None means 0.9, and on a CPU 0.75 of what the weights leave",
+    )
+    enable_prefix_caching: bool = _option(True, "keep full blocks of finished requests for prompts that begin alike")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int = _option(256, "requests that run at once")
+    max_num_batched_tokens: int | None = _option(
+        None, "tokens computed in one step, prompts and completions together; None means 8192 on a GPU, 2048 on a CPU"
+    )
+    long_prefill_token_threshold: int | None = _option(None, "the most tokens of one prompt in one step")
+    scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")
+    preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
+    max_skip_ahead: int = _option(16, "how many later requests may start before one that waits for blocks")
+    max_logprobs: int = _option(20, "the most logprobs and prompt_logprobs a request may ask for; -1 is no bound")
+    steps_in_flight: int = _option(2, "1, or 2 to schedule a step before the tokens of the one before it are known")
+    structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = _option(
+        "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
+    )
+    structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens` once the device is known: see `EngineConfig.on_device`."""
+        assert self.max_num_batched_tokens is not None, "the device is not known yet"
+        return self.max_num_batched_tokens
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """The most tokens of one request that are scheduled and not confirmed; once the device is known."""
+        return self.steps_in_flight * min(self.token_budget, self.long_prefill_token_threshold or self.token_budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    tensor_parallel_size: int = _option(1, "workers that share each layer")
+    executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
+    worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")
+    allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
+    max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
+    step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
+    engine_timeout_s: float | None = _option(
+        60.0, "an engine process that stands still for longer, or a worker that is stopped, is ended; None means never"
+    )
+    stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
+    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
+    reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
+    admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
+    admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    device: str = _option("auto", f"one of {', '.join(DEVICES)}")
+    attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
+    enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
+    device_memory: str = _option(
+        "auto",
+        f"one of {', '.join(DEVICE_MEMORY)}: weights and KV cache in arenas of CUDA virtual memory, or by torch's own "
+        "allocator; auto is arenas where they can be had",
+    )
+    enable_sleep_mode: bool = _option(False, "keep weights and KV cache in arenas, whose memory sleep() gives back")
+    sleep_directory: str | None = _option(
+        None, "where sleep() keeps the weights in an unnamed file; None means host memory"
+    )

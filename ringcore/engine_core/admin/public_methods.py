@@ -1,0 +1,87 @@
+"""What may be called from outside: the engine's own calls, its operations, and the methods of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ringcore.engine_core.memory.control import MemoryControl
+from ringcore.engine_core.memory.methods import OPERATIONS, MemoryMethods
+from ringcore.errors import InvalidRequestError
+from ringcore.protocol.methods import RpcMethod, engine_only, unknown_method
+from ringcore.protocol.scopes import Scope
+from ringcore.protocol.wire_errors import invalid_call
+
+__all__ = ["ENGINE_CALLS", "PublicMethods"]
+
+# The methods of `EngineCore` that can be called by name and are done at once; the scope that each needs.
+ENGINE_CALLS: Mapping[str, Scope] = {
+    "pause": "lifecycle",
+    "resume": "lifecycle",
+    "reset_prefix_cache": "call",
+    "stats": "read",
+    "health": "read",
+    "is_sleeping": "read",
+    "methods": "read",
+}
+
+
+class PublicMethods:
+    """The table of one engine.
+
+    engine: its class, which has the `ENGINE_CALLS`. of_workers: gives what the workers declare, as of now.
+    """
+
+    def __init__(self, engine: type[Any], of_workers: Callable[[], Mapping[str, RpcMethod]]) -> None:
+        self._of_workers = of_workers
+        self._operations = {name: _operation(name) for name in OPERATIONS}
+        self._of_engine = self._operations | {
+            name: RpcMethod.of(getattr(engine, name), "engine", scope, scope == "read")
+            for name, scope in ENGINE_CALLS.items()
+        }
+
+    def find(self, target: str, name: str) -> RpcMethod:
+        """The method that a call from outside asks for. target: "engine", or "workers", by which operations can be
+        called too. Raises `InvalidRequestError` for what is not there and for what only the engine calls."""
+        match target:
+            case "engine":
+                if name not in self._of_engine:
+                    raise invalid_call("method", name, sorted(self._of_engine))
+                return self._of_engine[name]
+            case "workers":
+                return self._find_of_workers(name)
+        raise invalid_call("target", target, ["engine", "workers"])
+
+    def _find_of_workers(self, name: str) -> RpcMethod:
+        found = self._operations.get(name) or self._of_workers().get(name)
+        if found is None and name in self._of_engine:
+            raise InvalidRequestError(
+                f"method={name!r}: the engine itself has it, its workers do not; call it by {name}(), "
+                f"call_engine({name!r}) or 'ringcore rpc --engine'",
+                field="method",
+                value=name,
+            )
+        if found is None:
+            raise unknown_method(name, [*self._operations, *(one.name for one in self._of_public_workers())])
+        if found.scope == "engine":
+            raise engine_only(name)
+        return found
+
+    def _of_public_workers(self) -> list[RpcMethod]:
+        methods = self._of_workers().values()
+        return [one for one in methods if one.scope != "engine" and one.name not in self._operations]
+
+    def listing(self) -> list[RpcMethod]:
+        """All that `find` finds, the engine's first."""
+        return [*(self._of_engine[name] for name in sorted(self._of_engine)), *self._of_public_workers()]
+
+
+def _operation(name: str) -> RpcMethod:
+    """As it is called by name: with the arguments of `MemoryControl`'s method, and no timeout among them."""
+    taken, described = (
+        RpcMethod.of(getattr(owner, name), "engine", "lifecycle", False) for owner in (MemoryControl, MemoryMethods)
+    )
+    signature = f"{taken.signature.removesuffix(' -> Steps')} -> MemoryReport"
+    return msgspec.structs.replace(described, signature=signature)

@@ -1,0 +1,1 @@
+"""Sleep, wake-up and weight updates of a running engine."""

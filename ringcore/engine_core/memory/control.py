@@ -1,0 +1,303 @@
+"""Sleep, wake-up and new weights: what the engine does with its requests and its workers for each, step by step.
+
+A change of memory has two phases, so that a failure anywhere leaves everything as it was: every rank prepares (contents
+are copied, memory is mapped; all of it can be undone), and only when all have done so are they told to go through with
+it, which needs nothing that may be short. A rank that fails then is lost with its workers.
+
+An update of weights cannot be undone, since the new weights come over the old ones: from its start to its end the
+weights are stale, and after a failure they stay so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ringcore.engine_core.memory.operations import Steps
+from ringcore.engine_core.memory.states import KV_CACHE, WEIGHTS, MemoryStates, check_level, check_tags
+from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
+from ringcore.executor.base import RpcFuture
+from ringcore.protocol.messages import MemoryReport, MemoryState, SleepMode
+
+__all__ = ["MemoryControl", "Requests"]
+
+_MODES = ("abort", "wait", "keep")
+
+RankReports = list[dict[str, float]]
+
+
+class Requests(Protocol):
+    """What becomes of an engine's requests."""
+
+    def unfinished_ids(self) -> list[str]: ...
+
+    def is_paused(self) -> bool: ...
+
+    def abort_all(self) -> None: ...
+
+    def freeze(self) -> None:
+        """No step is begun any more."""
+
+    def thaw(self) -> None: ...
+
+    def num_in_flight(self) -> int: ...
+
+    def forget_kv_cache(self) -> None:
+        """Whoever runs is computed again later, from nothing; nothing may be in flight."""
+
+    def lose_workers(self, error: Exception) -> None:
+        """What they hold is unknown. Raises `EngineDeadError` where they are not replaced."""
+
+
+class MemoryControl:
+    """The memory of one engine's workers. Its methods make operations (see `operations`), whose value is a
+    `MemoryReport`; what is wrong with their arguments they say when they are called.
+
+    submit: calls a worker method, given its name and arguments.
+
+    Invariant: steps are frozen exactly while an operation is at work or `states.serves` is false.
+    """
+
+    def __init__(self, submit: Callable[[str, Sequence[Any]], RpcFuture], requests: Requests, can_sleep: bool) -> None:
+        self.states = MemoryStates()
+        self._submit, self._requests, self._can_sleep = submit, requests, can_sleep
+        self._is_closing = False  # a sleep is under way: whoever comes now would be kept waiting
+        self._needs_all = False  # the update under way must bring every weight
+        self._path: str | None = None  # of the folder whose weights these are, if not the checkpoint's
+        self._has_new_weights = False
+
+    def check_takes_requests(self) -> None:
+        """Raises `SleepingError` where a request would not be computed."""
+        self.states.check_takes_requests()
+        if self._is_closing:
+            raise SleepingError(
+                "the engine is about to sleep; give requests before sleep(), or after wake_up()",
+                tags=[],
+                remedy="wake_up",
+            )
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Sleep and wake-up.
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Steps:
+        """Raises `InvalidRequestError`."""
+        if check_level(level) and not self._can_sleep:
+            raise InvalidRequestError(
+                f"level={level}: this engine keeps its memory; construct it with enable_sleep_mode=True, "
+                "or give level=0",
+                field="level",
+                value=level,
+            )
+        return self._sleep(level, self._checked_mode(mode))
+
+    def _sleep(self, level: int, mode: SleepMode) -> Steps:
+        started = time.monotonic()
+        self._is_closing = level > 0
+        try:
+            yield from self._quiesce(mode)
+            ranks = yield from self._change(self.states.sleep_target(level))
+            self.states.is_held = self.states.is_held or level == 0
+        finally:
+            self._is_closing = False
+            self._thaw_if_serving()
+        return self._report(started, ranks)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> Steps:
+        """Raises `InvalidRequestError`."""
+        return self._wake_up(check_tags(tags))
+
+    def _wake_up(self, tags: Sequence[str]) -> Steps:
+        started = time.monotonic()
+        ranks = yield from self._change(self.states.wake_target(tags))
+        if not self.states.away():
+            self.states.is_held = False
+        self._thaw_if_serving()
+        return self._report(started, ranks)
+
+    def _quiesce(self, mode: SleepMode) -> Steps:
+        """Until no step is in flight, and none is begun."""
+        match mode:
+            case "abort":
+                self._requests.abort_all()
+            case "wait":
+                ids = set(self._requests.unfinished_ids())
+                if ids and self._requests.is_paused():
+                    raise InvalidRequestError(
+                        f"mode='wait': {len(ids)} requests are unfinished and the engine is paused; call resume() "
+                        "first, or give mode='abort' or 'keep'",
+                        field="mode",
+                        value=mode,
+                    )
+                yield lambda: ids.isdisjoint(self._requests.unfinished_ids())
+        self._requests.freeze()
+        yield lambda: self._requests.num_in_flight() == 0
+
+    def _change(self, target: Mapping[str, MemoryState]) -> Steps:
+        """Both phases; -> what each rank tells of them. Steps must be frozen."""
+        if not target:
+            return []
+        try:
+            prepared = yield self._submit("prepare_memory", [dict(target)])
+        except EngineDeadError:
+            raise
+        except Exception:
+            yield from self._surely("roll_back_memory")
+            raise
+        if target.get(KV_CACHE) == "discarded":
+            self._requests.forget_kv_cache()
+        committed = yield from self._surely("commit_memory")
+        self.states.confirm(target)
+        return [before | after for before, after in zip(prepared, committed, strict=True)]
+
+    def _surely(self, method: str) -> Steps:
+        """A call that needs nothing that may be short: where it fails, nobody knows what the workers hold."""
+        try:
+            return (yield self._submit(method, []))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._requests.lose_workers(error)
+            raise
+
+    def _thaw_if_serving(self) -> None:
+        if self.states.serves:
+            self._requests.thaw()
+
+    def _report(self, started: float, ranks: RankReports) -> MemoryReport:
+        return MemoryReport(self.states.as_dict(), time.monotonic() - started, ranks)
+
+    def _checked_mode(self, mode: SleepMode) -> SleepMode:
+        if mode not in _MODES:
+            raise InvalidRequestError(
+                f"mode={mode!r}: give one of {', '.join(map(repr, _MODES))}", field="mode", value=repr(mode)
+            )
+        return mode
+
+    # -----------------------------------------------------------------------------------------------------------
+    # New weights.
+
+    def start_weight_update(self, mode: SleepMode = "keep") -> Steps:
+        """Raises `InvalidRequestError`."""
+        return self._start_update(self._checked_mode(mode))
+
+    def _start_update(self, mode: SleepMode) -> Steps:
+        started = time.monotonic()
+        self.states.check_takes_weights()
+        if self.states.is_updating:
+            raise InvalidRequestError(
+                "an update of the weights is under way; call finish_weight_update() first, or reload_weights(path)",
+                field="method",
+                value="start_weight_update",
+            )
+        yield from self._begin(mode)
+        return self._report(started, [])
+
+    def _begin(self, mode: SleepMode) -> Steps:
+        try:
+            yield from self._quiesce(mode)
+            yield self._submit("start_weight_update", [])
+        except BaseException:
+            self._thaw_if_serving()
+            raise
+        if self.states[KV_CACHE] == "resident":
+            self._requests.forget_kv_cache()  # keys and values of the weights before
+        self._needs_all = self.states[WEIGHTS] == "stale"
+        self._has_new_weights, self._path = True, None
+        self.states.begin_update()
+
+    def update_weights(self, source: Mapping[str, Any]) -> Steps:
+        """One chunk. source: see `Worker.update_weights`."""
+        return self._update(dict(source), time.monotonic())
+
+    def _update(self, source: dict[str, Any], started: float) -> Steps:
+        ranks = yield from self._in_update("update_weights", source)
+        return self._report(started, ranks)
+
+    def finish_weight_update(self) -> Steps:
+        return self._finish_update(time.monotonic())
+
+    def _finish_update(self, started: float) -> Steps:
+        ranks = yield from self._in_update("finish_weight_update", self._needs_all)
+        self.states.end_update()
+        self._thaw_if_serving()
+        return self._report(started, ranks)
+
+    def _in_update(self, method: str, argument: Any) -> Steps:
+        """A call that belongs to an update; where it fails, the update has failed."""
+        if not self.states.is_updating:
+            raise InvalidRequestError(
+                f"{method}: no update of the weights is under way; call start_weight_update() first",
+                field="method",
+                value=method,
+            )
+        try:
+            return (yield self._submit(method, [argument]))
+        except EngineDeadError:
+            raise
+        except RingcoreError as error:
+            self.states.fail_update()
+            raise _with_remedy(error) from error
+
+    def reload_weights(self, path: str, mode: SleepMode = "keep") -> Steps:
+        """A whole update from one folder or file; one that is under way is given up. Raises `InvalidRequestError`."""
+        if not isinstance(path, str) or not path:
+            raise InvalidRequestError(
+                f"path={path!r}: give a folder with safetensors files, or one such file", field="path", value=repr(path)
+            )
+        return self._reload(path, self._checked_mode(mode))
+
+    def _reload(self, path: str, mode: SleepMode) -> Steps:
+        started = time.monotonic()
+        self.states.check_takes_weights()
+        yield from self._begin(mode)
+        self._needs_all = True
+        took = yield from self._in_update("update_weights", {"kind": "files", "path": path})
+        finished = yield from self._in_update("finish_weight_update", True)
+        self._path = path
+        self.states.end_update()
+        self._thaw_if_serving()
+        return self._report(started, [_sums(*of_rank) for of_rank in zip(took, finished, strict=True)])
+
+    # -----------------------------------------------------------------------------------------------------------
+    # New workers.
+
+    def workers_replaced(self) -> Steps | None:
+        """The workers are new: they have everything in the device's memory, and the checkpoint's weights. -> what
+        brings them to where those before them were; None where nothing is to be done."""
+        away, was = self.states.away(), self.states[WEIGHTS]
+        are_others = self._has_new_weights or was in ("stale", "discarded")
+        self.states.reset("stale" if are_others else "resident")
+        path = self._path if was in ("resident", "offloaded") else None
+        if not away and path is None:
+            if self.states.serves:
+                self._requests.thaw()
+            else:
+                self._requests.freeze()
+            return None
+        self._requests.freeze()
+        return self._restore(away, path)
+
+    def _restore(self, away: dict[str, MemoryState], path: str | None) -> Steps:
+        if path is not None:
+            yield from self._reload(path, "keep")
+        if not away:
+            return
+        yield from self._quiesce("keep")
+        if WEIGHTS in away and self.states[WEIGHTS] == "stale":
+            away[WEIGHTS] = "discarded"
+        yield from self._change(away)
+
+
+def _sums(took: dict[str, float], finished: dict[str, float]) -> dict[str, float]:
+    """Of one rank's update: the seconds of both calls, and what the last one counted."""
+    return took | finished | {"seconds": took.get("seconds", 0.0) + finished.get("seconds", 0.0)}
+
+
+def _with_remedy(error: RingcoreError) -> RingcoreError:
+    """The error of a failed update, which says what it left behind."""
+    return type(error)(
+        f"{error.message}; the update has failed and the weights are stale: call start_weight_update() and send all of "
+        "them, or reload_weights(path)",
+        **error.details,
+    )

@@ -1,0 +1,315 @@
+"""The connection between a client and its engine process: one socketpair, of which the engine inherits an end.
+
+    client                                        engine process
+    socketpair, starts the engine with an end ──▶ EngineChannel
+    ClientChannel ──ClientMessage──────────────▶
+                  ◀──────────────EngineMessage──
+
+Nothing of it has a name, at any moment: nobody can join, and whoever is killed leaves nothing behind. Each message is a
+frame (`framing`) with the typed msgpack of `protocol`, and beside it the buffers that an `RpcCall` or `RpcResult`
+brings. A frame whose message is none of ours is counted and dropped; where no frame begins, the stream is at its end.
+
+The engine never waits for its client to read: what the socket does not take waits in the engine, bounded by what this
+one client has asked for. So a client that waits to write always finds an engine that reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ringcore.engine_core.transport.framing import (
+    MAX_BUFFER_BYTES,
+    MAX_MESSAGE_BYTES,
+    Buffer,
+    Frame,
+    FrameError,
+    FrameLimits,
+    FrameReader,
+    FrameWriter,
+    StreamClosed,
+    lay_out,
+    recorded,
+)
+from ringcore.errors import EngineDeadError, InvalidRequestError
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import ClientMessage, EngineMessage, RpcCall, RpcResult
+
+__all__ = [
+    "MAX_BUFFER_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "ClientChannel",
+    "EngineChannel",
+    "FrameLimits",
+    "Received",
+    "StreamClosed",
+    "channel_pair",
+]
+
+M = TypeVar("M")
+
+_SOCKET_BYTES = 1 << 20  # fewer turns for a large message; the kernel may give less
+_BYTES_A_READ = 4 << 20  # of the engine: the workers must not wait for their step while it reads a large message
+_LOG_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Received(NamedTuple, Generic[M]):
+    """A message, and the buffers that came beside it."""
+
+    message: M
+    buffers: list[bytearray]
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """The client's end and the engine's; neither is inherited unless it is passed on."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    return pair
+
+
+class _Inbox(Generic[M]):
+    """The messages of one type that arrive at a socket."""
+
+    def __init__(self, sock: socket.socket, kind: Any, limits: FrameLimits, bytes_a_read: int | None = None) -> None:
+        self._reader = FrameReader(sock, limits, bytes_a_read)
+        self._decoder = decoder(kind)
+        self.num_dropped = 0
+        self._num_logged = 0
+        self._logged_s = -math.inf
+
+    def receive(self) -> Received[M] | None:
+        """The next message that has arrived whole, or None; never blocks. Raises `StreamClosed` and `FrameError`."""
+        while (frame := self._reader.read()) is not None:
+            try:
+                return Received(self._decode(frame), frame.buffers)
+            except Exception as error:  # whatever decoding makes of bytes that are not ours
+                self._drop(error)
+        return None
+
+    def _decode(self, frame: Frame) -> M:
+        message: M = self._decoder.decode(frame.message)
+        if frame.buffers and not isinstance(message, RpcCall | RpcResult):
+            raise ValueError(f"{len(frame.buffers)} buffers beside a {type(message).__name__}, which has none")
+        return message
+
+    def _drop(self, error: Exception) -> None:
+        self.num_dropped += 1
+        now = time.monotonic()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            num_new = self.num_dropped - self._num_logged
+            _log.warning("dropped %d unreadable messages, the last one for: %s", num_new, error)
+            self._logged_s, self._num_logged = now, self.num_dropped
+
+
+class EngineChannel:
+    """The engine's end, polled by the engine's loop: for reading, and for writing while it `has_backlog`.
+
+    `num_dropped` counts frames that were no `ClientMessage`. Takes over the descriptor. One thread at a time.
+    """
+
+    def __init__(self, fd: int, limits: FrameLimits | None = None) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+        self._limits = limits or FrameLimits()
+        self._encoder = encoder()
+        self._inbox: _Inbox[ClientMessage] = _Inbox(self._socket, ClientMessage, self._limits, _BYTES_A_READ)
+        self._writer = FrameWriter(self._socket)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_dropped(self) -> int:
+        return self._inbox.num_dropped
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something waits until the client reads."""
+        return self._writer.has_backlog
+
+    def receive(self) -> Received[ClientMessage] | None:
+        """The next message that has arrived; never blocks.
+
+        Raises `StreamClosed` once the client is gone, which it is as well where it sends what cannot be a frame.
+        """
+        try:
+            return self._inbox.receive()
+        except FrameError as error:
+            _log.error("what the client sends cannot be read any more: %s", error)
+            raise StreamClosed from error
+
+    def send(self, message: EngineMessage, buffers: Sequence[Buffer] = ()) -> None:
+        """Sends a message; never blocks. The buffers must not be changed afterwards.
+
+        Raises what encoding raises, or `ValueError` above a limit; nothing is sent then. Of a client that is gone
+        `receive` tells.
+        """
+        self._writer.push(lay_out(self._encoder.encode(message), buffers, self._limits))
+        self.flush()
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Writes what waits, as far as the client takes it within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        poll = None
+        try:
+            while not self._writer.write():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                if poll is None:
+                    poll = select.poll()
+                    poll.register(self._socket, select.POLLOUT)
+                poll.poll(_milliseconds(left_s))
+        except StreamClosed:
+            self._writer.clear()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Closes the socket; what was sent last has `linger_s` seconds to leave. Idempotent."""
+        if self._socket.fileno() >= 0:
+            self.flush(linger_s)
+            self._socket.close()
+
+
+class ClientChannel:
+    """The client's end. `send` is thread-safe; `receive` belongs to one thread at a time.
+
+    engine_fd: a descriptor that becomes readable when the engine process ends. closing_fd: one that becomes readable
+    when this client closes; both end a `send` that waits. `num_dropped` counts frames that were no `EngineMessage`.
+    Takes over the socket alone.
+    """
+
+    def __init__(self, sock: socket.socket, engine_fd: int, closing_fd: int, limits: FrameLimits | None = None) -> None:
+        self._socket = sock
+        self._socket.setblocking(False)
+        self._ends = (engine_fd, closing_fd)
+        self._limits = limits or FrameLimits()
+        self._encoder = encoder()
+        self._inbox: _Inbox[EngineMessage] = _Inbox(sock, EngineMessage, self._limits)
+        self._writer = FrameWriter(sock)
+        self._sending = threading.Lock()
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_dropped(self) -> int:
+        return self._inbox.num_dropped
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Out.
+
+    def send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> None:
+        """Sends a message; the buffers may be changed once it returns.
+
+        Waits while the engine has not read what came before, until `deadline` (monotonic seconds). Raises
+        `InvalidRequestError` for what cannot be encoded or is too large, `TimeoutError` at the deadline, and
+        `StreamClosed` where the engine has ended or this client is closing. A message that raised is not sent, except
+        one that was cut off in its middle: the rest of it goes before the next one.
+        """
+        frame = self._lay_out(message, buffers)
+        held: list[bool] = []
+        try:
+            recorded(held, self._sending.acquire, True, -1 if deadline is None else _seconds_left(deadline))
+            if not held[0]:
+                raise TimeoutError
+            self._send(frame, deadline)
+        finally:
+            if held and held[0]:
+                self._sending.release()
+
+    def _lay_out(self, message: ClientMessage, buffers: Sequence[Buffer]) -> list[memoryview]:
+        try:
+            body = self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"cannot be sent to the engine: {error}", field="message", value=None) from error
+        try:
+            return lay_out(body, buffers, self._limits)
+        except ValueError as error:
+            num_bytes = len(body) + sum(map(len, buffers))
+            raise InvalidRequestError(f"{error}; send less at once", field="message", value=num_bytes) from error
+
+    def _send(self, frame: list[memoryview], deadline: float | None) -> None:
+        if self._is_closed:
+            raise StreamClosed
+        self._write_all(deadline)  # the rest of a message that was cut off
+        num_bytes = sum(map(len, frame))
+        try:
+            self._writer.push(frame)
+            self._write_all(deadline)
+        finally:
+            if self._writer.num_waiting_bytes == num_bytes:
+                self._writer.clear()  # nothing of it has left
+            else:
+                self._writer.own_backlog()
+
+    def _write_all(self, deadline: float | None) -> None:
+        while not self._writer.write():
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            for fd in self._ends:
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(None if deadline is None else _milliseconds(_seconds_left(deadline)))}
+            if ready.intersection(self._ends):
+                raise StreamClosed
+            if not ready and deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+
+    def hang_up(self, last: ClientMessage, timeout_s: float) -> None:
+        """Sends a last message if the engine takes it at once, and ends the stream: it reads what was sent, then no
+        more. Nothing can be sent afterwards. Waits at most `timeout_s` seconds for a thread that is sending, which
+        the closing descriptor should have sent away.
+        """
+        is_ours = self._sending.acquire(timeout=timeout_s)
+        self._is_closed = True
+        try:
+            if is_ours:
+                self._send_last(last)
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the engine has ended
+        finally:
+            if is_ours:
+                self._sending.release()
+
+    def _send_last(self, last: ClientMessage) -> None:
+        try:
+            self._writer.push(self._lay_out(last, ()))
+            self._writer.write()
+        except StreamClosed:
+            self._writer.clear()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # In.
+
+    def receive(self) -> Received[EngineMessage] | None:
+        """The next message that has arrived; never blocks.
+
+        Raises `StreamClosed` once the engine has closed its end, `EngineDeadError` where no frame can be read.
+        """
+        try:
+            return self._inbox.receive()
+        except FrameError as error:
+            raise EngineDeadError(f"what the engine sends cannot be read: {error}", process="engine") from error
+
+    def close(self) -> None:
+        """Idempotent. Nobody may be waiting to send or to receive."""
+        self._is_closed = True
+        self._socket.close()
+
+
+def _seconds_left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _milliseconds(seconds: float) -> int:
+    return math.ceil(seconds * 1e3)

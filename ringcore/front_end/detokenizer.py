@@ -1,0 +1,120 @@
+"""Tokens become text, one at a time, and the text ends at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ringcore.params.sampling_params import SamplingParams
+
+__all__ = ["Detokenizer", "StopStringMatcher", "TokenStream"]
+
+
+class TokenStream(Protocol):
+    """What `Tokenizer.stream` gives: text that never ends in half a character."""
+
+    def append(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class StopStringMatcher:
+    """Finds the stop string that is complete first in a text that arrives in pieces.
+
+    "First" is by its last character, and of those that end together the longest: a rule that does not depend on
+    how the text was cut into pieces. Text that may be the beginning of a stop string is held back, so that what
+    `feed` returned never has to be taken back.
+
+    Invariant: `_held` is the longest end of the text so far that is a proper prefix of a stop string.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False) -> None:
+        self._stop_strings = stop_strings
+        self._include_in_output = include_in_output
+        self._max_held = max((len(stop) for stop in stop_strings), default=1) - 1
+        self._held = ""
+
+    def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text that `text` releases, and the stop string that is complete now, if any.
+
+        With `may_stop=False` no stop string may end in `text`; one that begins there may still end later.
+        """
+        if not self._stop_strings:
+            return text, None
+        buffer = self._held + text
+        if may_stop and text and (match := self._first_match(buffer)) is not None:
+            end, start, stop = match
+            self._held = ""
+            return buffer[: end if self._include_in_output else start], stop
+        cut = len(buffer) - self._held_length(buffer)
+        self._held = buffer[cut:]
+        return buffer[:cut], None
+
+    def release(self) -> str:
+        """The text held back, once nothing more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, buffer: str) -> tuple[int, int, str] | None:
+        """(end, start, stop string) of the match that ends first in the part of `buffer` behind what was held."""
+        matches = []
+        for stop in self._stop_strings:
+            start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        return min(matches, default=None)
+
+    def _held_length(self, buffer: str) -> int:
+        for length in range(min(self._max_held, len(buffer)), 0, -1):
+            tail = buffer[-length:]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stop_strings):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """The text of one completion.
+
+    The token that ended a completion (the model's end of text, or one of `stop_token_ids`) has no text unless
+    `include_stop_str_in_output`; then `skip_special_tokens` decides, as it does for every other token.
+    """
+
+    def __init__(self, stream: TokenStream, params: SamplingParams) -> None:
+        self._stream = stream
+        self._matcher = StopStringMatcher(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self._shows_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What can be shown: neither half a character nor what may turn out to be a stop string."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def take(self) -> str:
+        """The text that came since the last time; from now on `text` begins behind it."""
+        text, self._pieces = self.text, []
+        return text
+
+    def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
+        """Takes in one token; returns the stop string that it completed, which ends the text."""
+        self._num_tokens += 1
+        if is_stop_token and not self._shows_stop:
+            return None
+        return self._take(self._stream.append(token_id))
+
+    def finish(self) -> str | None:
+        """Takes in what was held back. Returns the stop string that this completed, if any."""
+        stop = self._take(self._stream.flush())
+        if stop is None:
+            self._pieces.append(self._matcher.release())
+        return stop
+
+    def _take(self, text: str) -> str | None:
+        released, stop = self._matcher.feed(text, may_stop=self._num_tokens >= self._min_tokens)
+        if released:
+            self._pieces.append(released)
+        return stop

@@ -1,0 +1,320 @@
+"""LLM: prompts in, texts out. The thin front end of an engine in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+from ringcore.checkpoint.tokenizer import Tokenizer
+from ringcore.config import EngineConfig
+from ringcore.engine_core.memory.methods import MemoryMethods
+from ringcore.errors import InvalidRequestError
+from ringcore.front_end.front_end import FrontEnd, start_engine
+from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
+from ringcore.front_end.prompt_lists import (
+    OnError,
+    Prepare,
+    as_conversations,
+    check_choice,
+    prepare_all,
+    with_index,
+)
+from ringcore.front_end.tokenization.pool import TokenizerPool
+from ringcore.host.owner_process import OwnerProcess
+from ringcore.params.outputs import RequestOutput
+from ringcore.params.sampling_params import OutputKind, SamplingParams
+from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
+from ringcore.protocol.methods import RpcMethod
+
+__all__ = ["LLM"]
+
+Message = Mapping[str, Any]
+
+_REFRESH_S = 0.5
+
+
+class LLM(MemoryMethods):
+    """A model ready to generate. Keywords are the engine options (`EngineConfig.options()`).
+
+        with LLM("path/to/model", dtype="float32") as llm:
+            for output in llm.generate(["Water boils at", "The sky is"], SamplingParams(temperature=0)):
+                print(output.outputs[0].text)
+
+    Raises at construction, before any process starts, `UnknownOptionError`, `ConfigError` and `ModelLoadError`
+    for what can be known then; and whatever stopped the engine's start-up: `ModelLoadError`, `CapacityError`,
+    `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
+
+    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them. In a process that was
+    forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
+        self.config = EngineConfig.from_options(model=model, **engine_options)
+        self._client = start_engine(self.config)
+        self._turn = _Turn(self._client.owner)
+        self._tokenizer_pool = TokenizerPool(self.config)
+        self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
+        self._tokenizer_pool.start()
+        self._front_end = FrontEnd(self.config, self._client)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Generating.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Completes prompts; one output a prompt, in their order.
+
+        prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt" or
+            "prompt_token_ids" and optionally "request_id", "cache_salt" and "priority", or a list of these.
+        sampling_params: one for all, or a list with one for each; None means `SamplingParams()`.
+        use_tqdm: a progress bar on stderr.
+        on_error: "raise" checks every prompt before any is sent, and raises a later error once the others are
+            done; "return" gives a wrong prompt an output with `error` set, in its place.
+
+        Raises `InvalidRequestError` (or `UnknownOptionError`) whose details name the prompt's `index`, and
+        `EngineDeadError`.
+        """
+        prepare = self._front_end.inputs.prepare
+        return self._generate(as_prompt_list(prompts), prepare, sampling_params, use_tqdm, on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: OnError = "raise",
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations, written out by the model's own chat template.
+
+        messages: one conversation (a list of dicts with "role" and "content"), or a list of conversations.
+        tools: descriptions of functions, as the template takes them. The answers are the model's text as it wrote it;
+            `ringcore.chat` takes calls of tools and reasoning out of it.
+        chat_template_kwargs: further names for the template.
+        Everything else is as for `generate`.
+        """
+
+        prepare = partial(
+            self._front_end.inputs.prepare_chat,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._generate(as_conversations(messages), prepare, sampling_params, use_tqdm, on_error)
+
+    def _generate(
+        self,
+        items: list[Any],
+        prepare: Prepare,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        on_error: OnError,
+    ) -> list[RequestOutput]:
+        self._client.owner.check()
+        prepared = self._prepare_all(items, sampling_params, prepare, on_error)
+        with self._turn:
+            outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
+        results = [p if isinstance(p, RequestOutput) else next(outputs) for p in prepared]
+        if on_error == "raise":
+            for index, result in enumerate(results):
+                if result.error is not None:
+                    raise with_index(result.error, index)
+        return results
+
+    def _prepare_all(
+        self,
+        items: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prepare: Prepare,
+        on_error: OnError,
+    ) -> list[PreparedRequest | RequestOutput]:
+        return prepare_all(items, sampling_params, prepare, self._tokenizer_pool.submit, on_error)
+
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Generates until every request is finished; whole outputs, in the order of the requests."""
+        front_end = self._front_end
+        try:
+            states = front_end.add(prepared, "final")
+            with _progress(len(prepared), use_tqdm) as progress:
+                while front_end.outputs.has_unfinished:
+                    processed = front_end.receive_and_abort()
+                    progress(len(processed.changed), processed.num_new_tokens)
+        except BaseException:  # Ctrl-C too: the engine stays usable
+            front_end.drop_unfinished()
+            raise
+        return [state.take_last() for state in states]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        by: Literal["request", "token"] = "request",
+        on_error: OnError = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Completes prompts, and gives what there is as it comes.
+
+        by: "request" gives each prompt's whole output when it is finished; "token" gives every output of every prompt,
+            of the kind that its `SamplingParams.output_kind` says. `request_id` and `prompt` tell whose it is.
+        prompts, sampling_params, on_error: as for `generate`; an error that "raise" raises comes after all outputs.
+
+        Leaving the iteration ends what is unfinished. `generate`, `chat` and other streams wait until then; in the
+        same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
+        """
+        self._client.owner.check()
+        check_choice("by", by, ("request", "token"))
+        prepare = self._front_end.inputs.prepare
+        prepared = self._prepare_all(as_prompt_list(prompts), sampling_params, prepare, on_error)
+        return self._stream(prepared, "final" if by == "request" else None, on_error)
+
+    def _stream(
+        self, prepared: list[PreparedRequest | RequestOutput], kind: OutputKind | None, on_error: OnError
+    ) -> Iterator[RequestOutput]:
+        front_end, failed = self._front_end, None
+        yield from (one for one in prepared if isinstance(one, RequestOutput))
+        with self._turn:
+            try:
+                states = front_end.add([one for one in prepared if isinstance(one, PreparedRequest)], kind)
+                while front_end.outputs.has_unfinished:
+                    for state in front_end.receive_and_abort().changed:
+                        output = state.take()
+                        if output is None:
+                            continue
+                        if output.error is not None and on_error == "raise":
+                            failed = failed or with_index(output.error, states.index(state))
+                        else:
+                            yield output
+            finally:
+                front_end.drop_unfinished()
+        if failed is not None:
+            raise failed
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Administration.
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
+        return self._client.ready
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._front_end.tokenizer
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone.
+
+        method: a name; or, with the option `allow_callables`, a function that each worker calls as
+        f(worker, *args, **kwargs).
+
+        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError` for
+        what cannot be sent; the engine goes on.
+        """
+        return self._client.collective_rpc(method, args, kwargs, timeout, unique_reply_rank)
+
+    def methods(self) -> list[RpcMethod]:
+        """What can be called by name: the methods of the workers (`collective_rpc`), those of an extension among them,
+        and the engine's own; each with its signature and what it does."""
+        return self._client.methods()
+
+    def health(self, timeout: float = 1.0) -> EngineHealth:
+        """How the engine and its workers do, within about `timeout` seconds; also of one that is silent or dead."""
+        return self._client.health(timeout)
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached prefixes. False, and nothing changed, while a request is running."""
+        return self._client.reset_prefix_cache(preempt_running)
+
+    def is_sleeping(self) -> bool:
+        return self._client.is_sleeping()
+
+    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+        return self._client._operate(name, kwargs, timeout)
+
+    def close(self) -> None:
+        """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""
+        self._client.close()
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Turn:
+    """One caller at a time. A thread that would wait for itself is refused, and so is a forked process."""
+
+    def __init__(self, owner: OwnerProcess) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        self._owner.check()
+        if self._holder == threading.get_ident():
+            raise InvalidRequestError(
+                "a stream that this thread began is not at its end; read it to its end or close() it first",
+                field="prompts",
+                value=None,
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *exc: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+
+@contextmanager
+def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told of each message: how many prompts it finished, and how many new tokens it had."""
+    if not use_tqdm:
+        yield lambda num_finished, num_new_tokens: None
+        return
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Without tqdm's monitor thread. tqdm's default lock makes a named semaphore, which a killed process may leave
+        in /dev/shm; a lock of threads takes its place, unless this process has used a bar of tqdm before."""
+
+        monitor_interval = 0
+
+    if not hasattr(tqdm, "_lock"):
+        Bar.set_lock(threading.RLock())
+    with Bar(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
+        started = shown = time.monotonic()
+        num_tokens = 0
+
+        def advance(num_finished: int, num_new_tokens: int) -> None:
+            nonlocal num_tokens, shown
+            num_tokens += num_new_tokens
+            now = time.monotonic()
+            if num_finished or now - shown > _REFRESH_S:  # tokens come, even where no prompt is finished
+                bar.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s")
+                bar.update(num_finished)
+                shown = now
+
+        yield advance

@@ -1,0 +1,83 @@
+"""The requests under way, by the ids that the engine knows them by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.request_state import Completion, RequestState, TextSource
+from ringcore.params.sampling_params import OutputKind
+from ringcore.protocol.requests import EngineCoreOutput
+
+__all__ = ["OutputProcessor", "ProcessedOutputs"]
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one message of the engine came to."""
+
+    changed: list[RequestState] = field(default_factory=list)  # those of which something can be taken now
+    abort_ids: list[str] = field(default_factory=list)  # ended by a stop string, or with another completion
+    num_new_tokens: int = 0
+
+
+class OutputProcessor:
+    """Holds the completions that are under way.
+
+    Outputs of others are dropped: a completion that a stop string ended is forgotten at once, while the engine may
+    still have a step in flight for it. One thread processes; others may add and forget meanwhile, since each of these
+    is one operation on the dict, which needs no lock and can be done in a finalizer.
+    """
+
+    def __init__(self, tokenizer: TextSource) -> None:
+        self._tokenizer = tokenizer
+        self._completions: dict[str, Completion] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._completions)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return list(self._completions)
+
+    def add(self, prepared: PreparedRequest, kind: OutputKind = "final") -> RequestState:
+        """Expects outputs for a request."""
+        state = RequestState(prepared, self._tokenizer, kind)
+        for completion in state.completions:
+            assert completion.engine_id not in self._completions, f"request {completion.engine_id!r} is under way"
+            self._completions[completion.engine_id] = completion
+        return state
+
+    def forget(self, engine_ids: Iterable[str]) -> None:
+        """Drops completions whose outputs nobody waits for."""
+        for engine_id in engine_ids:
+            self._completions.pop(engine_id, None)
+
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+        """Takes in one message of the engine; what ended is forgotten."""
+        processed, now = ProcessedOutputs(), time.monotonic()
+        changed: dict[int, RequestState] = {}  # by id(), which is fast: each is alive for as long
+        for output in outputs:
+            completion = self._completions.get(output.request_id)
+            if completion is None:
+                continue
+            state = completion.request
+            num_new, has_news = state.update(completion, output, now)
+            processed.num_new_tokens += num_new
+            if has_news:
+                changed[id(state)] = state
+            if completion.finish_reason is not None:
+                self._forget_ended(completion, output, processed)
+        processed.changed = list(changed.values())
+        return processed
+
+    def _forget_ended(self, completion: Completion, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
+        if self._completions.pop(completion.engine_id, None) is not None and output.finish_reason is None:
+            processed.abort_ids.append(completion.engine_id)
+        if completion.request.is_over:  # the others have ended, or end with this one's error
+            for other in completion.request.completions:
+                if self._completions.pop(other.engine_id, None) is not None:
+                    processed.abort_ids.append(other.engine_id)

@@ -1,0 +1,211 @@
+"""A request under way: what its completions have put out, and what of it the caller has not taken yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from ringcore.errors import RingcoreError, error_from_wire
+from ringcore.front_end.detokenizer import Detokenizer, TokenStream
+from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.prompt_logprobs import PromptPositions, prompt_positions
+from ringcore.params.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ringcore.params.sampling_params import OutputKind
+from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
+
+__all__ = ["Completion", "RequestState", "TextSource", "error_of"]
+
+
+class TextSource(Protocol):
+    """What is needed of a `Tokenizer`."""
+
+    def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> TokenStream: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class RequestState:
+    """One request: its completions, until each has ended, or one has failed.
+
+    Whoever receives from the engine calls `update`, whoever reads calls `take`, in threads of their own. Nothing waits
+    in between but what the caller has not taken yet, so that a reader may be as slow as it likes.
+
+    kind: what `take` gives. is_over: nothing more comes; what is there can still be taken.
+    """
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: TextSource, kind: OutputKind) -> None:
+        self.request_id = prepared.request_id
+        self.completions = [Completion(self, i, one, tokenizer) for i, one in enumerate(prepared.requests)]
+        self.is_over = False
+        self._kind = kind
+        self._prompt = prepared.prompt
+        self._request = prepared.requests[0]
+        self._error: RingcoreError | None = None
+        self._token_text = tokenizer.token_text
+        self._prompt_positions: PromptPositions | None = None
+        if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
+            self._prompt_positions = [None]  # nothing will be told of a lone token
+        self._first_token_s: float | None = None
+        self._finished_s: float | None = None
+        self._lock = threading.RLock()  # a finalizer may `end` it anywhere within the code of its own thread
+        self._has_news = False
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """The engine's ids of the completions that have not ended."""
+        return [one.engine_id for one in self.completions if one.finish_reason is None]
+
+    def update(self, completion: Completion, output: EngineCoreOutput, now: float) -> tuple[int, bool]:
+        """Takes in an output; returns how many of its tokens belong to the completion, and whether `take` gives
+        something now."""
+        with self._lock:
+            if self.is_over:
+                return 0, False
+            num_new = completion.update(output)
+            if output.prompt_logprobs is not None:
+                self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
+            if num_new and self._first_token_s is None:
+                self._first_token_s = now
+            if output.error is not None:
+                self._end(error_of(output.error), now)
+            elif all(one.finish_reason is not None for one in self.completions):
+                self._end(None, now)
+            self._has_news = self._has_news or self.is_over or self._kind != "final"
+            return num_new, self._has_news
+
+    def end(self, now: float) -> None:
+        """Ends, as aborted, what has not ended."""
+        with self._lock:
+            if not self.is_over:
+                self._end(None, now)
+                self._has_news = True
+
+    def _end(self, error: RingcoreError | None, now: float) -> None:
+        for one in self.completions:
+            one.finish_reason = one.finish_reason or "abort"
+        self.is_over, self._error, self._finished_s = True, error, now
+
+    def take(self) -> RequestOutput | None:
+        """What came since the last time, or all so far, as the kind says; None where nothing came."""
+        with self._lock:
+            if not self._has_news:
+                return None
+            self._has_news = False
+            outputs = [one.take(is_delta=self._kind == "delta", is_last=self.is_over) for one in self.completions]
+            failed_at_once = self._error is not None and self._first_token_s is None
+            return RequestOutput(
+                request_id=self.request_id,
+                prompt=self._prompt,
+                prompt_token_ids=self._request.prompt_token_ids,
+                outputs=[] if failed_at_once else outputs,
+                num_cached_tokens=self.completions[0].num_cached_tokens,
+                metrics=self._metrics(),
+                error=self._error,
+                prompt_logprobs=self._take_prompt_positions(),
+            )
+
+    def _take_prompt_positions(self) -> PromptPositions | None:
+        """The list is the caller's own."""
+        positions = self._prompt_positions
+        if self._kind == "delta":
+            self._prompt_positions = None
+        elif positions is not None and not self.is_over:
+            return positions.copy()
+        return positions
+
+    def take_last(self) -> RequestOutput:
+        """What there is of a request that is over and of which nothing was taken."""
+        output = self.take()
+        assert output is not None, f"request {self.request_id!r} has nothing to take"
+        return output
+
+    def _metrics(self) -> RequestMetrics:
+        scheduled = [one.first_scheduled_s for one in self.completions if one.first_scheduled_s is not None]
+        return RequestMetrics(
+            arrival_s=self._request.arrival_s,
+            first_scheduled_s=min(scheduled, default=None),
+            first_token_s=self._first_token_s,
+            finished_s=self._finished_s,
+            num_preemptions=sum(one.num_preemptions for one in self.completions),
+        )
+
+
+class Completion:
+    """One completion of a request, which the engine knows as a request of its own."""
+
+    def __init__(self, request: RequestState, index: int, sent: EngineCoreRequest, tokenizer: TextSource) -> None:
+        params = sent.sampling_params
+        self.request = request
+        self.engine_id = sent.request_id
+        self.finish_reason: FinishReason | None = None
+        self.num_cached_tokens = 0
+        self.first_scheduled_s: float | None = None
+        self.num_preemptions = 0
+        self._index = index
+        self._token_text = tokenizer.token_text
+        self._detokenizer = Detokenizer(tokenizer.stream(params.skip_special_tokens, sent.prompt_token_ids), params)
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._stop_reason: int | str | None = None
+
+    def update(self, output: EngineCoreOutput) -> int:
+        """Takes in an output; returns how many of its tokens belong to the completion."""
+        num_before = len(self._token_ids)
+        self.num_cached_tokens, self.num_preemptions = output.num_cached_tokens, output.num_preemptions
+        self.first_scheduled_s = output.first_scheduled_s
+        stop = self._append_tokens(output)
+        if stop is None and output.finish_reason is not None:
+            stop = self._detokenizer.finish()
+        if stop is not None and output.error is None:
+            self.finish_reason, self._stop_reason = "stop", stop
+        elif output.finish_reason is not None:
+            self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
+        return len(self._token_ids) - num_before
+
+    def _append_tokens(self, output: EngineCoreOutput) -> str | None:
+        """Appends tokens up to the one that completes a stop string, which is returned."""
+        last = len(output.new_token_ids) - 1
+        for i, token_id in enumerate(output.new_token_ids):
+            self._token_ids.append(token_id)
+            if self._logprobs is not None and output.logprobs is not None:
+                self._append_logprobs(output.logprobs[i])
+            is_stop_token = i == last and output.finish_reason == "stop"
+            stop = self._detokenizer.append(token_id, is_stop_token=is_stop_token)
+            if stop is not None:
+                return stop
+        return None
+
+    def _append_logprobs(self, position: TokenLogprobs) -> None:
+        assert self._logprobs is not None
+        self._cumulative_logprob += position.logprobs[0]  # the sampled token comes first
+        self._logprobs.append(
+            {
+                token_id: Logprob(logprob, rank, self._token_text(token_id))
+                for token_id, logprob, rank in zip(position.token_ids, position.logprobs, position.ranks, strict=True)
+            }
+        )
+
+    def take(self, *, is_delta: bool, is_last: bool) -> CompletionOutput:
+        """What came since the last time, or all so far. The lists are the caller's own."""
+        text = self._detokenizer.take() if is_delta else self._detokenizer.text
+        token_ids, logprobs = self._token_ids, self._logprobs
+        if is_delta:
+            self._token_ids, self._logprobs = [], None if logprobs is None else []
+        elif not is_last:
+            token_ids, logprobs = token_ids.copy(), None if logprobs is None else logprobs.copy()
+        return CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+
+def error_of(wire: WireError) -> RingcoreError:
+    """The error that a message carries, to be raised or handed over here."""
+    return error_from_wire({"type": wire.type, "message": wire.message, "details": wire.details})

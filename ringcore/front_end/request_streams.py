@@ -1,0 +1,275 @@
+"""The requests of an asynchronous front end, between the thread that hears the engine and the loops of their readers.
+
+    event loops                       threads of the engine's own
+    RequestStreams.add  ──queue─────▶ sender    ──▶ engine process
+    RequestStream.next  ◀─state─────  receiver  ◀── engine process
+                        ◀─wake: one call_soon_threadsafe a message and loop
+
+No event loop ever waits for the engine: the sender does, and so what is sent keeps its order. Text is made in the
+receiver. What it has made lies in the request's state until the reader takes it, so that a slow reader holds up nobody
+and finds all that came meanwhile as one output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from ringcore.config import EngineConfig
+from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
+from ringcore.front_end.front_end import FrontEnd, start_engine
+from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.request_state import RequestState
+from ringcore.params.outputs import RequestOutput
+from ringcore.protocol.requests import EngineCoreRequest
+
+__all__ = ["RequestStream", "RequestStreams"]
+
+_THREAD_ENDS_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class RequestStream:
+    """One request on its way to its reader. `next` and `wake` are called in the thread of `loop` alone."""
+
+    def __init__(self, streams: RequestStreams, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
+        self.streams = streams  # of the engine that it was sent to
+        self.state = state
+        self.loop = loop
+        self.error: RingcoreError | None = None  # set before the last wake
+        self.is_dropped = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> RequestOutput:
+        """What came since the last time, waiting for something to come. Raises what ended the request, and
+        `StopAsyncIteration` where it was dropped."""
+        while (output := self.state.take()) is None:
+            if self.is_dropped:
+                raise StopAsyncIteration
+            if self.error is not None:
+                raise copy.copy(self.error)  # a traceback belongs to one raise
+            self.streams.client.owner.check()
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return output
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+OnEnd = Callable[["RequestStreams", RingcoreError], Callable[[], None]]
+
+
+class _Add(NamedTuple):
+    stream: RequestStream
+    requests: list[EngineCoreRequest]
+
+
+class RequestStreams:
+    """An engine process and every request that is under way in it.
+
+    opened: the front end, once the engine is ready, or what stopped it. is_closed: it was `close` that ended it.
+    on_end: told by the receiver what the engine ended of, before its requests are; what it returns is called after
+    that.
+
+    Invariant: `_by_id` has the streams that have not ended, by the caller's request id. A stream is ended by whoever
+    takes it out. `drop` takes no lock, since it runs in finalizers, within any other code of its thread.
+    """
+
+    def __init__(self, config: EngineConfig, on_end: OnEnd) -> None:
+        self._config, self._on_end = config, on_end
+        self.is_closed = False
+        self.client = start_engine(config)
+        self.opened: Future[FrontEnd] = Future()
+        self.opened.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it for the others
+        self._by_id: dict[str, RequestStream] = {}
+        self._to_send: SimpleQueue[_Add | list[str] | None] = SimpleQueue()
+        self._emptied: SimpleQueue[None] = SimpleQueue()
+        self._error: RingcoreError | None = None  # of every request from now on
+        self._closing = threading.Lock()
+        self._threads = [
+            threading.Thread(target=run, name=f"ringcore-{name}", daemon=True)
+            for name, run in (("receiver", self._receive_all), ("sender", self._send_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # From the event loops: nothing here waits.
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._by_id)
+
+    def check_open(self) -> None:
+        """Raises what ended the engine, or refuses new requests."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+
+    def add(self, prepared: PreparedRequest) -> RequestStream:
+        """Begins a request, whose reader is in the running loop."""
+        outputs = self.opened.result(timeout=0).outputs
+        state = outputs.add(prepared, prepared.requests[0].sampling_params.output_kind)
+        stream = RequestStream(self, state, asyncio.get_running_loop())
+        if self._by_id.setdefault(prepared.request_id, stream) is not stream:
+            outputs.forget(state.unfinished_ids)
+            raise InvalidRequestError(
+                f"request_id={prepared.request_id!r} is under way; give each request its own, or none",
+                field="request_id",
+                value=prepared.request_id,
+            )
+        self._to_send.put(_Add(stream, prepared.requests))
+        if self._error is not None:  # looked at last: whoever set it may have looked for streams before there was this
+            self.drop(stream)
+        self.check_open()
+        return stream
+
+    def drop(self, stream: RequestStream) -> None:
+        """Ends a request that nobody reads any more."""
+        stream.is_dropped = True
+        if not self.client.owner.is_here or not self._take_out(stream):
+            return
+        engine_ids = stream.state.unfinished_ids
+        self.opened.result(timeout=0).outputs.forget(engine_ids)
+        self._to_send.put(engine_ids)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, whose reader gets a last output."""
+        self.client.owner.check()
+        stream = self._by_id.get(request_id)
+        if stream is not None:
+            self._to_send.put(stream.state.unfinished_ids)
+
+    def _take_out(self, stream: RequestStream) -> bool:
+        """Whether the stream had not ended before."""
+        if self._by_id.get(stream.state.request_id) is not stream:
+            return False
+        had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
+        if not self._by_id and self._error is not None:  # set before anybody waits for this
+            self._emptied.put(None)
+        return had_not_ended
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The threads.
+
+    def _receive_all(self) -> None:
+        try:
+            front_end = FrontEnd(self._config, self.client)
+        except BaseException as error:
+            self._fail_all(error if isinstance(error, RingcoreError) else _our_own(error))
+            self.opened.set_exception(error)
+            return
+        self.opened.set_result(front_end)
+        try:
+            while True:
+                self._receive(front_end)
+        except RingcoreError as error:
+            self._fail_all(error)
+        except BaseException as error:
+            _log.exception("the thread that receives from the engine cannot go on")
+            self._fail_all(_our_own(error))
+            self.client.close(_our_own(error))
+
+    def _receive(self, front_end: FrontEnd) -> None:
+        processed = front_end.receive()
+        if processed.abort_ids:
+            self._to_send.put(processed.abort_ids)
+        changed = []
+        for state in processed.changed:
+            stream = self._by_id.get(state.request_id)
+            if stream is None or stream.state is not state:
+                continue
+            if state.is_over:
+                self._take_out(stream)
+            changed.append(stream)
+        self._wake(changed)
+
+    def _wake(self, streams: Iterable[RequestStream]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+        for stream in streams:
+            by_loop.setdefault(stream.loop, []).append(stream)
+        for loop, its_streams in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake_all, its_streams)
+            except RuntimeError:  # the loop is closed, and its readers with it
+                for stream in its_streams:
+                    self.drop(stream)
+
+    def _fail_all(self, error: RingcoreError) -> None:
+        go_on = self._on_end(self, error)
+        self._error = self._error or error
+        self._fail(list(self._by_id.values()), error)
+        go_on()
+
+    def _fail(self, streams: Iterable[RequestStream], error: RingcoreError) -> None:
+        failed = [stream for stream in streams if self._take_out(stream)]
+        for stream in failed:
+            stream.error = error
+        self._wake(failed)
+
+    def _send_all(self) -> None:
+        while (order := self._to_send.get()) is not None:
+            try:
+                if isinstance(order, _Add):
+                    self.client.add_requests(order.requests)
+                else:
+                    self.client.abort(order)
+            except RingcoreError as error:  # the engine's death the receiver hears of too
+                if isinstance(order, _Add) and not isinstance(error, EngineDeadError):
+                    self.opened.result(timeout=0).outputs.forget(one.request_id for one in order.requests)
+                    self._fail([order.stream], error)
+            del order
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The end.
+
+    def close(self, timeout: float | None = 0.0) -> None:
+        """Refuses new requests, waits up to `timeout` seconds (None: without a limit) for those under way, aborts the
+        rest, and ends the engine and the threads. Idempotent, also from several threads at once.
+        """
+        self._error = self._error or EngineDeadError("the engine was closed", process="engine")
+        self._wait_until_empty(timeout)
+        with self._closing:
+            rest = [stream for stream in list(self._by_id.values()) if self._take_out(stream)]
+            for stream in rest:
+                stream.state.end(time.monotonic())
+            self._wake(rest)
+            self.is_closed = self.is_closed or self.client.is_alive
+            self.client.close()
+            self._to_send.put(None)
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(_THREAD_ENDS_S)
+
+    def _wait_until_empty(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._by_id:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            try:
+                self._emptied.get(timeout=left_s)
+            except Empty:
+                return
+        self._emptied.put(None)  # for another that waits
+
+
+def _wake_all(streams: list[RequestStream]) -> None:
+    for stream in streams:
+        stream.wake()
+
+
+def _our_own(error: BaseException) -> EngineDeadError:
+    return EngineDeadError(f"the engine's front end failed: {error!r}", process="front end")

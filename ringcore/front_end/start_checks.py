@@ -1,0 +1,108 @@
+"""What a front end finds out before any process starts: a tokenizer, the tensors of the checkpoint, enough memory.
+
+Of memory only a CPU's can be known without the device. It is looked at since the kernel refuses nothing there: it ends
+a process of the host, any one, when the memory is written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
+from ringcore.checkpoint.tokenizer import check_tokenizer_files
+from ringcore.config import EngineConfig
+from ringcore.config.options import EXECUTORS
+from ringcore.errors import CapacityError
+from ringcore.host.byte_sizes import format_bytes
+from ringcore.host.resources import Host
+from ringcore.kv_cache.capacity import budget_text
+from ringcore.kv_cache.layer_specs import layer_specs
+from ringcore.kv_cache.planner import plan_without_limit
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
+
+__all__ = ["check_host_memory", "check_start"]
+
+_ANGLE_BYTES = 20  # of a pair of a head at a position, while its table is computed: angle, cosine, sine, and both
+
+
+def check_start(config: EngineConfig) -> None:
+    """Raises `ModelLoadError` where files are missing or do not fit each other, `CapacityError` where the host lacks
+    the memory. An executor of the caller's own may need none of it but the tokenizer."""
+    check_tokenizer_files(config.model.files)
+    if config.parallel.executor not in EXECUTORS:
+        return
+    check_checkpoint(config.model.files, config.model.spec)
+    host = Host()
+    if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
+        check_host_memory(config.on_device("cpu"), host)
+
+
+def check_host_memory(config: EngineConfig, host: Host) -> None:
+    """Weights, angles of the rotary embeddings and the smallest cache of all ranks against what is free. Raises
+    `CapacityError`: it is the least that a CPU needs, and what steps take comes on top."""
+    dtype = host.resolve_dtype(config.model.dtype, config.model.spec.dtype)
+    is_fitted, context_len = config.model.max_model_len == "auto", config.model.context_len
+    weights, plan, free = _weights_bytes(config, dtype), _plan(config, dtype), host.free_memory_bytes()
+    least = min(2, context_len) if is_fitted else context_len
+    cache = _cache_bytes(config, plan, least)
+    angles = _angles_bytes(config, context_len)
+    needed = weights + angles + cache
+    if needed <= free:
+        return
+    fits = bisect.bisect_right(
+        range(1, context_len + 1),
+        free - weights,
+        key=lambda tokens: _cache_bytes(config, plan, tokens) + _angles_bytes(config, tokens),
+    )
+    shorter = f"lower max_model_len to {fits}, " if fits >= 2 else ""
+    table = {
+        "total_bytes": host.total_memory_bytes(),
+        "weights_bytes": weights,
+        "rotary_embedding_bytes": angles,
+        "kv_cache_bytes": cache,
+    }
+    raise CapacityError(
+        f"host memory: the model in {dtype}, with one request of {least} tokens, needs "
+        f"{format_bytes(needed, exact=True)}, {format_bytes(free, exact=True)} available, "
+        f"{format_bytes(needed - free, exact=True)} missing; {shorter}give a smaller model or another dtype, or end "
+        f"what else uses this host's memory ({budget_text(table)})",
+        needed_bytes=needed,
+        available_bytes=free,
+        missing_bytes=needed - free,
+        max_model_len=fits if fits >= 2 else 0,
+        budget=table,
+    )
+
+
+def _weights_bytes(config: EngineConfig, dtype: str) -> int:
+    """As a CPU's kernels hold them: see `model_executor.packing`."""
+    spec = config.model.spec
+    shapes = expected_tensors(spec).values()
+    num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
+    if config.device.enable_sleep_mode:
+        return num_bytes
+    if spec.tie_word_embeddings:  # a table to look up, and one to multiply with
+        num_bytes += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[dtype]
+    if dtype == "float32" and spec.dtype != "float32" and config.model.files.kind != "dummy":
+        num_bytes += sum(2 * math.prod(shape) for shape in shapes if len(shape) == 2)
+    return num_bytes
+
+
+def _angles_bytes(config: EngineConfig, num_tokens: int) -> int:
+    spec = config.model.spec
+    num_tables = 1 if spec.sliding_rope is None else 2
+    return config.parallel.tensor_parallel_size * num_tables * num_tokens * spec.head_dim // 2 * _ANGLE_BYTES
+
+
+def _plan(config: EngineConfig, dtype: str) -> KVCacheConfig:
+    ranks = config.parallel.tensor_parallel_size
+    return plan_without_limit(
+        layer_specs(config.model.spec, ranks, config.cache.block_size, dtype),
+        max_model_len=config.model.context_len,
+        max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
+    )
+
+
+def _cache_bytes(config: EngineConfig, plan: KVCacheConfig, num_tokens: int) -> int:
+    return config.parallel.tensor_parallel_size * (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes

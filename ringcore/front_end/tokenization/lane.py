@@ -1,0 +1,179 @@
+"""A queue of jobs for the tokenizer, and the process that executes them one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError, RingcoreError
+from ringcore.executor.child_process import ChildProcess
+from ringcore.executor.job_process import JobProcess
+from ringcore.front_end.tokenization.process import CHANNEL, ENTRY, MAX_MEMORY_BYTES
+from ringcore.front_end.tokenization.text_jobs import EncodeChat, RenderChat, TextAnswer, TextJob
+from ringcore.protocol.codec import encode_start
+
+__all__ = ["Outcome", "QueuedJob", "TokenizerLane"]
+
+_LEAVES_LANE_S = 0.5  # a job that takes longer, where others wait
+_ABANDONED_S = 0.5  # a job without a caller that takes longer costs its process
+_START_S = 120.0  # imports on a machine that is busy with other work
+# Threads of the tokenizers' own would reserve more address space than a process may have; a panic is one line of log.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+
+
+class QueuedJob:
+    """A job. started_s: when the process had answered all before it."""
+
+    __slots__ = ("body", "field", "future", "is_abandoned", "num_deaths", "started_s")
+
+    def __init__(self, job: TextJob, body: bytes) -> None:
+        self.body = body
+        self.field = "messages" if isinstance(job, EncodeChat | RenderChat) else "prompt"
+        self.future: Future[TextAnswer] = Future()
+        self.num_deaths = 0
+        self.started_s = 0.0
+        self.is_abandoned = False
+
+
+Outcome = tuple[QueuedJob, bytes | RingcoreError]
+
+
+class TokenizerLane:
+    """Jobs in order, and the process that executes them.
+
+    `advance` does what can be done without waiting, and yields the outcome of each job that ended. Invariant:
+    `in_flight` are the jobs that the process has been sent and has not answered, in order; without a process there are
+    none.
+    """
+
+    def __init__(self, config: EngineConfig, killed: list[ChildProcess], depth: int) -> None:
+        self._config, self._killed, self._depth = config, killed, depth
+        self._timeout_s = config.model.tokenizer_timeout_s
+        self.queue: deque[QueuedJob] = deque()
+        self.in_flight: deque[QueuedJob] = deque()
+        self.process: JobProcess | None = None
+        self._started_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.queue and not self.in_flight
+
+    def start(self) -> None:
+        payload = encode_start(self._config)
+        self.process = JobProcess("tokenizer", ENTRY, payload, CHANNEL, _ENVIRONMENT)
+        self._started_s = time.monotonic()
+
+    def dispatch(self) -> None:
+        """Sends the process what it may have."""
+        if self.process is None or not self.process.is_ready:
+            return
+        while self.queue and len(self.in_flight) < self._depth:
+            entry = self.queue.popleft()
+            entry.started_s = time.monotonic()
+            self.in_flight.append(entry)
+            self.process.send(entry.body)
+
+    def advance(self) -> Iterator[Outcome]:
+        if self.process is None and self.queue:
+            try:
+                self.start()
+            except RingcoreError as error:
+                yield from self._fail_all(error)
+        if self.process is None:
+            return
+        try:
+            is_ready = self.process.poll_ready()
+        except RingcoreError as error:
+            yield from self._fail_all(error)
+            return
+        if is_ready:
+            self.process.write()
+            while self.in_flight and (answer := self.process.poll_answer()) is not None:
+                yield self.in_flight.popleft(), answer
+                if self.in_flight:
+                    self.in_flight[0].started_s = time.monotonic()
+        yield from self._check_process(self.process)
+        self.dispatch()
+
+    def _check_process(self, process: JobProcess) -> Iterator[Outcome]:
+        """Ends the process where it is to be ended, and tells what that means for its first job."""
+        now = time.monotonic()
+        if not process.child.is_alive():
+            how = process.child.describe_end()
+            if not process.is_ready:
+                yield from self._fail_all(_not_started(how))
+                return
+            yield from self._died(how)
+        elif not process.is_ready:
+            if now - self._started_s > _START_S:
+                yield from self._fail_all(_not_started(f"it took longer than {_START_S:g} s"))
+        elif self.in_flight:
+            entry = self.in_flight[0]
+            age_s = now - entry.started_s
+            if age_s > self._timeout_s:
+                self.in_flight.popleft()
+                self.drop_process()
+                yield (
+                    entry,
+                    self._refused(
+                        entry,
+                        f"the model's chat template or tokenizer took longer than {self._timeout_s:g} s for it; "
+                        "send less, or raise tokenizer_timeout_s",
+                    ),
+                )
+            elif entry.is_abandoned and age_s > _ABANDONED_S:
+                self.drop_process()
+
+    def _died(self, how: str) -> Iterator[Outcome]:
+        first = self.in_flight[0] if self.in_flight else None
+        if first is not None:
+            first.num_deaths += 1
+        if first is None or first.num_deaths == 1:  # the job may have nothing to do with it
+            self.drop_process()
+        else:
+            self.in_flight.popleft()
+            self.drop_process()
+            yield (
+                first,
+                self._refused(
+                    first,
+                    f"the tokenizer's process ended at it twice ({how}): needs more than {MAX_MEMORY_BYTES >> 20} MiB "
+                    "of memory, or crashes the model's tokenizer; send less",
+                ),
+            )
+
+    def _refused(self, entry: QueuedJob, why: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{entry.field}: {why}", field=entry.field, value=None)
+
+    def _fail_all(self, error: RingcoreError) -> Iterator[Outcome]:
+        self.drop_process()
+        while self.queue:
+            yield self.queue.popleft(), error
+
+    def drop_process(self) -> None:
+        """Kills the process. What it had not answered is first in the queue again, but for what has no caller."""
+        if self.process is not None:
+            self._killed.append(self.process.kill())
+            self.process = None
+        self.queue.extendleft(entry for entry in reversed(self.in_flight) if not entry.is_abandoned)
+        self.in_flight.clear()
+
+    def split_first(self) -> TokenizerLane | None:
+        """A lane of its own for a job that holds the others up, with the process; None where none does."""
+        if len(self.in_flight) + len(self.queue) < 2 or not self.in_flight:
+            return None
+        if time.monotonic() - self.in_flight[0].started_s < _LEAVES_LANE_S:
+            return None
+        leaving = TokenizerLane(self._config, self._killed, depth=1)
+        leaving.process, leaving._started_s = self.process, self._started_s
+        leaving.in_flight.append(self.in_flight.popleft())
+        self.process = None
+        self.drop_process()
+        return leaving
+
+
+def _not_started(how: str) -> RingcoreError:
+    return RingcoreError(f"the tokenizer's process did not start: {how}")

@@ -1,0 +1,64 @@
+"""The process that compiles every new grammar first: what a grammar can do to whoever compiles it, it does here.
+
+It takes one grammar after the other and answers each, both as JSON: see `protocol.job_channel`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError, error_to_wire
+from ringcore.grammars.grammars import Grammars, model_grammars
+from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.protocol.codec import decoder
+from ringcore.protocol.job_channel import limit_memory, serve_jobs
+
+__all__ = ["CHANNEL", "ENTRY", "job_of", "main"]
+
+ENTRY = "ringcore.grammars.compiler_process:main"
+CHANNEL = "grammars"  # the name of the inherited socket
+MAX_MEMORY_BYTES = 1 << 30  # for all grammars, above what the process has when it is ready
+# Of the thread that compiles, half of what a worker's has: what is nested too deeply for that one ends this process.
+_STACK_BYTES = 4 << 20
+
+
+def main(payload: bytes, fds: dict[str, int]) -> None:
+    config: EngineConfig = decoder(EngineConfig).decode(payload)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is no news
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(socket.socket(fileno=fds[CHANNEL]), config), name="compiler")
+    thread.start()
+    thread.join()
+
+
+def _serve(channel: socket.socket, config: EngineConfig) -> None:
+    def start() -> Callable[[bytes], bytes]:
+        grammars = model_grammars(config)
+        grammars.load()
+        limit_memory(MAX_MEMORY_BYTES)
+        return partial(_compile, grammars)
+
+    serve_jobs(channel, start)
+
+
+def _compile(grammars: Grammars, job: bytes) -> bytes:
+    """The error, or null."""
+    error: dict[str, Any] | None = None
+    try:
+        grammars.compile(StructuredOutputsParams(**json.loads(job)))
+    except InvalidRequestError as refusal:
+        error = error_to_wire(refusal)
+    return json.dumps(error).encode()
+
+
+def job_of(spec: StructuredOutputsParams) -> bytes:
+    """A grammar as the process takes it."""
+    return json.dumps(asdict(spec)).encode()

@@ -1,0 +1,224 @@
+"""The grammars of one worker: compiled once, kept for a while, and matched by every completion that asks for them.
+
+Compiling goes on in the worker's side thread while its main thread computes steps. Whoever lacks a grammar compiles it
+where he stands, so that nothing but time depends on what is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from ringcore.config import EngineConfig
+from ringcore.errors import InvalidRequestError
+from ringcore.grammars.backend import Backend, Progress
+from ringcore.grammars.vocabulary import Vocabulary, read_vocabulary
+from ringcore.params.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from ringcore.checkpoint.tokenizer_files import TokenizerFiles  # which imports tokenizers
+
+__all__ = ["Grammars", "Matcher", "grammar_key", "model_grammars"]
+
+BackendName = Literal["auto", "llguidance", "xgrammar"]
+MAX_KEPT = 128  # compiled grammars
+
+_EXTRAS = {"llguidance": "ringcore[structured]", "xgrammar": "ringcore[xgrammar]"}
+
+
+class Matcher(Protocol):
+    """How far one completion has come in its grammar. One thread at a time."""
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Takes in what was sampled. False: the tokens do not fit, and the row cannot go on."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether only the model's ends of text may follow."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on although its tokens fitted: a limit on the work of one step. None where it can."""
+        ...
+
+
+class Grammars:
+    """The compiled grammars of one model, the least recently used forgotten first. Thread-safe.
+
+    The tokenizer is read, and the library imported, when first needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerFiles | Callable[[], TokenizerFiles],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        backend: BackendName = "auto",
+        max_kept: int = MAX_KEPT,
+    ) -> None:
+        """tokenizer: the model's, or what reads it. vocab_size: of the logits; ids that the tokenizer does not know are
+        never sampled. eos_token_ids: each of them may end a completion. backend: "auto" is llguidance where it is
+        installed, else xgrammar."""
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
+        self._name, self._max_kept = backend, max_kept
+        self._loading = threading.Lock()
+        self._loaded: tuple[Backend, Vocabulary] | None = None
+        self._keeping = threading.Lock()
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def load(self) -> None:
+        """Imports the library and reads the vocabulary, if that was not done. Raises `InvalidRequestError` where the
+        library is not installed or knows no such tokenizer, and `ModelLoadError`."""
+        self._load()
+
+    def _load(self) -> tuple[Backend, Vocabulary]:
+        with self._loading:
+            if self._loaded is None:
+                name = _installed(self._name)
+                files = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+                vocabulary = read_vocabulary(files, self._vocab_size, self._eos_token_ids)
+                self._loaded = _make_backend(name, vocabulary), vocabulary
+            return self._loaded
+
+    def compile(self, spec: StructuredOutputsParams) -> None:
+        """Raises `InvalidRequestError` that says what is wrong with it."""
+        self._compiled(spec)
+
+    def _compiled(self, spec: StructuredOutputsParams) -> Any:
+        key = grammar_key(spec)
+        with self._keeping:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        compiled = self._load()[0].compile(spec)
+        with self._keeping:
+            self._kept[key] = compiled
+            while len(self._kept) > self._max_kept:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def matcher(self, spec: StructuredOutputsParams) -> Matcher:
+        """At the beginning of a completion. Compiles the grammar where it is not there; raises as `compile`."""
+        compiled = self._compiled(spec)
+        backend, vocabulary = self._load()
+        return _Matcher(backend.begin(compiled), frozenset(vocabulary.eos_token_ids))
+
+    def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
+        """Writes what each completion may go on with: masks [k, ceil(vocab_size / 32)] int32, in C order, row i of
+        `matchers[i]`, each by `matcher`. Bit t % 32 of word t // 32 says of token t. In a row of a matcher with a
+        `failure` none is set.
+        """
+        if not matchers:
+            return
+        backend, vocabulary = self._load()
+        num_words = -(-len(vocabulary.tokens) // 32)
+        assert masks.shape == (len(matchers), num_words), f"{masks.shape} for {len(matchers)} rows of {num_words} words"
+        assert masks.dtype == np.int32, masks.dtype
+        assert masks.flags.c_contiguous, "rows lie one after the other"
+        ours = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
+        assert len(ours) == len(matchers), "a matcher of other grammars"
+        parts = [(row, matcher.progress) for row, matcher in enumerate(ours) if not matcher.has_ended]
+        if parts:
+            backend.fill(parts, masks)
+        words = masks.view(np.uint32)
+        first = vocabulary.eos_token_ids[0]
+        for row, matcher in enumerate(ours):
+            if matcher.has_ended or matcher.failure is not None:
+                words[row] = 0
+            may_end = matcher.has_ended or bool(words[row, first // 32] >> (first % 32) & 1)
+            if may_end:
+                for token_id in vocabulary.eos_token_ids:
+                    words[row, token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+class _Matcher:
+    """`Matcher` by a backend's progress, and the ends of text, of which that knows nothing."""
+
+    def __init__(self, progress: Progress, eos_token_ids: frozenset[int]) -> None:
+        self.progress, self._eos_token_ids = progress, eos_token_ids
+        self.has_ended = False
+        self._has_failed = False
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        return all(self._accept(int(token_id)) for token_id in token_ids)
+
+    def _accept(self, token_id: int) -> bool:
+        if self._has_failed:
+            return False
+        is_end = token_id in self._eos_token_ids
+        if self.has_ended:
+            fits = is_end
+        elif is_end:
+            fits = self.has_ended = self.progress.can_end()
+        else:
+            fits = self.progress.accept(token_id)
+        self._has_failed = not fits
+        return fits
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or (not self._has_failed and self.progress.must_end())
+
+    @property
+    def failure(self) -> str | None:
+        if self._has_failed:
+            return "a token that does not fit was given"
+        return None if self.has_ended else self.progress.failure()
+
+
+def model_grammars(config: EngineConfig) -> Grammars:
+    """The grammars of an engine's model. Nothing is read or imported yet."""
+    model = config.model
+
+    def read() -> TokenizerFiles:
+        from ringcore.checkpoint.tokenizer import (
+            read_tokenizer_files,  # a process without structured outputs needs none
+        )
+
+        return read_tokenizer_files(model.files)
+
+    return Grammars(
+        read,
+        model.spec.vocab_size,
+        model.spec.eos_token_ids,
+        config.scheduler.structured_outputs_backend,
+    )
+
+
+def grammar_key(spec: StructuredOutputsParams) -> str:
+    """What is the same for grammars that are. The order of a schema's properties counts: they are written in it."""
+    value = getattr(spec, spec.kind)
+    return f"{spec.kind} {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _installed(name: BackendName) -> str:
+    """The library to use. Raises `InvalidRequestError` where there is none."""
+    wanted = ["llguidance", "xgrammar"] if name == "auto" else [name]
+    for library in wanted:
+        if importlib.util.find_spec(library) is not None:
+            return library
+    raise InvalidRequestError(
+        f"structured_outputs: {wanted[0]} is not installed; run pip install '{_EXTRAS[wanted[0]]}', or leave "
+        "structured_outputs out",
+        field="structured_outputs",
+        value=None,
+    )
+
+
+def _make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """The library is imported here."""
+    if name == "llguidance":
+        from ringcore.grammars.llguidance_backend import LLGuidanceBackend
+
+        return LLGuidanceBackend(vocabulary)
+    from ringcore.grammars.xgrammar_backend import XGrammarBackend
+
+    return XGrammarBackend(vocabulary)

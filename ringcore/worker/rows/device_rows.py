@@ -1,0 +1,122 @@
+"""The rows as the GPU has them: kept in step with the host's by the same deltas, sent as words and their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ringcore.kernels.step import write_words
+from ringcore.kernels.step_state import (
+    LAST_TOKEN,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_CACHED,
+    NUM_COMPUTED,
+    NUM_PROMPT,
+    NUM_STOPS,
+    RECORD_HEAD,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    StateLayout,
+)
+from ringcore.protocol.steps import NewRequest
+from ringcore.worker.rows.request_rows import AppendedBlocks, RequestRows
+from ringcore.worker.rows.upload import PinnedWords
+
+__all__ = ["DeviceRows"]
+
+
+class DeviceRows:
+    """What the kernels of `kernels.step` work on. The host's rows remain the ones that are asked; these follow them."""
+
+    def __init__(self, rows: RequestRows, device: torch.device) -> None:
+        max_rows, max_stops = rows.stop_token_ids.shape
+        tables = rows.block_tables
+        self.layout = StateLayout(
+            max_rows,
+            max_stops,
+            tuple(table.block_size for table in tables),
+            tuple(table.block_ids.shape[1] for table in tables),
+        )
+        assert self.layout.num_words < 1 << 31, "the block tables are too large for 32-bit places"
+        self.state = self.layout.allocate(device)
+        self._batch = np.full(max_rows, -1, dtype=np.int32)  # what the device's batch is once all words are written
+        self._places: list[np.ndarray] = []
+        self._words: list[np.ndarray] = []
+        self._pinned = PinnedWords(device)
+
+    @property
+    def batch(self) -> torch.Tensor:
+        """[max_rows] int32: the rows that decode, -1 behind them."""
+        return self.state[self.layout.batch_at : self.layout.batch_at + self.layout.max_rows]
+
+    # What changes is gathered first, and then written by one kernel.
+
+    def admit(self, requests: Iterable[NewRequest], rows: RequestRows) -> None:
+        """`rows` has taken them in."""
+        for request in requests:
+            row, num_stops = request.row, len(request.stop_token_ids)
+            record = np.zeros(RECORD_HEAD.value + num_stops, dtype=np.int32)
+            record[NUM_COMPUTED.value] = request.num_computed_tokens
+            record[NUM_CACHED.value] = request.num_cached_tokens
+            record[NUM_PROMPT.value] = request.num_prompt_tokens
+            record[MIN_TOKENS.value] = rows.min_tokens[row]
+            record[NUM_STOPS.value] = num_stops
+            record[LAST_TOKEN.value] = request.token_ids[-1]
+            record[TOP_K.value] = rows.top_k[row]
+            floats = record.view(np.float32)
+            floats[TEMPERATURE.value] = rows.temperature[row]
+            floats[TOP_P.value] = rows.top_p[row]
+            floats[MIN_P.value] = rows.min_p[row]
+            record[SEED.value : SEED.value + 2] = rows.seed[row : row + 1].view(np.int32)
+            record[RECORD_HEAD.value :] = request.stop_token_ids
+            self._add(self._record_at(row) + np.arange(len(record)), record)
+            for group, block_ids in enumerate(request.block_ids):
+                self._add(self._table_at(group, row) + np.arange(len(block_ids)), block_ids)
+
+    def append(self, appended: Sequence[AppendedBlocks]) -> None:
+        """Blocks, by KV cache group."""
+        layout = self.layout
+        for group, (rows, columns, block_ids) in enumerate(appended):
+            places = layout.table_at(group) + rows.astype(np.int64) * layout.table_stride(group) + columns
+            self._add(places, block_ids)
+
+    def set_batch(self, scheduled: np.ndarray) -> None:
+        """The rows that decode from now on, one token a step."""
+        n = len(scheduled)
+        changed = np.flatnonzero(self._batch[:n] != scheduled)
+        if len(changed):
+            self._batch[changed] = scheduled[changed]
+            self._add(self.layout.batch_at + changed, scheduled[changed])
+        behind = n + np.flatnonzero(self._batch[n:] >= 0)
+        if len(behind):
+            self._batch[behind] = -1
+            self._add(self.layout.batch_at + behind, self._batch[behind])
+
+    def write(self) -> None:
+        """Sends what has been gathered, in the order of the device's work; does not wait.
+
+        No place is in it twice: a message admits a row once and appends behind what the row has, and a batch is set
+        once before it is written.
+        """
+        if not self._places:
+            return
+        places, words = np.concatenate(self._places), np.concatenate(self._words)
+        self._places, self._words = [], []
+        with self._pinned.filled(places, words) as (on_device_places, on_device_words):
+            write_words(self.state, on_device_places, on_device_words, len(places))
+
+    def _add(self, places: np.ndarray, words: np.ndarray) -> None:
+        if len(places):
+            self._places.append(places.astype(np.int32))
+            self._words.append(words.astype(np.int32, copy=False))
+
+    def _record_at(self, row: int) -> int:
+        return self.layout.records_at + row * self.layout.record_words
+
+    def _table_at(self, group: int, row: int) -> int:
+        return self.layout.table_at(group) + row * self.layout.table_stride(group)

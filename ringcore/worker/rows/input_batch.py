@@ -1,0 +1,104 @@
+"""One step's inputs, gathered from the rows without a loop over tokens or sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ringcore.attention.metadata import AttentionMetadata
+from ringcore.worker.rows.request_rows import RequestRows
+from ringcore.worker.rows.upload import upload
+
+__all__ = ["InputBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """The tokens of a step, row after row, and the places where it samples."""
+
+    input_ids: torch.Tensor  # [num_tokens] int64; 0 where the device alone knows it
+    positions: torch.Tensor  # [num_tokens] int64
+    metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
+    sample_rows: np.ndarray  # [num_sampled] int32: those whose known tokens are all computed after the step
+    sample_tokens: torch.Tensor | None  # [num_sampled] int64: their last tokens in the step; None: all tokens, in order
+
+    @property
+    def query_start_loc_cpu(self) -> np.ndarray:
+        """[num_seqs + 1] int32, as in the metadata of every group."""
+        return self.metadata[0].query_start_loc_cpu
+
+    @classmethod
+    def gather(
+        cls,
+        rows: RequestRows,
+        scheduled: np.ndarray,
+        num_scheduled_tokens: np.ndarray | None,
+        device: torch.device,
+        *,
+        starts: np.ndarray | None = None,
+        num_decodes: int = 0,
+    ) -> InputBatch:
+        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one of each.
+
+        starts: [n] int64, where they begin if not with the row's first that is not computed. num_decodes: see
+        `AttentionMetadata`.
+        """
+        if starts is None:
+            starts = rows.num_computed_tokens[scheduled]
+        if num_scheduled_tokens is None:
+            query_start_loc = np.arange(len(scheduled) + 1, dtype=np.int32)
+            token_rows, positions, seq_lens, max_query_len = scheduled, starts, starts + 1, 1
+        else:
+            query_start_loc = np.zeros(len(scheduled) + 1, dtype=np.int32)
+            np.cumsum(num_scheduled_tokens, out=query_start_loc[1:])
+            token_rows = np.repeat(scheduled, num_scheduled_tokens)
+            # Token t of the step is the (t - first token of its row)-th from the row's start.
+            positions = np.arange(len(token_rows)) + np.repeat(starts - query_start_loc[:-1], num_scheduled_tokens)
+            seq_lens, max_query_len = starts + num_scheduled_tokens, int(num_scheduled_tokens.max())
+        assert (seq_lens <= rows.num_tokens[scheduled]).all(), "a step has tokens that its row does not"
+        sampling = seq_lens == rows.num_tokens[scheduled]
+        last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
+        lens = query_start_loc, seq_lens, max_query_len
+        return cls(
+            input_ids=upload(np.maximum(rows.token_ids[token_rows, positions], 0).astype(np.int64), device),
+            positions=upload(positions, device),
+            metadata=_metadata(rows, scheduled, *lens, token_rows, positions, num_decodes, device),
+            sample_rows=scheduled[sampling],
+            sample_tokens=None if len(last_tokens) == len(token_rows) else upload(last_tokens, device),
+        )
+
+
+def _metadata(
+    rows: RequestRows,
+    scheduled: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    max_query_len: int,
+    token_rows: np.ndarray,
+    positions: np.ndarray,
+    num_decodes: int,
+    device: torch.device,
+) -> tuple[AttentionMetadata, ...]:
+    max_seq_len, seq_lens_cpu = int(seq_lens.max()), seq_lens.astype(np.int32)
+    is_cached: np.ndarray | None = None
+    if (rows.num_computed_tokens[scheduled] < rows.num_cached_tokens[scheduled]).any():
+        is_cached = positions < rows.num_cached_tokens[token_rows]
+    found = []
+    for table in rows.block_tables:
+        assert (seq_lens <= table.num_blocks[scheduled] * table.block_size).all(), "a step has tokens without a block"
+        found.append(
+            AttentionMetadata(
+                num_tokens=len(token_rows),
+                num_seqs=len(scheduled),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_start_loc_cpu=query_start_loc,
+                seq_lens_cpu=seq_lens_cpu,
+                block_table_cpu=table.block_ids[scheduled, : -(-max_seq_len // table.block_size)],
+                slot_mapping=upload(table.slots(token_rows, positions, is_cached), device),
+                num_decodes=num_decodes,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""What a worker knows of the requests that run: row-indexed columns, changed by deltas.
+
+On a CPU these numpy arrays are the device's own memory, so the next step's input is taken from them directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.model_executor.sampler import SamplingInputs
+from ringcore.params.sampling_params import MAX_STOP_TOKEN_IDS
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.steps import NewRequest, SchedulerOutput
+from ringcore.worker.rows.block_table import AppendedBlocks, BlockTable
+
+__all__ = ["UNKNOWN_TOKEN", "AppendedBlocks", "RequestRows", "RowListener"]
+
+
+UNKNOWN_TOKEN = -1
+
+
+class RowListener(Protocol):
+    """Keeps something of its own by row, and hears when rows come and go."""
+
+    def admit(self, request: NewRequest) -> None: ...
+
+    def clear(self, rows: np.ndarray) -> None:
+        """rows: [n], not empty; some may be in use, or not."""
+        ...
+
+
+class RequestRows:
+    """The rows 0 to max_num_seqs - 1; a request has one from its admission until it finishes or is preempted.
+
+    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, the slots of the
+    first num_cached_tokens were filled before the row began. A row not in use has no tokens and no blocks.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        kv_cache: KVCacheConfig,
+        num_eos_tokens: int,
+        listeners: Sequence[RowListener] = (),
+    ) -> None:
+        self._listeners = listeners
+        self.block_tables = [  # by KV cache group
+            BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
+        ]
+        self.scheduled = int_array()  # [n]: the rows of the last step
+        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        self.token_ids = np.zeros((max_num_seqs, kv_cache.max_model_len), dtype=np.int32)
+        self.stop_token_ids = np.zeros((max_num_seqs, MAX_STOP_TOKEN_IDS + num_eos_tokens), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_cached_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_stop_token_ids = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: none asked for
+        self.num_admissions = np.zeros(
+            max_num_seqs, dtype=np.int64
+        )  # since the start: who asks can tell requests apart
+
+    def apply(self, delta: SchedulerOutput) -> list[AppendedBlocks]:
+        """Takes in what changed since the last step, in the order of the message's fields.
+
+        -> the blocks that were appended, by KV cache group; none where no group has any.
+        """
+        self._clear(delta.finished_rows)
+        for request in delta.new_requests:
+            self._admit(request)
+        appended = []
+        if delta.new_blocks:
+            tables = zip(self.block_tables, delta.new_blocks, strict=True)
+            appended = [table.append(new.rows, new.block_ids) for table, new in tables]
+        if delta.rows is not None:
+            self.scheduled = delta.rows.copy()  # the message's own memory may be its sender's
+        return appended
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._clear(np.flatnonzero(self.num_tokens))
+        self.scheduled = int_array()
+
+    def _clear(self, rows: np.ndarray) -> None:
+        if len(rows):
+            self.num_tokens[rows] = 0
+            self.num_computed_tokens[rows] = 0
+            self.num_cached_tokens[rows] = 0
+            self.min_tokens[rows] = 0
+            for table in self.block_tables:
+                table.clear(rows)
+            for listener in self._listeners:
+                listener.clear(rows)
+
+    def _admit(self, request: NewRequest) -> None:
+        row, params, num_tokens = request.row, request.sampling_params, len(request.token_ids)
+        assert not self.num_tokens[row], f"row {row} is in use"
+        assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]
+        assert request.num_computed_tokens <= request.num_cached_tokens <= num_tokens
+        self.num_admissions[row] += 1
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = request.num_computed_tokens
+        self.num_cached_tokens[row] = request.num_cached_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
+            table.set(row, block_ids)
+        self.stop_token_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.num_stop_token_ids[row] = len(request.stop_token_ids)
+        self.min_tokens[row] = params.min_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = request.seed
+        self.num_logprobs[row] = _num_logprobs(params.logprobs)
+        for listener in self._listeners:
+            listener.admit(request)
+
+    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> None:
+        """These tokens are computed; None: one of each."""
+        self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
+
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int) -> None:
+        """One sampled token each; the input of the row's next step. `UNKNOWN_TOKEN`: the device alone knows it."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def generated(self, row: int) -> np.ndarray:
+        """[num_generated] int32, a view; `UNKNOWN_TOKEN` where the device alone knows it."""
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+
+    def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
+        """The sampling parameters of `rows` [n], whose next tokens stand at the end of what they have."""
+        barred_rows, barred_ids = self._barred(rows)
+        return SamplingInputs(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=self.num_tokens[rows],
+            num_logprobs=self.num_logprobs[rows],
+            barred_rows=barred_rows,
+            barred_ids=barred_ids,
+        )
+
+    def _barred(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stop tokens of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
+        num_generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        early = np.flatnonzero(num_generated < self.min_tokens[rows])
+        counts = self.num_stop_token_ids[rows[early]]
+        there = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
+        return np.repeat(early, counts), self.stop_token_ids[rows[early]][there].astype(np.int64)
+
+
+def _num_logprobs(asked: int | None) -> int:
+    """As a column has it: -1 for none, and all that there are is more than any vocabulary has."""
+    if asked is None:
+        return -1
+    return np.iinfo(np.int32).max if asked < 0 else asked

@@ -1,0 +1,87 @@
+"""Who reads the pages that the planner decided on, and their memory, layer by layer, as the backends want them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends import choose_backend
+from ringcore.attention.layer import Attention
+from ringcore.errors import CapacityError
+from ringcore.host.byte_sizes import format_bytes
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.worker.memory.arena import ALIGNMENT
+from ringcore.worker.platforms.platform import Platform
+
+__all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer", "page_dtype"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def page_dtype(spec: KVCacheSpec) -> torch.dtype:
+    """Of keys and values as layers of `spec` store them."""
+    return _DTYPES[spec.dtype]
+
+
+def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[int, ...]:
+    """The index of each layer's group, in the order of `layers`."""
+    groups = {name: index for index, group in enumerate(config.groups) for name in group.layer_names}
+    assert sorted(groups) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
+    return tuple(groups[layer.name] for layer in layers)
+
+
+def choose_backends(
+    name: str, config: KVCacheConfig, layers: Sequence[Attention], platform: Platform
+) -> list[AttentionBackend]:
+    """By group, for the plan's specs: what a layer reported may have become another there. name: the engine option
+    attention_backend. Raises `ConfigError` where no backend can serve a group."""
+    specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
+    backends = []
+    for index, spec in enumerate(specs):
+        (num_heads,) = {layer.num_heads for layer, group in zip(layers, of_layer, strict=True) if group == index}
+        neighbours = specs[:index] + specs[index + 1 :]
+        backends.append(choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, neighbours))
+    return backends
+
+
+def allocate_kv_caches(
+    config: KVCacheConfig,
+    layers: Sequence[Attention],
+    backends: Sequence[AttentionBackend],  # by group
+    platform: Platform,
+) -> tuple[torch.Tensor, ...]:
+    """One zero-filled tensor a layer, in the order of `layers`: what `ForwardContext.kv_caches` takes.
+
+    The i-th layers of all groups have the same memory, each in the shape that its group's backend wants.
+    Raises `CapacityError` where the device does not have the memory, before anything is allocated.
+    """
+    assert [group.spec for group in config.groups] == [backend.spec for backend in backends]
+    free = platform.free_memory_bytes()
+    if config.total_bytes > free:
+        raise CapacityError(
+            f"KV cache: {config.num_blocks} blocks need {format_bytes(config.total_bytes, exact=True)}, "
+            f"{format_bytes(free, exact=True)} available, {format_bytes(config.total_bytes - free, exact=True)} "
+            f"missing; lower num_blocks_override to {free // config.block_bytes}, or kv_cache_bytes to {free}",
+            needed_bytes=config.total_bytes,
+            available_bytes=free,
+            missing_bytes=config.total_bytes - free,
+        )
+    shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
+    tensors = _tensors(shapes[0], page_dtype(backends[0].spec), config.num_tensors, platform)
+    by_name = {
+        name: tensor.view(shape)
+        for group, shape in zip(config.groups, shapes, strict=True)
+        for name, tensor in zip(group.layer_names, tensors, strict=False)  # the shorter groups leave the last ones
+    }
+    return tuple(by_name[layer.name] for layer in layers)
+
+
+def _tensors(shape: tuple[int, ...], dtype: torch.dtype, count: int, platform: Platform) -> list[torch.Tensor]:
+    """`count` tensors in one piece of memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    memory = platform.allocate(stride * count, "kv_cache")
+    return [memory[at : at + num_bytes].view(dtype).view(shape) for at in range(0, stride * count, stride)]

@@ -1,0 +1,137 @@
+"""Runs the largest steps once before there are pages, to see what they take of the device.
+
+Every token has its slot in the null block, and every context is made of it: pages of one block hold any number of
+sequences, whose numbers mean nothing. So the run is as long as one step, and what it compiles and sets up the first
+request need not wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.attention.metadata import AttentionMetadata
+from ringcore.config import EngineConfig
+from ringcore.errors import CapacityError
+from ringcore.host.byte_sizes import format_bytes
+from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.model_executor.models.base import CausalLM
+from ringcore.model_executor.sampler import SamplingInputs, logprob_tensors, token_logprobs
+from ringcore.worker.logits.prompt_logprobs import positions_at_once
+from ringcore.worker.platforms.platform import Platform
+from ringcore.worker.runner.cuda_graphs import graph_sizes, mixed_sizes
+from ringcore.worker.runner.kv_caches import choose_backends, group_of_layer, page_dtype
+from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
+
+__all__ = ["profile_steps"]
+
+_WARM_UP_TOKENS = 256
+_PROMPT_LOGPROBS = 20  # of each position; where more are asked for, fewer positions are taken together
+
+
+@torch.inference_mode()
+def profile_steps(
+    config: EngineConfig, model: CausalLM, specs: Mapping[str, KVCacheSpec], platform: Platform
+) -> StepPeaks:
+    """What the largest step takes, and the largest of single tokens. All ranks must call it together.
+
+    specs: of the model's attention layers, by name. Raises `CapacityError` where the device does not have it.
+    """
+    run = _ProfileRun(config, model, specs, platform)
+    max_num_seqs, max_len = config.scheduler.max_num_seqs, config.model.context_len
+    num_tokens = min(config.scheduler.token_budget, max_num_seqs * max_len)
+    prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
+    prompts[-1] -= prompts.sum() - num_tokens
+    # A decoding step has one that samples, and one that ends with the logits.
+    num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.token_budget))
+    single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
+    try:
+        run.step(single)  # sets the libraries up: what that takes stays, and is no part of a step
+        run.step(np.minimum(prompts[:1], _WARM_UP_TOKENS))
+        return StepPeaks(
+            largest_bytes=platform.peak_bytes(lambda: run.step(prompts)),
+            decode_bytes=platform.peak_bytes(lambda: run.step(single)),
+            num_graphs=0 if config.device.enforce_eager else num_graphs,
+        )
+    except torch.OutOfMemoryError as error:
+        free = platform.free_memory_bytes()
+        raise CapacityError(
+            f"a step of {num_tokens} tokens does not fit beside the weights, {format_bytes(free)} are free; lower "
+            "max_num_batched_tokens or max_num_seqs",
+            available_bytes=free,
+        ) from error
+
+
+class _ProfileRun:
+    def __init__(
+        self, config: EngineConfig, model: CausalLM, specs: Mapping[str, KVCacheSpec], platform: Platform
+    ) -> None:
+        plan = planned_cache(config, specs)
+        layers = model.attention_layers
+        self._model, self._device = model, platform.device
+        self._max_num_seqs, self._vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
+        self._group_of_layer = group_of_layer(plan, layers)
+        self._backends = choose_backends(config.device.attention_backend, plan, layers, platform)
+        pages = [
+            torch.zeros(backend.kv_cache_shape(1), dtype=page_dtype(backend.spec), device=platform.device)
+            for backend in self._backends
+        ]
+        self._kv_caches = tuple(pages[group] for group in self._group_of_layer)
+
+    def step(self, lens: np.ndarray) -> None:
+        """A step of whole sequences of lens[i] tokens, and a token sampled for as many as can be, with all there is to
+        sampling. lens: [num_seqs] int32."""
+        num_tokens, device = int(lens.sum()), self._device
+        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+        positions = torch.from_numpy(np.arange(num_tokens) - np.repeat(starts[:-1], lens).astype(np.int64)).to(device)
+        slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        groups = [
+            GroupContext.of(_metadata(lens, starts, backend.spec.block_size, slots), backend)
+            for backend in self._backends
+        ]
+        ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
+        hidden = self._model.forward(torch.zeros_like(positions), positions, ctx)
+        num_sampled = min(self._max_num_seqs, num_tokens)
+        logits = self._model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
+        inputs = _sampling_inputs(num_sampled)
+        adjusted = logits.to(torch.float32, copy=True)
+        token_ids, _ = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, logits.device))
+        del adjusted
+        token_logprobs(logits, token_ids, inputs.num_logprobs)
+        del logits
+        piece = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
+        of_prompt = self._model.compute_logits(piece)
+        logprob_tensors(of_prompt, torch.zeros(len(piece), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
+
+
+def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torch.Tensor) -> AttentionMetadata:
+    max_len = int(lens.max())
+    return AttentionMetadata(
+        num_tokens=int(lens.sum()),
+        num_seqs=len(lens),
+        max_query_len=max_len,
+        max_seq_len=max_len,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens,
+        block_table_cpu=np.zeros((len(lens), -(-max_len // block_size)), dtype=np.int32),
+        slot_mapping=slots,
+    )
+
+
+def _sampling_inputs(n: int) -> SamplingInputs:
+    """Each row drawn, filtered and with its log-probability."""
+    return SamplingInputs(
+        temperature=np.ones(n, dtype=np.float32),
+        top_k=np.full(n, 50, dtype=np.int32),
+        top_p=np.full(n, 0.9, dtype=np.float32),
+        min_p=np.zeros(n, dtype=np.float32),
+        seed=np.arange(n, dtype=np.int64),
+        position=np.ones(n, dtype=np.int64),
+        num_logprobs=np.zeros(n, dtype=np.int32),
+        barred_rows=np.zeros(0, dtype=np.int64),
+        barred_ids=np.zeros(0, dtype=np.int64),
+    )

@@ -1,0 +1,1 @@
+"""Where a rank's weights come from: a checkpoint, shared memory, or a broadcast from another process."""

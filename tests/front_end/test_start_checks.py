@@ -1,0 +1,121 @@
+"""Memory that a host does not have is refused before a process starts."""
+
+import numpy as np
+import pytest
+from raw_files import model_folder, safetensors_file
+from tokenizers_made import byte_level, tokenizer_folder
+
+from ringcore import LLM
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import expected_tensors
+from ringcore.config import EngineConfig
+from ringcore.errors import CapacityError, ModelLoadError
+from ringcore.executor.child_process import ChildProcess
+from ringcore.front_end.start_checks import check_host_memory
+from ringcore.host.resources import Host
+from ringcore.registry import MODELS
+
+GIB = 2**30
+
+
+class FakeHost(Host):
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self.free_bytes = free_bytes
+
+    def total_memory_bytes(self) -> int:
+        return 2 * self.free_bytes
+
+    def free_memory_bytes(self) -> int:
+        return self.free_bytes
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    def start(*args, **kwargs):
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+
+
+def config_of(folder, **options) -> EngineConfig:
+    given = {"load_format": "dummy", "device": "cpu", "dtype": "float32"}
+    return EngineConfig.from_options(model=folder, **given | options)
+
+
+def refusal(config: EngineConfig, free_bytes: int) -> CapacityError:
+    with pytest.raises(CapacityError) as caught:
+        check_host_memory(config, FakeHost(free_bytes))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"head_dim": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096, "hidden_size": 4096},
+        {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1000},
+        {"vocab_size": 1 << 22, "hidden_size": 1 << 16},
+        {"max_position_embeddings": 1 << 27, "head_dim": 1024},
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_dummy_weights_larger_than_the_host_start_nothing(tmp_path, monkeypatch, no_process, device, changed):
+    monkeypatch.setattr(Host, "has_gpu", lambda host: False)
+    folder = tokenizer_folder(model_folder(tmp_path / "m", **changed), byte_level())
+    with pytest.raises(CapacityError, match=r"host memory: .* GiB .* available, .* missing") as caught:
+        LLM(folder, load_format="dummy", device=device)
+    details = caught.value.details
+    assert details["needed_bytes"] - details["available_bytes"] == details["missing_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "error"),
+    [(10**9, "'head_dim' is 1000000000, it must be from 1 to 4096"), (4096, "has the shape")],
+)
+def test_a_checkpoint_of_other_sizes_starts_nothing(tmp_path, no_process, head_dim, error):
+    folder = tokenizer_folder(model_folder(tmp_path / "m"), byte_level())
+    shapes = expected_tensors(read_model_spec(find_model(folder, "dummy"), MODELS))
+    safetensors_file(folder / "model.safetensors", **{name: np.zeros(shape) for name, shape in shapes.items()})
+    model_config = (folder / "config.json").read_text()
+    with pytest.raises(AssertionError, match="a process is started"):
+        LLM(folder)
+    (folder / "config.json").write_text(model_config[:-1] + f', "head_dim": {head_dim}}}')
+    with pytest.raises(ModelLoadError, match=error):
+        LLM(folder)
+
+
+def test_the_numbers_by_hand(tmp_path):
+    """2 layers, 32 hidden, 4 heads and 2 KV heads of 8, 48 in the MLP, 128 tokens."""
+    folder = model_folder(tmp_path / "m")
+    matrices = 2 * 128 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    weights = 4 * (matrices + 5 * 32)
+    angles = 20 * 64 * 4
+    block = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, their size, bytes
+    error = refusal(config_of(folder), weights + angles + 5 * block - 1)  # 64 tokens and the null block
+    assert error.details["needed_bytes"] == weights + angles + 5 * block
+    assert error.details["missing_bytes"] == 1
+    assert error.details["max_model_len"] == 63
+    assert "lower max_model_len to 63, give a smaller model" in error.message
+    assert error.details["budget"] == {
+        "total_bytes": 2 * (error.details["needed_bytes"] - 1),
+        "weights_bytes": weights,
+        "rotary_embedding_bytes": angles,
+        "kv_cache_bytes": 5 * block,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"max_model_len": 40}, {"max_model_len": "auto"}])
+def test_what_it_says_is_needed_and_what_it_says_fits(tmp_path, options):
+    config = config_of(model_folder(tmp_path / "m"), **options)
+    needed = refusal(config, 1000).details["needed_bytes"]
+    check_host_memory(config, FakeHost(needed))
+    error = refusal(config, needed - 1)
+    if fits := error.details["max_model_len"]:
+        check_host_memory(config_of(config.model.model, **options | {"max_model_len": fits}), FakeHost(needed - 1))
+
+
+def test_an_executor_of_the_callers_own_is_not_asked(tmp_path):
+    """It may compute nothing, as one that simulates."""
+    folder = tokenizer_folder(model_folder(tmp_path / "m", vocab_size=1 << 22, hidden_size=1 << 16), byte_level())
+    with LLM(folder, load_format="dummy", executor="ringcore.testing:FakeExecutor", kv_cache_bytes=1 << 40) as llm:
+        assert llm.ready.num_blocks > 0
