@@ -16,8 +16,8 @@ from process_stat import is_alive
 from process_table import wait_until
 from scenarios import HERE, child_environment
 
-from ringcore.engine_core import connection
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
+from ringcore.front_end import connection
 from ringcore.front_end.client import EngineCoreClient
 
 STEP_TIMEOUT_S = 1.0

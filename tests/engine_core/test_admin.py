@@ -22,8 +22,8 @@ from admin_peers import (
     wait_until,
 )
 
+from ringcore.engine_core.admin import endpoint as admin
 from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, AdminEndpoint
-from ringcore.engine_core.admin.endpoint import endpoint as admin
 from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request

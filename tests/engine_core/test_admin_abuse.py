@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
-from ringcore.engine_core import admin_gatekeeper
+from ringcore.engine_core.admin import gatekeeper as admin_gatekeeper
 from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S
 from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value

@@ -21,7 +21,7 @@ from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError, SleepingError, WorkerError
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.testing import FakeExecutor
-from ringcore.worker.start_up.memory_budget import arena
+from ringcore.worker.memory import arena
 
 BOTH = ["weights", "kv_cache"]
 AWAY = ("offloaded", "discarded")

@@ -41,7 +41,7 @@ def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding steps of GPU runners that are made from now on are `DecodeGraphs`. After `device_runner`."""
-    from ringcore.worker import cuda_graphs, gpu_model_runner
+    from ringcore.worker.runner import cuda_graphs, gpu_model_runner
 
     monkeypatch.setattr(cuda_graphs, "_captured", captured)
     monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)

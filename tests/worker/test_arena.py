@@ -13,9 +13,9 @@ from device_kinds import DEVICES, PAGE, make_device
 from fake_virtual_memory import FakeDevice, FakeVirtualMemory, Misuse, view
 
 from ringcore.errors import CapacityError
+from ringcore.worker.memory import arena as arena_module
 from ringcore.worker.memory.arena import ALIGNMENT, Arena, VirtualMemory
 from ringcore.worker.memory.device_memory import ArenaMemory, PlainMemory
-from ringcore.worker.start_up.memory_budget import arena as arena_module
 
 
 @pytest.fixture(params=DEVICES)

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from ringcore.worker import gpu_context
+from ringcore.worker.start_up import gpu_context
 from ringcore.worker.start_up.gpu_context import begin_gpu_context
 
 

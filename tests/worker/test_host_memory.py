@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from ringcore.errors import CapacityError
+from ringcore.worker.memory import host_memory
 from ringcore.worker.memory.host_memory import HostVirtualMemory, HugePages, host_view
-from ringcore.worker.platforms import host_memory
 
 MIB = 1 << 20
 

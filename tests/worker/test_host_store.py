@@ -19,8 +19,8 @@ from fake_virtual_memory import FakeVirtualMemory
 from rank_memory import LateLink
 
 from ringcore.errors import CapacityError, ConfigError
-from ringcore.worker import file_store as file_module
-from ringcore.worker import host_store as store_module
+from ringcore.worker.memory import file_store as file_module
+from ringcore.worker.memory import host_store as store_module
 from ringcore.worker.memory.cuda_memory import CudaLink
 from ringcore.worker.memory.file_store import FileStore
 from ringcore.worker.memory.host_link import LocalLink

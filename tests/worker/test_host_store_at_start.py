@@ -15,8 +15,8 @@ from step_driver import make_config, plan
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor import loader
 from ringcore.model_executor.models.decoder import DenseDecoder
-from ringcore.worker import host_store as store_module
 from ringcore.worker import worker as worker_module
+from ringcore.worker.memory import host_store as store_module
 from ringcore.worker.memory.cuda_memory import CudaLink
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms.cpu import CpuPlatform

@@ -24,7 +24,7 @@ def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Five sizes of decoding steps, of which the smallest is there; no mixed ones: a CPU's backend plans none."""
     rows_on_device(monkeypatch, plans_on_device=True)
     decode_graphs_on_cpu(monkeypatch)
-    from ringcore.worker import cuda_graphs
+    from ringcore.worker.runner import cuda_graphs
 
     monkeypatch.setattr(cuda_graphs, "_COMMON_SIZES", (1,))
     worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
@@ -76,7 +76,7 @@ def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Refere
 def test_a_capture_that_fails_disturbs_no_step(
     worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
-    from ringcore.worker import cuda_graphs
+    from ringcore.worker.runner import cuda_graphs
 
     def fail(work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None) -> Any:
         if has_run:

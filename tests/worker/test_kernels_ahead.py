@@ -18,8 +18,8 @@ from test_precompile import run
 from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
-from ringcore.worker import kernels_ahead
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.start_up import kernels_ahead
 from ringcore.worker.start_up.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
 
 SCRIPT = """

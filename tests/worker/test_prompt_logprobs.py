@@ -15,7 +15,7 @@ from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.worker import prompt_logprobs
+from ringcore.worker.logits import prompt_logprobs
 from ringcore.worker.worker import Worker
 
 VOCAB_SIZE = 97

@@ -18,10 +18,10 @@ from rank_memory import KV_CACHE_PAGES, LateLink, Rank
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.worker import sleep as sleep_module
+from ringcore.worker.memory import arena as arena_module
 from ringcore.worker.memory.file_store import FileStore
 from ringcore.worker.memory.host_link import LocalLink
 from ringcore.worker.memory.host_store import HostBudget, HostStore, MemoryStore
-from ringcore.worker.start_up.memory_budget import arena as arena_module
 
 PLENTY = HostBudget(lambda: 1 << 40, 1)
 AWAY_1 = {"weights": "offloaded", "kv_cache": "discarded"}

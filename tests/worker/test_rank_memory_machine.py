@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rank_memory import LateLink, Rank
 
 from ringcore.errors import CapacityError, InvalidRequestError
+from ringcore.worker.memory import arena as arena_module
 from ringcore.worker.memory.host_link import LocalLink
 from ringcore.worker.memory.host_store import HostBudget, MemoryStore
-from ringcore.worker.start_up.memory_budget import arena as arena_module
 
 STATES = {"weights": ("resident", "offloaded", "discarded"), "kv_cache": ("resident", "discarded")}
 ALL = list(HealthCheck)  # of which none says anything here

@@ -56,7 +56,7 @@ def worker_of(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringcore.worker import cuda_graphs, gpu_model_runner
+    from ringcore.worker.runner import cuda_graphs, gpu_model_runner
 
     eager = worker_of()
     expected = outputs(eager)
@@ -85,7 +85,7 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
 
 def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's cuBLAS has a workspace for every stream that it was ever used on, and keeps it."""
-    from ringcore.worker import cuda_graphs
+    from ringcore.worker.runner import cuda_graphs
 
     seen: list[Any] = []
     fake = FakeCuda()

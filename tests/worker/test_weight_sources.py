@@ -21,8 +21,8 @@ from step_driver import admit, decode, engine_call, make_config, make_step, run,
 
 from ringcore.errors import InvalidRequestError
 from ringcore.weights import SharedTensors, WeightGroup
-from ringcore.worker import weight_sources
 from ringcore.worker.rpc import call_rpc
+from ringcore.worker.weights import weight_sources
 from ringcore.worker.weights.weight_group import BroadcastGroup
 from ringcore.worker.weights.weight_sources import WeightReceiver
 from ringcore.worker.worker import Worker
