@@ -1,6 +1,6 @@
-"""Messages over a ring: several byte buffers a message, of any size up to `MAX_MESSAGE_BYTES`, in the order of sending.
+"""A FIFO message queue over a shared-memory ring: scatter-gather messages of up to `MAX_MESSAGE_BYTES`.
 
-What is too large for the ring goes by `side_channel`, while a stub in the ring keeps the message's place.
+A message that is too large for the ring goes out of band by `memfd_channel`; a stub in the ring keeps its place.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ringcore.errors import InvalidRequestError
+from ringcore.executor.memfd_channel import STUB_BYTES, MemfdReceiver, MemfdSender, memfd_socketpair
 from ringcore.executor.ring_buffer import LINE, MAX_PARTS, Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
-from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
 from ringcore.executor.waiting import SPACE_TICK_S, PeerDied, SpinBudget, Waiter
 
 __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
@@ -23,16 +23,16 @@ __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "Qu
 MAX_MESSAGE_BYTES = 1 << 30
 
 # Kinds of records.
-_INLINE, _SIDE = 1, 2
+_INLINE, _MEMFD = 1, 2
 _PADDING = memoryview(bytes(LINE))
 
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """The descriptors of one queue, owned by whoever made the handle.
+    """The file descriptors of one queue, owned by the process that created the handle.
 
-    The ring's, and for each reader a socketpair for large messages. A process that inherited one end builds its own
-    handle with `from_fds` and has only that end's.
+    Those of the ring, and for each reader a socketpair for large messages. A process that inherited one end builds its
+    own handle with `from_fds`, which has only the descriptors of that end.
     """
 
     ring: RingHandle
@@ -40,14 +40,14 @@ class QueueHandle:
     receive_fds: dict[int, int] = field(default_factory=dict)
 
     def fds_of_reader(self, index: int) -> dict[str, int]:
-        """What reader `index` inherits."""
+        """The descriptors that reader `index` inherits."""
         return self._shared() | {
             f"wake.{index}": self.ring.wake_fds[index],
             f"receive.{index}": self.receive_fds[index],
         }
 
     def fds_of_writer(self) -> dict[str, int]:
-        """What the writer inherits."""
+        """The descriptors that the writer inherits."""
         wakes = {f"wake.{i}": fd for i, fd in self.ring.wake_fds.items()}
         return self._shared() | wakes | {f"send.{i}": fd for i, fd in self.send_fds.items()}
 
@@ -56,7 +56,7 @@ class QueueHandle:
 
     @classmethod
     def from_fds(cls, fds: Mapping[str, int]) -> QueueHandle:
-        """The handle of an end that was inherited by these names."""
+        """The handle of an inherited end, from its descriptors by name."""
 
         def numbered(prefix: str) -> dict[int, int]:
             return {int(name.removeprefix(prefix)): fd for name, fd in fds.items() if name.startswith(prefix)}
@@ -65,11 +65,11 @@ class QueueHandle:
         return cls(ring, numbered("send."), numbered("receive."))
 
     def close_receiving(self) -> None:
-        """Closes what only readers use, in the process that has the writer. They inherited theirs."""
+        """Closes the readers' descriptors in the writer's process, once the readers have inherited theirs."""
         _close_all(self.receive_fds)
 
     def close_sending(self) -> None:
-        """Closes what only the writer uses, in a process that has a reader."""
+        """Closes the writer's descriptors in a reader's process."""
         _close_all(self.send_fds)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ def create_queue(capacity: int, num_readers: int) -> QueueHandle:
     handle = QueueHandle(create_ring(capacity, num_readers))
     try:
         for i in range(num_readers):
-            handle.send_fds[i], handle.receive_fds[i] = side_socketpair()
+            handle.send_fds[i], handle.receive_fds[i] = memfd_socketpair()
     except BaseException:
         handle.close()
         raise
@@ -96,10 +96,10 @@ def create_queue(capacity: int, num_readers: int) -> QueueHandle:
 
 
 class Message:
-    """A received message on lease: `parts` are read-only shared memory, valid inside the `with` block alone.
+    """A received message on lease: `parts` are read-only views of shared memory, valid only inside the `with` block.
 
-    Leaving the block gives the memory back to the writer, so whatever is kept must have been copied or decoded into
-    objects of its own. A view made by numpy would survive the block and change under its owner.
+    Leaving the block releases the memory to the writer, which reuses it: data that is kept must be copied or decoded
+    inside the block. A numpy view of a part would outlive the block, and the writer would overwrite it.
     """
 
     __slots__ = ("_release", "parts")
@@ -115,15 +115,15 @@ class Message:
         for part in self.parts:
             try:
                 part.release()
-            except BufferError:  # somebody still looks through it; the memory goes back all the same
+            except BufferError:  # another view of it is alive; the memory is released all the same
                 continue
         self._release()
 
 
 def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """A message for the side channel, as buffers to put one after the other, and their bytes.
+    """The framing of a message for the memfd channel: buffers to be written in sequence, and their total bytes.
 
-    First a table (count u32, then the bytes of each part u32), then the parts, each at a multiple of 64.
+    First a table (count u32, then the bytes of each part u32), then the parts, each aligned to 64 bytes.
     """
     table = struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts))
     laid: list[Buffer] = [table]
@@ -138,7 +138,7 @@ def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
 
 
 def _split(payload: memoryview) -> list[memoryview]:
-    """The parts of a laid-out message; every length is checked. Raises `RingCorruptError`."""
+    """The parts of a framed message; every length is checked. Raises `RingCorruptError`."""
     size = len(payload)
     count = int.from_bytes(payload[:4], "little")
     offset = 4 * (1 + count)
@@ -155,34 +155,34 @@ def _split(payload: memoryview) -> list[memoryview]:
 
 
 class MessageWriter:
-    """The sending end. Not thread-safe.
+    """The sending end (producer). Not thread-safe.
 
     deaths: descriptors that become readable when a reader ends; a blocked `send` watches them.
     """
 
     def __init__(self, handle: QueueHandle, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingWriter(handle.ring)
-        self._aside = SideSender(handle.send_fds[i] for i in sorted(handle.send_fds))
+        self._memfd_channel = MemfdSender(handle.send_fds[i] for i in sorted(handle.send_fds))
         self._waiter = Waiter([handle.ring.space_fd], deaths, spin_s)
 
     def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
-        """Sends one message, waiting for room. The parts are copied: they may be changed as soon as this returns.
+        """Sends one message; blocks while the ring is full. The parts are copied: they may be reused on return.
 
         `parts`: at most `MAX_PARTS` one-dimensional byte buffers.
-        Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message that is too large,
-        `CapacityError` where there is no memory for a large one.
+        Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message over
+        `MAX_MESSAGE_BYTES`, `CapacityError` where memory for a large one cannot be allocated.
         """
         if not self.try_send(parts):
             self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        """Sends one message if there is room at once."""
+        """Sends one message if the ring has room; never blocks."""
         try:
             return self._ring.try_write(_INLINE, parts)
         except RecordTooLarge:
-            return self._try_send_aside(parts)
+            return self._try_send_memfd(parts)
 
-    def _try_send_aside(self, parts: Sequence[Buffer]) -> bool:
+    def _try_send_memfd(self, parts: Sequence[Buffer]) -> bool:
         laid, size = _layout(parts)
         if size > MAX_MESSAGE_BYTES:
             raise InvalidRequestError(
@@ -192,33 +192,33 @@ class MessageWriter:
             )
         if not self._ring.has_room(STUB_BYTES):
             return False
-        stub = self._aside.try_send(laid, size)
-        return stub is not None and self._ring.try_write(_SIDE, [stub])
+        stub = self._memfd_channel.try_send(laid, size)
+        return stub is not None and self._ring.try_write(_MEMFD, [stub])
 
     def lagging(self) -> list[int]:
-        """The readers that have not taken in every message."""
+        """The slow readers: those that have not consumed every message."""
         return self._ring.lagging()
 
     def close(self) -> None:
-        """Tells the readers that nothing follows. Idempotent; the handle stays open."""
+        """Signals end of stream to the readers. Idempotent; the handle stays open."""
         self._ring.close()
-        self._aside.close()
+        self._memfd_channel.close()
 
 
 class MessageReader:
-    """The receiving end `index`. Not thread-safe.
+    """The receiving end (consumer) `index`. Not thread-safe.
 
     deaths: descriptors that become readable when the writer ends; a blocked `receive` watches them.
     """
 
     def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingReader(handle.ring, index)
-        self._aside = SideReceiver(handle.receive_fds[index])
+        self._memfd_channel = MemfdReceiver(handle.receive_fds[index])
         self._budget = SpinBudget(spin_s)
-        self.slept = self._budget.slept  # to be told of sleeps that were spent waiting for this reader elsewhere
+        self.slept = self._budget.slept  # the caller reports its own sleeps that waited for this reader
         self._waiter = Waiter([handle.ring.wake_fds[index]], deaths)
-        self._inline = Message(self._ring.release)  # one is enough: the ring has one record on lease at a time
-        self.has_message = self._ring.has_record  # whether `try_receive` would give something, be it `RingClosed`
+        self._inline = Message(self._ring.release)  # reused: the ring has one record on lease at a time
+        self.has_message = self._ring.has_record  # whether `try_receive` would return a message or raise `RingClosed`
 
     def receive(self, deadline: float | None = None) -> Message:
         """The next message, on lease. Raises `DeadlinePassed`, `PeerDied`, `RingClosed`, `RingCorruptError`."""
@@ -230,7 +230,7 @@ class MessageReader:
         return message
 
     def spin(self, deadline: float | None = None) -> bool:
-        """Whether a message is there now, or comes within the time of spinning and before the deadline."""
+        """Whether a message is available now, or arrives within the spin budget and before the deadline."""
         until = time.monotonic() + self._budget.seconds
         return self._ring.spin(until if deadline is None else min(until, deadline))
 
@@ -243,23 +243,23 @@ class MessageReader:
         if kind == _INLINE:
             self._inline.parts = parts
             return self._inline
-        if kind != _SIDE or len(parts) != 1:
+        if kind != _MEMFD or len(parts) != 1:
             raise RingCorruptError(f"a record of kind {kind} with {len(parts)} parts is no message")
         stub = bytes(parts[0])
         parts[0].release()
         self._ring.release()
-        # Unmapping is left to the last view: one that outlives the lease keeps its memory, which nobody writes again.
+        # The last view unmaps it: a view that outlives the lease keeps its memory, which is sealed against writes.
         message = Message(lambda: None)
-        message.parts = _split(memoryview(self._aside.receive(stub)))
+        message.parts = _split(memoryview(self._memfd_channel.receive(stub)))
         return message
 
     def check_peer(self) -> None:
-        """Raises `PeerDied` if the writer has ended; for who looks at `has_message` in place of a wait."""
+        """Raises `PeerDied` if the writer has ended; for a caller that polls `has_message` instead of `receive`."""
         dead_fd = self._waiter.take_events()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
 
     def close(self) -> None:
-        """Tells the writer that nobody reads here any more. Idempotent; the handle stays open."""
+        """Signals the writer that this reader has left. Idempotent; the handle stays open."""
         self._ring.close()
-        self._aside.close()
+        self._memfd_channel.close()

@@ -1,4 +1,4 @@
-"""The executor with a process for each worker: one queue to all of them, one back from each."""
+"""The executor with one process per worker: a broadcast call ring, a control ring, and a reply ring per worker."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ T = TypeVar("T")
 START_TIMEOUT_S = 1800.0  # for each of: the processes, their devices, their weights
 
 
-class _Outlet(NamedTuple):
-    """A queue to the workers, and how to wait for room in it."""
+class _SendQueue(NamedTuple):
+    """The producer end of a ring to the workers, and the waiter for free space in it."""
 
     writer: MessageWriter
     room: Waiter
 
 
 class MultiprocExecutor(Executor):
-    """Workers in processes of their own, `tensor_parallel_size` of them.
+    """`tensor_parallel_size` workers, each in its own process.
 
-    Several calls may be under way, and their futures may be asked in any order. A worker's death settles every call
-    under way, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer than
-    `step_timeout_s`. Calls from several threads take turns: one that waits for a result makes the others wait, except
-    `shutdown`, which ends its wait, and `health`, `oldest_step_s` and `diagnose`, which need no turn.
+    Several calls may be in flight, and their futures may be awaited in any order. A worker's death settles every call
+    in flight, and every later one, with `EngineDeadError`, until `restart`; so does a step that takes longer than
+    `step_timeout_s`. One lock serializes calls from several threads: a thread that waits for a result blocks the
+    others, except `shutdown`, which interrupts the wait, and `health`, `oldest_step_s` and `diagnose`, which do not
+    take the lock.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -109,24 +110,24 @@ class MultiprocExecutor(Executor):
         add_parts(phases, "start_workers", parts)
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                told = self.collective_rpc(method, timeout=START_TIMEOUT_S)
-            add_parts(phases, method, told)
+                reported = self.collective_rpc(method, timeout=START_TIMEOUT_S)
+            add_parts(phases, method, reported)
         return phases
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:
-        """Everything of this side that belongs to one group of workers."""
+        """Sets up the waiters, send queues and watchdog of one group of workers."""
         pidfds = [child.pidfd for child in group.children]
         deaths = [*pidfds, group.closing_fd]
-        events = [*group.wake_fds, group.due_fd]
+        events = [*group.wake_fds, group.expiry_fd]
         self._wait_fds = [*events, *pidfds]
         self._reply_waiter = Waiter(events, deaths)
-        self._in_order = _Outlet(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
-        self._aside = _Outlet(group.aside, Waiter([group.aside_space_fd, *events], deaths, spin_s))
+        self._call_queue = _SendQueue(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
+        self._control_queue = _SendQueue(group.control, Waiter([group.control_space_fd, *events], deaths, spin_s))
         self._watch = StallWatch(self._table, group, self.config.parallel)
         group.on_close(self._watch.stop)
 
     def _end_group(self, error: EngineDeadError) -> None:
-        """Ends what is left of the workers, at once. Calls under way get the error of their death, or this one."""
+        """Kills the remaining workers at once. Calls in flight get the error of the workers' death, or `error`."""
         self._die(error)
         if self._group is not None:
             self._group.kill()
@@ -136,13 +137,13 @@ class MultiprocExecutor(Executor):
         self._owner.check()
         check_reply_rank(call.unique_reply_rank, self._num_ranks)
         declared = None if call.is_callable else self.methods.get(call.method)
-        is_aside = declared is not None and declared.read_only
+        is_control = declared is not None and declared.read_only
         with self._lock:
             self._check_alive()
-            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_aside)
+            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_control)
             head = call.head(opened.call_id)
             parts = pack_call(head.call_id, head.kind, call.parts, head.method, head.unique_reply_rank, head.by_engine)
-            self._send(self._aside if is_aside else self._in_order, opened, parts)
+            self._send(self._control_queue if is_control else self._call_queue, opened, parts)
             return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -152,9 +153,9 @@ class MultiprocExecutor(Executor):
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
             if not call.errors:
-                self._send(self._in_order, call, pack_call(call.call_id, STEP, [body]))
+                self._send(self._call_queue, call, pack_call(call.call_id, STEP, [body]))
             else:
-                self._watch.look_soon()
+                self._watch.wake()
             return call
 
     def wait_fds(self) -> list[int]:
@@ -170,7 +171,7 @@ class MultiprocExecutor(Executor):
         return self._table.num_late_replies
 
     def check(self) -> None:
-        self.take_in()
+        self.poll_replies()
         self._check_alive()
 
     def health(self) -> list[RankHealth]:
@@ -189,52 +190,52 @@ class MultiprocExecutor(Executor):
         is_first, self._is_shut = not self._is_shut, True
         group = self._group
         if is_first and group is not None:
-            group.interrupt()  # who waits gives up the lock
+            group.interrupt()  # a thread that waits for a reply returns and releases the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:
                 self._close_group()
 
     # -----------------------------------------------------------------------------------------------------------
-    # Out.
+    # Sending.
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise copy.copy(self._dead)
 
-    def _send(self, outlet: _Outlet, call: Call, parts: Sequence[Buffer]) -> None:
-        """Sends a call to every worker. Replies are taken in meanwhile: a worker that is stuck with one that nobody
-        takes would never make room."""
+    def _send(self, queue: _SendQueue, call: Call, parts: Sequence[Buffer]) -> None:
+        """Sends a call to every worker. While the ring is full (back-pressure), replies are drained: a worker blocked
+        on a full reply ring would never consume calls, a deadlock."""
 
         def sent() -> bool:
-            if outlet.writer.try_send(parts):
+            if queue.writer.try_send(parts):
                 return True
             self.on_wait()
-            self._collect()
+            self._drain_replies()
             return call.is_settled
 
         try:
-            self._wait(outlet.room, sent, call.deadline, SPACE_TICK_S)
+            self._wait(queue.room, sent, call.deadline, SPACE_TICK_S)
         except BaseException:
             self._table.abandon(call)
             raise
 
     # -----------------------------------------------------------------------------------------------------------
-    # In. `Driver` of the calls.
+    # Receiving: the `Driver` of the calls.
 
-    def take_in(self) -> None:
+    def poll_replies(self) -> None:
         self._owner.check()
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread holds the lock and polls
         try:
             if self._dead is None:
-                self._guarded(self._take_in_now)
+                self._guarded(self._poll_replies_now)
         finally:
             self._lock.release()
 
-    def _take_in_now(self) -> None:
-        dead_fd = self._reply_waiter.take_events()  # first, so that whatever is announced later stays announced
-        self._collect()
+    def _poll_replies_now(self) -> None:
+        dead_fd = self._reply_waiter.take_events()  # drained before the rings are read: later events stay signalled
+        self._drain_replies()
         self._table.expire()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
@@ -247,7 +248,7 @@ class MultiprocExecutor(Executor):
                 bound = min((at for at in (deadline, due) if at is not None), default=None)
 
                 def settled(due: float | None = due) -> bool:
-                    self._collect()
+                    self._drain_replies()
                     return call.is_settled or call.due != due
 
                 self._spin(call, bound)
@@ -259,7 +260,7 @@ class MultiprocExecutor(Executor):
                     return
 
     def _spin(self, call: Call, bound: float | None) -> None:
-        """Looks out for a moment for a reply that is missing; most come soon, and this is the quickest look."""
+        """Spins briefly on the reply ring of one missing rank: most replies come soon, and it costs one load a poll."""
         rank = next(iter(call.missing), None)
         if rank is not None and self._group is not None:
             reader = self._group.replies[rank]
@@ -268,9 +269,9 @@ class MultiprocExecutor(Executor):
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
     ) -> float | None:
-        """Waits until `ready`, the deadline (which settles calls that were due) or a death (which settles all).
+        """Waits until `ready`, the deadline (expires the calls that are due) or a death (settles all calls).
 
-        Returns the seconds for which it slept, if it was until `ready`.
+        Returns the seconds it slept, or None if it ended by a deadline or a death.
         """
         try:
             return self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
@@ -278,8 +279,8 @@ class MultiprocExecutor(Executor):
             self._table.expire()
             return None
 
-    def _collect(self) -> None:
-        """Takes in every reply that has arrived."""
+    def _drain_replies(self) -> None:
+        """Processes every reply that has arrived."""
         if self._dead is not None or self._group is None:
             return
         for rank, reader in enumerate(self._group.replies):
@@ -288,7 +289,7 @@ class MultiprocExecutor(Executor):
                     self._take_reply(rank, parts)
 
     def _take_reply(self, rank: int, parts: Sequence[memoryview]) -> None:
-        """Gives a call its reply. A value stays encoded, in buffers of its own; who asks for it decodes it."""
+        """Hands a reply to its call. A value is copied out of the ring and stays encoded until `result` decodes it."""
         call_id, kind, is_error, reply = unpack_reply(parts, rank)
         if not is_error:
             self._table.take_value(call_id, rank, [bytes(part) for part in reply])
@@ -299,13 +300,13 @@ class MultiprocExecutor(Executor):
         except Exception as undecodable:
             error = portable_error(undecodable, rank, method)
         self._table.take_error(call_id, rank, error, kind == STEP)
-        self._watch.look_soon()
+        self._watch.wake()
 
     # -----------------------------------------------------------------------------------------------------------
     # Death.
 
     def _guarded(self, action: Callable[[], T]) -> T | None:
-        """Runs what reads shared memory and descriptors; what ends a worker, or us, settles every call."""
+        """Runs an action on shared memory and descriptors; a death, a shutdown or corruption settles every call."""
         try:
             return action()
         except PeerDied as death:
@@ -315,14 +316,14 @@ class MultiprocExecutor(Executor):
             if self._group is not None:
                 self._group.kill()
         except (RingClosed, OSError, ValueError):
-            if not self._is_shut:  # a signal handler may shut down in the middle of this very wait
+            if not self._is_shut:  # a signal handler may call shutdown during this wait
                 raise
             self._die(_was_shut_down())
         return None
 
     def _error_of_death(self, fd: int) -> tuple[EngineDeadError, int | None]:
-        """What the end behind this descriptor means, and the rank that died of itself. The others are of no use then,
-        and may wait for that one for ever: they are killed."""
+        """The error for a death signalled on `fd`, and the rank that died by itself. The other workers are killed: they
+        may be blocked in a collective with the dead rank."""
         group = self._group
         assert group is not None
         if group.killed_for is not None:
@@ -330,13 +331,13 @@ class MultiprocExecutor(Executor):
         if all(child.pidfd != fd for child in group.children):
             return _was_shut_down(), None
         ended = {rank: child for rank, child in enumerate(group.children) if not child.is_alive()}
-        # Of several, the one that a signal ended: others may have raised because of that, and left.
+        # Of several, prefer one ended by a signal: the others may have raised because of it, and exited.
         rank = min(ended, key=lambda rank: (ended[rank].signal_name is None, rank))
         group.kill()
         return ended[rank].dead_error(rank), rank
 
     def _die(self, error: RingcoreError, dead_rank: int | None = None) -> None:
-        """Every call under way, and every later one, gets this error; the first one stays."""
+        """Settles every call in flight, and every later one, with the error; the first such error is kept."""
         if self._dead is None or self._group is None:
             self._dead = error
         self._table.fail_all(self._dead, dead_rank)

@@ -1,9 +1,9 @@
-"""The memory of a ring: made in full, sealed, without a name, and mapped by those who inherit its descriptors.
+"""The shared memory of a ring: a preallocated, sealed memfd, mapped by the processes that inherit its descriptors.
 
-It is a memfd, so nobody else can open it and nothing is left behind when every process is killed. It is allocated in
-full at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size.
-Where the kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm that loses its name as
-soon as it is open. Such a file cannot be sealed; all else is the same.
+A memfd has no name, so no other process can open it and nothing is left when every process is killed. All its pages
+are allocated at creation (too little memory is an error then, not a SIGBUS later), and its size is sealed. Where the
+kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm that is unlinked as soon as it is
+open. Such a file cannot be sealed; all else is the same.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FALLBACK_DIRECTORY = "/dev/shm"
 BUSY_S = 0.1
 
-# Words (u64) of the control page that never change; ring_buffer has the others.
+# Constant words (u64) of the control page; ring_buffer defines the others.
 W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
 
 
 class RingCorruptError(RingcoreError):
-    """Shared memory holds what no writer or reader of ours writes. Fatal: nothing is resynchronised."""
+    """Shared memory has contents that no writer or reader of this package produces. Fatal: there is no resync."""
 
 
 @dataclass(frozen=True)
 class RingHandle:
-    """The descriptors of one ring. They belong to whoever made the handle, who calls `close`.
+    """The file descriptors of one ring. The creator of the handle owns them and calls `close`.
 
     memory_fd: the control page and the data. acks_fd: one page a reader. space_fd: an eventfd that wakes the writer.
-    wake_fds: the eventfds that wake the readers, by index; a reader's own process has only its own.
+    wake_fds: the eventfds that wake the readers, by index; a reader's process has only its own.
     """
 
     memory_fd: int
@@ -76,7 +76,7 @@ HAS_MEMFD = _has_memfd()
 
 
 def unnamed_file(name: str) -> int:
-    """A descriptor of an empty file in memory that only its holders and heirs reach. The name is for /proc alone."""
+    """The descriptor of an empty memfd, reachable only by inheritance. `name` shows in /proc, nowhere else."""
     if HAS_MEMFD:
         fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
@@ -88,13 +88,13 @@ def unnamed_file(name: str) -> int:
 
 
 def seal(fd: int, seals: int) -> None:
-    """Forbids what `seals` say, for every holder and for ever, where the memory can be sealed."""
+    """Adds `seals`, permanently and for every holder of the memfd; does nothing without memfd."""
     deadline = time.monotonic() + BUSY_S
     while HAS_MEMFD:
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
-            # The kernel holds a page of it for a moment, to move it, say.
+            # EBUSY: the kernel briefly holds a page, e.g. to migrate it.
             if error.errno != errno.EBUSY or time.monotonic() >= deadline:
                 raise
             time.sleep(BUSY_S / 100)
@@ -103,12 +103,12 @@ def seal(fd: int, seals: int) -> None:
 
 
 def is_sealed(fd: int, seals: int) -> bool:
-    """Whether `seal` was called with these, as far as it can be known."""
+    """Whether `seals` are set; True without memfd, where it cannot be checked."""
     return not HAS_MEMFD or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
 
 
 def shared_memory(name: str, num_bytes: int) -> int:
-    """An unnamed file of this size whose pages exist. Raises `CapacityError`."""
+    """An unnamed file of this size with all pages allocated. Raises `CapacityError`."""
     with ExitStack() as undo:
         try:
             fd = unnamed_file(name)
@@ -125,7 +125,7 @@ def shared_memory(name: str, num_bytes: int) -> int:
 
 
 def create_ring(capacity: int, num_readers: int) -> RingHandle:
-    """A ring of `capacity` bytes (a multiple of the page size). Raises `CapacityError` where memory is short."""
+    """A ring of `capacity` bytes (a multiple of the page size). Raises `CapacityError` if memory is short."""
     assert capacity > 0
     assert capacity % PAGE == 0
     assert num_readers > 0
@@ -147,7 +147,7 @@ def create_ring(capacity: int, num_readers: int) -> RingHandle:
 
 
 class RingMapping:
-    """A ring's memory in this process; the data is writable for the writer alone."""
+    """A ring's mapping in this process; the data is writable only for the writer."""
 
     def __init__(self, handle: RingHandle, is_writer: bool) -> None:
         if not is_sealed(handle.memory_fd, SEALS):
@@ -164,7 +164,7 @@ class RingMapping:
         self.views = [self.words, self.data, view]
 
     def map_ack(self, handle: RingHandle, index: int, is_reader: bool) -> memoryview:
-        """The words of reader `index`'s own page."""
+        """The words of the page of reader `index`."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_reader else 0)
         words = memoryview(mmap.mmap(handle.acks_fd, PAGE, prot=access, offset=PAGE * index)).cast("Q")
         self.views.append(words)
@@ -175,5 +175,5 @@ class RingMapping:
             view.release()
         try:
             self.memory.close()
-        except BufferError:  # a caller still holds a view of a message: the mapping goes when that view does
+        except BufferError:  # a caller still holds a view of a message: the mapping is freed with that view
             return

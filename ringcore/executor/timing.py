@@ -1,4 +1,4 @@
-"""The seconds of each phase of start-up."""
+"""Timing of the start-up phases, in seconds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["add_parts", "timed"]
 
 @contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Enters the seconds that the body takes under `name`."""
+    """Records the duration of the body as `phases[name]`."""
     started = time.monotonic()
     yield
     phases[name] = time.monotonic() - started
 
 
-def add_parts(phases: dict[str, float], name: str, told: Iterable[object]) -> None:
-    """Enters what the phase `name` consists of, as its workers tell: a mapping from each, in which what ends in "_s" is
-    seconds. "weights_s" becomes "name.weights", of the rank that took longest for it."""
-    for of_rank in told:
+def add_parts(phases: dict[str, float], name: str, reported: Iterable[object]) -> None:
+    """Records the sub-phases of phase `name` from the workers' reports: one mapping a rank, in which keys that end in
+    "_s" are seconds. "weights_s" becomes "name.weights", the maximum over the ranks."""
+    for of_rank in reported:
         if not isinstance(of_rank, Mapping):
             continue
         for key, seconds in of_rank.items():

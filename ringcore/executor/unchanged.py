@@ -1,4 +1,4 @@
-"""For how long something has not changed, by a clock that stands still while its reader does."""
+"""Measures for how long a polled value has not changed, excluding the time in which the poller itself did not run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["UnchangedFor"]
 
 
 class UnchangedFor:
-    """The seconds for which a value has been the same, from look to look.
+    """The seconds for which a polled value has been the same.
 
-    Of the time between two looks at most `max_gap_s` counts: a reader that was suspended or starved meanwhile, perhaps
-    with the whole machine, does not take its own absence for another process's. None is no value: nothing is counted.
+    Of the time between two polls at most `max_gap_s` counts: a poller that was suspended or starved, perhaps with the
+    whole machine, does not attribute its own pause to the watched process. None is no value: nothing is counted.
     """
 
     def __init__(self, max_gap_s: float) -> None:

@@ -1,15 +1,15 @@
-"""Values and errors of a call as bytes. What arrives is plain data: dict, list, str, bytes, int, float, bool, None,
-numpy arrays, and `HostTensor` for tensors of torch.
+"""Serialization of call values and errors: msgpack with out-of-band buffers. Values decode to plain data: dict, list,
+str, bytes, int, float, bool, None, numpy arrays, and `HostTensor` for torch tensors.
 
-A value is a list of buffers: a body of msgpack, then the bytes of its large arrays, which are not copied on the way
-out. In the body an array is an extension:
+A value is a list of buffers (scatter-gather): a msgpack body, then the bytes of its large arrays, sent zero-copy. In
+the body an array is an extension:
 
     code 1 (numpy) or 2 (torch), data: msgpack of (dtype, shape, the bytes | the number of its buffer)
 
-Buffers are numbered from 0 in the order in which the body names them, each once.
+Buffers are numbered from 0 in the order in which the body refers to them, each once.
 
-Nothing here can run code: a peer that sends other bytes than ours gets a `msgspec.DecodeError`, and no more; nothing is
-allocated for an array before its bytes are seen to be there.
+Decoding runs no code: malformed bytes raise `msgspec.DecodeError`, nothing else, and an array is allocated only after
+its length is checked against the received bytes.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ __all__ = [
     "portable_error",
 ]
 
-OUT_OF_BAND_BYTES = 4096  # an array of at least as many has a buffer of its own
-MAX_BUFFERS = 32  # of one value; further arrays are in the body
+OUT_OF_BAND_BYTES = 4096  # an array of at least this size is sent out of band, in its own buffer
+MAX_BUFFERS = 32  # out-of-band buffers of one value; further arrays are inline in the body
 MAX_TRACEBACK_CHARS = 16 << 10
 MAX_MESSAGE_CHARS = 4 << 10
 
 _ARRAY, _TENSOR = 1, 2  # extension codes
-_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # numpy takes a microsecond to make one
+_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # cached: dtype.name takes a microsecond
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Values out.
+# Encoding.
 
 
 def encode_value(value: Any) -> list[Buffer]:
-    """A value as buffers, each one-dimensional, of bytes: the body, then those of large arrays, `MAX_BUFFERS` at most.
+    """A value as one-dimensional byte buffers: the body, then those of large arrays, `MAX_BUFFERS` at most.
 
-    Takes builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
+    Accepts builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
     Python's), dtypes, devices and paths (as text), numpy arrays of numbers, dense torch tensors on any device. The
-    buffers of arrays are views: send or copy them before the value changes. Raises what says why it cannot be sent:
-    TypeError, OverflowError, ...
+    buffers of arrays are views: send or copy them before the value changes. Raises TypeError, OverflowError, ... with
+    the reason why a value cannot be encoded.
     """
     try:
         return [_plain_encoder.encode(value)]
     except _HasArrays:
-        return _Outgoing().encode(value)
+        return _ValueEncoder().encode(value)
 
 
 class _HasArrays(Exception):
-    """There is more in the value than the body can hold."""
+    """The value contains arrays or tensors: it needs the encoder with out-of-band buffers."""
 
 
 def _encode_unless_array(value: Any) -> Any:
@@ -81,8 +81,8 @@ def _encode_unless_array(value: Any) -> Any:
     return _encode_plain(value)
 
 
-class _Outgoing:
-    """One value on its way out."""
+class _ValueEncoder:
+    """Encodes one value, collecting its out-of-band buffers."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
@@ -97,9 +97,9 @@ class _Outgoing:
             return self._extension(_ARRAY, name, value.shape, bytes_of_array(value))
         if isinstance(value, HostTensor):
             return self._extension(_TENSOR, value.dtype, value.shape, value.data)
-        torch = sys.modules.get("torch")  # who never loaded it has no tensor to send
+        torch = sys.modules.get("torch")  # a process that never imported torch has no tensor to send
         if torch is not None and isinstance(value, torch.Tensor):
-            data = bytes_of_tensor(value, torch)  # before the shape, which not every tensor has
+            data = bytes_of_tensor(value, torch)  # before .shape: it rejects tensors without one (nested)
             return self._extension(_TENSOR, torch_name(value.dtype), tuple(value.shape), data)
         return _encode_plain(value)
 
@@ -112,8 +112,8 @@ class _Outgoing:
 
 
 def _encode_plain(value: Any) -> Any:
-    """What msgpack has no word for and is no array, as builtins."""
-    if isinstance(value, np.longdouble):  # whose item() is itself
+    """Values without a msgpack type that are not arrays, as builtins."""
+    if isinstance(value, np.longdouble):  # its item() returns a longdouble again
         return float(value)
     if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
         return value.item()
@@ -128,16 +128,16 @@ def _encode_plain(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Values in.
+# Decoding.
 
 
 def decode_value(parts: Sequence[Buffer]) -> Any:
-    """The value of `encode_value`, which owns what it holds. Raises `msgspec.DecodeError`."""
+    """Decodes the buffers of `encode_value`; the value owns its data. Raises `msgspec.DecodeError`."""
     if not parts:
         raise msgspec.DecodeError("a value has no body")
     if len(parts) == 1:
         return _decoded(_plain_decoder, parts[0])
-    incoming = _Incoming(parts[1:])
+    incoming = _ValueDecoder(parts[1:])
     value = _decoded(msgspec.msgpack.Decoder(ext_hook=incoming.extension), parts[0])
     incoming.check_all_taken()
     return value
@@ -148,12 +148,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: Buffer) -> Any:
         return decoder.decode(body)
     except msgspec.DecodeError:
         raise
-    except (RecursionError, ValueError, TypeError) as error:  # too deep, no UTF-8, a map's key that is no key
+    except (RecursionError, ValueError, TypeError) as error:  # too deep, invalid UTF-8, unhashable map key
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from error
 
 
-class _Incoming:
-    """One value on its way in."""
+class _ValueDecoder:
+    """Decodes one value with its out-of-band buffers."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
@@ -171,18 +171,18 @@ class _Incoming:
 
     def _take(self, index: int) -> Buffer:
         if index != self._num_taken or index >= len(self._buffers):
-            raise ValueError(f"buffer {index} is named where {self._num_taken} of {len(self._buffers)} are taken")
+            raise ValueError(f"buffer {index} is out of order: {self._num_taken} of {len(self._buffers)} were used")
         self._num_taken += 1
         return self._buffers[index]
 
     def check_all_taken(self) -> None:
         if self._num_taken != len(self._buffers):
-            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body names {self._num_taken}")
+            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body uses {self._num_taken}")
 
 
-# An encoder or decoder costs more to make than a small value to encode or decode.
+# Created once: constructing an encoder or decoder costs more than encoding or decoding a small value.
 _plain_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unless_array)
-_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_Incoming(()).extension)
+_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_ValueDecoder(()).extension)
 _array_encoder = msgspec.msgpack.Encoder()
 _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memoryview])
 
@@ -194,12 +194,12 @@ _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memor
 def encode_request(
     method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Buffer]:
-    """A call as its workers get it. Raises `InvalidRequestError` for a method or arguments that cannot be sent."""
+    """Encodes a call for the workers. Raises `InvalidRequestError` for a method or arguments that cannot be encoded."""
     packed = method if isinstance(method, str) else pack_callable(method)
     name = method if isinstance(method, str) else callable_name(method)
     try:
         return encode_value((packed, list(args), dict(kwargs or {})))
-    except Exception as error:  # whatever an argument's own code raises
+    except Exception as error:  # anything that an argument's own code raises
         raise InvalidRequestError(
             f"the arguments of {name!r} cannot be sent: {error}; give builtin values, dataclasses, Structs, arrays or "
             f"tensors",
@@ -209,7 +209,7 @@ def encode_request(
 
 
 def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """Method, positional and keyword arguments of `encode_request`; the method is bytes where it was a callable.
+    """Method, positional and keyword arguments of `encode_request`; the method is bytes for a packed callable.
 
     Raises `msgspec.DecodeError`.
     """
@@ -224,9 +224,9 @@ def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dic
 
 
 def portable_error(error: BaseException, rank: int, method: str) -> RingcoreError:
-    """The error as it is raised in the calling process: ours as itself, any other as a `WorkerError`.
+    """The error as it is raised in the calling process: a `RingcoreError` as itself, any other as a `WorkerError`.
 
-    An error of ours that only this process knows (a subclass in a worker extension, say) is any other.
+    A `RingcoreError` subclass that only this process knows (e.g. of a worker extension) also becomes a `WorkerError`.
     """
     if isinstance(error, RingcoreError) and _is_known_to_all(error):
         return error
@@ -238,19 +238,19 @@ def portable_error(error: BaseException, rank: int, method: str) -> RingcoreErro
         rank=rank,
         error_type=kind,
         error_message=message,
-        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # its end says the most
+        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # the end of a traceback is its most useful part
         method=method,
     )
 
 
 def _is_known_to_all(error: RingcoreError) -> bool:
-    """Whether its wire form leads back to its type. A plain `RingcoreError` stands for those that are unknown."""
+    """Whether its wire form decodes to its own type; unknown types decode to a plain `RingcoreError`."""
     kind = type(error)
     return kind is not RingcoreError and type(error_from_wire(error_to_wire(error))) is kind
 
 
 def encode_error(error: BaseException, rank: int, method: str) -> bytes:
-    """An error that a method raised, for `decode_error`. Never raises: what cannot be sent of it is sent as text."""
+    """Encodes an error that a method raised, for `decode_error`. Never raises: unencodable details become text."""
     ours = portable_error(error, rank, method)
     try:
         return _error_encoder.encode(error_to_wire(ours))
@@ -260,11 +260,11 @@ def encode_error(error: BaseException, rank: int, method: str) -> bytes:
 
 
 def decode_error(data: Buffer, rank: int, method: str) -> RingcoreError:
-    """The error of `encode_error`, with a note that says where it comes from. Raises `msgspec.DecodeError`."""
+    """Decodes the error of `encode_error`, with a note that names method and rank. Raises `msgspec.DecodeError`."""
     wire: Mapping[str, Any] = msgspec.structs.asdict(_decoded(_error_decoder, data))
     try:
         error = error_from_wire(wire)
-    except TypeError as odd:  # details that are no keyword arguments
+    except TypeError as odd:  # details that do not fit the error's keyword arguments
         raise msgspec.DecodeError(f"an error is malformed: {odd}") from odd
     error.add_note(f"raised by {method!r} in worker {rank}")
     return error
@@ -282,5 +282,5 @@ def _text_of(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text without lone surrogates, which have no UTF-8."""
+    """The text with lone surrogates escaped: they cannot be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""How a process waits for another: a brief spin, then poll(). Every wait ends on a result, a death or a deadline."""
+"""Waiting for another process: a brief spin, then poll(). Every wait ends by a result, a death or a deadline."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
     "spin_budget_s",
 ]
 
-SPIN_S = 200e-6  # longer than the copy of a large message, shorter than anything a person or a step would notice
+SPIN_S = 200e-6  # longer than the copy of a large message, short against a step
 CROWDED_SPIN_S = 50e-6
-PATIENCE = 5
-SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be missed (see ring_buffer)
+LONG_SPIN_FACTOR = 5
+SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be lost (see ring_buffer)
 
 
 class PeerDied(Exception):
@@ -35,15 +35,15 @@ class PeerDied(Exception):
 
 
 class DeadlinePassed(Exception):
-    """The deadline passed before what was waited for."""
+    """The deadline passed before the condition became true."""
 
 
 def spin_budget_s(num_processes: int) -> float:
-    """Seconds to spin before sleeping, where `num_processes` take turns on the cores that this process may use.
+    """Seconds to spin before sleeping, where `num_processes` share the cores that this process may use.
 
-    Waking a halted core costs about 70 us, so a wait that is likely to be short spins first. A spinner that has no
-    core of its own takes it from the one that it waits for, hence the smaller budget. Without strong memory ordering
-    only what was announced through the kernel is taken for published: no spin at all.
+    Waking a halted core costs about 70 us, so a wait that is likely to be short spins first. A spinner without a core
+    of its own takes CPU time from the process it waits for, hence the smaller budget. Without strong memory ordering
+    a message counts as published only when an eventfd announced it: no spin at all.
     """
     if not IS_STRONGLY_ORDERED:
         return 0.0
@@ -51,7 +51,7 @@ def spin_budget_s(num_processes: int) -> float:
 
 
 def signal_event(fd: int) -> None:
-    """Makes an eventfd readable. One whose count is full is readable already."""
+    """Makes an eventfd readable. One with a saturated counter is readable already."""
     try:
         os.eventfd_write(fd, 1)
     except BlockingIOError:
@@ -59,7 +59,7 @@ def signal_event(fd: int) -> None:
 
 
 def drain_event(fd: int) -> None:
-    """Makes an eventfd unreadable. Look for what it announced after this, never before: nothing is missed then."""
+    """Makes an eventfd unreadable. Check the condition after draining, never before, or a wake is lost."""
     try:
         os.eventfd_read(fd)
     except BlockingIOError:
@@ -67,27 +67,27 @@ def drain_event(fd: int) -> None:
 
 
 class SpinBudget:
-    """How many `seconds` to spin before sleeping.
+    """An adaptive spin budget: how many `seconds` to spin before sleeping.
 
-    A sleep that ends soon would have been spared by a little more patience, and it makes the peer wait for a wake-up,
-    who may fall asleep because of that in turn: two processes can stay in that state for ever. So after a short sleep
-    the budget is `PATIENCE` times as long; a long one, in which nobody was in a hurry, brings it back.
+    A longer spin would have avoided a short sleep; and the peer has to wait for this process's wake-up, so that it may
+    go to sleep in turn: two processes can stay in that state indefinitely. So after a short sleep the budget is
+    `LONG_SPIN_FACTOR` times as long; a long sleep (no traffic) resets it.
     """
 
     def __init__(self, base_s: float) -> None:
         self._base_s = self.seconds = base_s
 
     def slept(self, seconds: float) -> None:
-        """It did not suffice: there was a sleep of so many seconds after it."""
-        self.seconds = PATIENCE * self._base_s if seconds < PATIENCE * self._base_s else self._base_s
+        """Reports that the spin was too short: a sleep of `seconds` followed it."""
+        self.seconds = LONG_SPIN_FACTOR * self._base_s if seconds < LONG_SPIN_FACTOR * self._base_s else self._base_s
 
 
 class Waiter:
-    """Waits until a condition holds that other processes make true.
+    """Waits for a condition that other processes make true.
 
-    events: eventfds that are written after each change of the condition; they are drained here.
+    events: eventfds that are written after each change of the condition; the waiter drains them.
     deaths: descriptors that become readable, or hang up, when a peer ends (pidfds, read ends of death pipes).
-    spin_s: how long to look again and again, yielding the core each time, before sleeping in poll().
+    spin_s: how long to spin with sched_yield before sleeping in poll().
     """
 
     def __init__(self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
@@ -98,11 +98,11 @@ class Waiter:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> float:
-        """Returns when `ready()` is true: the seconds for which it slept, 0.0 if it did not.
+        """Returns when `ready()` is true: the seconds it slept, 0.0 if it did not sleep.
 
-        `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose announcement may be missed.
-        Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more: what a peer did before
-        it died counts. Whatever `ready` raises passes through.
+        `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose wake may be lost.
+        Raises `PeerDied` or `DeadlinePassed`, each only after one more check of `ready()`: what a peer did before it
+        died counts. Exceptions of `ready` propagate.
         """
         if ready() or self._spin(ready, deadline):
             return 0.0
@@ -117,7 +117,7 @@ class Waiter:
                 raise DeadlinePassed
 
     def take_events(self) -> int | None:
-        """Drains the events that were signalled, without waiting; the descriptor of a peer that has ended, if any."""
+        """Drains the signalled events without blocking; returns the descriptor of a peer that has ended, if any."""
         return self._sleep(None, 0.0)
 
     def _spin(self, ready: Callable[[], bool], deadline: float | None) -> bool:
@@ -132,7 +132,7 @@ class Waiter:
         return False
 
     def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
-        """Sleeps until something happens or is due; the descriptor of a peer that has ended, if any."""
+        """Sleeps in poll() until an event, the deadline or the tick; returns an ended peer's descriptor, if any."""
         sleep_s = tick_s
         if deadline is not None:
             left_s = max(0.0, deadline - time.monotonic())

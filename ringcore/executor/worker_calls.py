@@ -1,4 +1,4 @@
-"""What a worker does with one call: decode the request, call the method, encode the value or the error."""
+"""Executes one call in the worker: decodes the request, calls the method, encodes the value or the error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Outcome", "failed", "perform_call", "prepare_call"]
 
 
 class Outcome(NamedTuple):
-    """What a call came to: the buffers of the encoded value, or of the encoded error."""
+    """The result of a call: the buffers of the encoded value, or of the encoded error."""
 
     is_error: bool
     parts: Sequence[Buffer]
@@ -27,18 +27,17 @@ def failed(error: BaseException, rank: int, method: str) -> Outcome:
 
 
 def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffer]) -> Callable[[], Outcome | None]:
-    """A call, ready to be performed; the request's buffers are not needed any more.
+    """Decodes a call into a function that performs it; the request's buffers may be released afterwards.
 
-    It gives the method's value, or whatever went wrong in decoding, calling and encoding; None where it went well and
-    this rank is not to reply. `SystemExit`, `KeyboardInterrupt` and their like pass through: they are about the
-    process, not the call.
+    The function returns the value or the error of decoding, call or encoding; None on success if this rank does not
+    reply. `SystemExit`, `KeyboardInterrupt` and other non-`Exception`s propagate: they end the process, not the call.
     """
     try:
         method, args, kwargs = _checked_request(head, request)
     except Exception as error:
         outcome = failed(error, rank, head.method)
         return lambda: outcome
-    owes_value = head.unique_reply_rank in (None, rank)
+    must_reply = head.unique_reply_rank in (None, rank)
 
     def perform() -> Outcome | None:
         try:
@@ -46,7 +45,7 @@ def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
                 value = call_packed(worker, method, args, kwargs)
             else:
                 value = call_rpc(worker, method, args, kwargs, head.by_engine)
-            return Outcome(False, encode_value(value)) if owes_value else None
+            return Outcome(False, encode_value(value)) if must_reply else None
         except Exception as error:
             return failed(error, rank, head.method)
 
@@ -54,13 +53,13 @@ def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
 
 
 def perform_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffer]) -> Outcome | None:
-    """See `prepare_call`."""
+    """Decodes and performs a call: see `prepare_call`."""
     return prepare_call(worker, rank, head, request)()
 
 
 def _checked_request(head: CallHead, request: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """A packed function is run only where the call says that it has one, and no method but the one that it names: by
-    that name it was decided which thread executes it."""
+    """The decoded request, checked against the envelope: a packed function only in a CALLABLE, and a method only under
+    the name in the envelope, by which the control thread or the main thread was chosen."""
     method, args, kwargs = decode_request(request)
     is_as_said = head.kind == CALLABLE if isinstance(method, bytes) else head.kind == CALL and method == head.method
     if not is_as_said:

@@ -37,16 +37,16 @@ class BlockPool:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
         self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
-        self._stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` are the empty ones, the next one last
-        self._found: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
+        self._free_stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` are the empty ones, the next one last
+        self._block_of_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
-        self._unused: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
+        self._lru: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
         self._num_empty = 0
-        self._empty_all()
+        self._reset_free_stack()
 
-    def _empty_all(self) -> None:
+    def _reset_free_stack(self) -> None:
         self._num_empty = self.num_usable_blocks
-        self._stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
+        self._free_stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -54,7 +54,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_empty + len(self._unused)
+        return self._num_empty + len(self._lru)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -67,7 +67,7 @@ class BlockPool:
         """
         assert num_blocks <= self.num_free_blocks, "take: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
-        ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
+        ids = self._free_stack[bottom : self._num_empty][::-1].astype(np.int64)
         self._num_empty = bottom
         if len(ids) < num_blocks:
             ids = np.concatenate((ids, self._evict(num_blocks - len(ids))))
@@ -77,10 +77,10 @@ class BlockPool:
     def _evict(self, num_blocks: int) -> np.ndarray:
         """The longest unused ones, which nobody finds from now on."""
         ids = []
-        pop_longest_unused, pop_hash = self._unused.popitem, self._hash_of.pop
+        pop_least_recent, pop_hash = self._lru.popitem, self._hash_of.pop
         for _ in range(num_blocks):
-            block_id, group = pop_longest_unused(last=False)
-            del self._found[group][pop_hash(block_id)]
+            block_id, group = pop_least_recent(last=False)
+            del self._block_of_hash[group][pop_hash(block_id)]
             ids.append(block_id)
         evicted = np.array(ids, np.int64)
         self._group_of[evicted] = _NOT_CACHED
@@ -104,19 +104,19 @@ class BlockPool:
         cached = ids[is_cached]
         if len(cached):
             # One that is here twice, because two tables gave it back, is put in once. Empty ones are never shared.
-            self._unused.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            self._lru.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
             ids = ids[~is_cached]
-        self._stack[self._num_empty : self._num_empty + len(ids)] = ids
+        self._free_stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
 
-    def num_unused(self, ids: np.ndarray) -> int:
+    def num_unreferenced(self, ids: np.ndarray) -> int:
         """How many of these are in no block table: `touch` takes them from the free ones."""
         return len(ids) - int(np.count_nonzero(self.ref_counts[ids]))
 
     def touch(self, ids: np.ndarray) -> None:
         """Takes one reference to each; each once. A cached free block leaves the free ones. ids: [n] int64."""
         unused = ids[self.ref_counts[ids] == 0]
-        deque(map(self._unused.pop, unused.tolist()), maxlen=0)
+        deque(map(self._lru.pop, unused.tolist()), maxlen=0)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
@@ -124,7 +124,7 @@ class BlockPool:
         that one stays the one found. ids: [n] int64.
         """
         own_ids = ids.tolist()
-        found_ids = list(map(self._found[group].setdefault, hashes, own_ids))
+        found_ids = list(map(self._block_of_hash[group].setdefault, hashes, own_ids))
         if found_ids != own_ids:
             is_new = list(map(eq, found_ids, own_ids))
             ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
@@ -139,7 +139,7 @@ class BlockPool:
         begin, size = 0, _FIRST_LOOKUP
         while begin < len(hashes):
             names = hashes[begin : begin + size]
-            ids = np.fromiter(map(self._found[group].get, names, repeat(0)), np.int64, len(names))
+            ids = np.fromiter(map(self._block_of_hash[group].get, names, repeat(0)), np.int64, len(names))
             parts.append(ids)
             if not _all(ids):
                 parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
@@ -149,7 +149,7 @@ class BlockPool:
 
     def hashes(self, group: int) -> KeysView[bytes]:
         """Those by which a block of the group is found."""
-        return self._found[group].keys()
+        return self._block_of_hash[group].keys()
 
     def hash_of(self, block_id: int) -> bytes | None:
         """What the block is found by; None if it is not cached."""
@@ -159,17 +159,17 @@ class BlockPool:
         """Forgets every cached block; False, and nothing done, while any block is in use."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for found in self._found:
+        for found in self._block_of_hash:
             found.clear()
         self._hash_of.clear()
-        self._unused.clear()
+        self._lru.clear()
         self._group_of[:] = _NOT_CACHED
-        self._empty_all()
+        self._reset_free_stack()
         return True
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, unused = self._stack[: self._num_empty].tolist(), list(self._unused)
+        empty, unused = self._free_stack[: self._num_empty].tolist(), list(self._lru)
         free = {*empty, *unused}
         assert len(free) == len(empty) + len(unused), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is handed out"
@@ -180,12 +180,12 @@ class BlockPool:
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
         assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._unused.items()), "unused without a hash"
+        assert all(groups.get(block_id) == group for block_id, group in self._lru.items()), "unused without a hash"
         assert free & groups.keys() == set(unused), "a cached block is taken for empty"
-        found = [{} for _ in self._found]  # type: list[dict[bytes, int]]
+        found = [{} for _ in self._block_of_hash]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():
             found[group][self._hash_of[block_id]] = block_id
-        assert found == self._found, "prefix cache: the maps and the blocks disagree"
+        assert found == self._block_of_hash, "prefix cache: the maps and the blocks disagree"
 
 
 def _all(values: np.ndarray) -> bool:

@@ -5,7 +5,7 @@ A row's table in a group with a sliding window, where no token to come sees the 
     block   0  1  2  3  4  5  ...
     table   0  0  7  3  9  0
             ╰──╯           ╰─ num_blocks = 5
-            num_left_behind = 2
+            num_out_of_window = 2
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupManager(ABC):
         self.index = index
         self.alignment = alignment
         self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, those left behind counted
-        self.num_left_behind = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
+        self.num_out_of_window = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
         self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks that can be found, or a twin can
         self._pool = pool
         self._hashes_per_block = block_size // hash_block_size
@@ -57,7 +57,7 @@ class GroupManager(ABC):
     # What the kinds differ in.
 
     @abstractmethod
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no token from position `num_computed_tokens` on sees."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class GroupManager(ABC):
 
     def live_blocks(self, row: int) -> np.ndarray:
         """The blocks that the row holds, in order. [n] int64."""
-        return self._tables[row, self.num_left_behind[row] : self.num_blocks[row]].astype(np.int64)
+        return self._tables[row, self.num_out_of_window[row] : self.num_blocks[row]].astype(np.int64)
 
     def start(self, row: int, prefix_ids: list[int], num_slots: int) -> None:
         """The row begins with these blocks, whose references are taken, and new ones up to `num_slots` tokens."""
@@ -94,7 +94,7 @@ class GroupManager(ABC):
         self._tables[row, num_cached:num_blocks] = self._pool.take(num_blocks - num_cached)
         self.num_blocks[row] = num_blocks
         self.num_published[row] = num_cached
-        self.num_left_behind[row] = prefix_ids.count(0)
+        self.num_out_of_window[row] = prefix_ids.count(0)
 
     def num_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks to take so that each row has slots for num_tokens[i] tokens. [n] int64."""
@@ -121,7 +121,7 @@ class GroupManager(ABC):
     def clear(self, row: int) -> None:
         """Forgets the row, whose blocks the caller gives back."""
         self._tables[row, : self.num_blocks[row]] = 0
-        self.num_blocks[row] = self.num_left_behind[row] = self.num_published[row] = 0
+        self.num_blocks[row] = self.num_out_of_window[row] = self.num_published[row] = 0
 
     # The prefix cache.
 
@@ -165,15 +165,15 @@ class GroupManager(ABC):
         self, row: int, hashes: list[bytes], num_confirmed: int, num_known: int, max_tokens_in_flight: int
     ) -> None:
         """num_known: tokens whose slots hold. They may be one more than the confirmed ones: see `CachedPrefix`."""
-        num_blocks, num_left_behind = int(self.num_blocks[row]), int(self.num_left_behind[row])
+        num_blocks, num_out_of_window = int(self.num_blocks[row]), int(self.num_out_of_window[row])
         num_published = int(self.num_published[row])
         table = self._tables[row].tolist()
-        assert not any(table[:num_left_behind]), f"row {row}: a block that it left behind"
-        assert all(table[num_left_behind:num_blocks]), f"row {row}: the null block among those that it holds"
+        assert not any(table[:num_out_of_window]), f"row {row}: a block that it left behind"
+        assert all(table[num_out_of_window:num_blocks]), f"row {row}: the null block among those that it holds"
         assert not any(table[num_blocks:]), f"row {row}: a block after its last one"
-        assert num_left_behind <= self.num_unseen_blocks(num_confirmed), f"row {row}: a block is gone that is needed"
+        assert num_out_of_window <= self.num_out_of_window_blocks(num_confirmed), f"row {row}: a block is gone that is needed"
         most = self._spec.blocks_needed(num_blocks * self.block_size, max_tokens_in_flight)
-        assert num_blocks - num_left_behind <= most, f"row {row}: more than the {most} blocks that it was admitted for"
+        assert num_blocks - num_out_of_window <= most, f"row {row}: more than the {most} blocks that it was admitted for"
         assert num_published * self.block_size <= num_known, f"row {row}: published before it is confirmed"
         found_by = list(map(self._pool.hash_of, table[:num_blocks]))
         for own, name in zip(found_by, self._names(hashes, 0, num_published), strict=False):
@@ -184,7 +184,7 @@ class GroupManager(ABC):
 class FullAttentionManager(GroupManager):
     """Every token sees all before it."""
 
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
@@ -203,7 +203,7 @@ class SlidingWindowManager(GroupManager):
 
     _spec: SlidingWindowSpec
 
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
@@ -229,7 +229,7 @@ class SlidingWindowManager(GroupManager):
         Where all tokens are cached, the last one is computed again, and sees what the window holds before it.
         """
         end = num_cached // self.block_size
-        return end, min(self.num_unseen_blocks(min(num_cached, num_tokens - 1)), end)
+        return end, min(self.num_out_of_window_blocks(min(num_cached, num_tokens - 1)), end)
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
         """A shorter prefix needs blocks that the longer one left out."""
@@ -242,17 +242,17 @@ class SlidingWindowManager(GroupManager):
     def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
         """Gives back the blocks that no token from position num_confirmed[i] on sees."""
         num_unseen = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
-        first = self.num_left_behind[rows]
-        num_left_behind = np.maximum(num_unseen, first)
-        at_rows, at_blocks = _runs(rows, first, num_left_behind - first)
+        first = self.num_out_of_window[rows]
+        num_out_of_window = np.maximum(num_unseen, first)
+        at_rows, at_blocks = _runs(rows, first, num_out_of_window - first)
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         self._tables[at_rows, at_blocks] = 0
-        self.num_left_behind[rows] = num_left_behind
+        self.num_out_of_window[rows] = num_out_of_window
         self._pool.free(ids[::-1])
 
     def release_at(self, rows: np.ndarray) -> np.ndarray:
         """The number of confirmed tokens at which `release` next gives a block of the row back. [n] int64."""
-        next_live: np.ndarray = (self.num_left_behind[rows] + 1) * self.block_size
+        next_live: np.ndarray = (self.num_out_of_window[rows] + 1) * self.block_size
         return next_live + (self._spec.sliding_window - 1)
 
 

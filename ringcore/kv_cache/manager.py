@@ -143,7 +143,7 @@ class KVCacheManager:
         return self._num_to_take(num_tokens, prefix.held_block_ids())
 
     def _num_to_take(self, num_tokens: int, in_prefix: np.ndarray) -> int:
-        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unused(in_prefix)
+        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
 
@@ -268,7 +268,7 @@ class KVCacheManager:
             return self._groups[0].live_blocks(row)
         ids = [group.live_blocks(row) for group in self._groups]
         ends = [
-            (group.num_left_behind[row] + np.arange(1, len(own) + 1)) * group.block_size
+            (group.num_out_of_window[row] + np.arange(1, len(own) + 1)) * group.block_size
             for group, own in zip(self._groups, ids, strict=True)
         ]
         return np.concatenate(ids)[np.argsort(np.concatenate(ends), kind="stable")]

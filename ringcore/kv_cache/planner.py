@@ -23,7 +23,7 @@ __all__ = ["plan_kv_cache", "plan_without_limit"]
 
 _MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
 _SMALLEST_CONTEXT = 2  # a prompt of one token, and one that is generated
-_GROUP_PRICE_PERCENT = 2
+_GROUP_COST_PERCENT = 2
 
 
 def plan_kv_cache(
@@ -62,7 +62,7 @@ def plan_kv_cache(
     `fit_max_model_len` not one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
-    layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
+    layers = _unify_page_sizes(_drop_redundant_windows(_merged(specs), max_model_len))
     plan = KVCacheConfig(
         num_blocks=num_blocks_override or 0,
         groups=_form_groups(layers, max_model_len, max_tokens_in_flight),
@@ -125,7 +125,7 @@ def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
     return first
 
 
-def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
+def _drop_redundant_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
     def visible(spec: KVCacheSpec) -> KVCacheSpec:
         if isinstance(spec, FullAttentionSpec) or spec.sliding_window < max_model_len:
             return spec
@@ -134,7 +134,7 @@ def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int)
     return {name: visible(spec) for name, spec in layers.items()}
 
 
-def _with_pages_of_one_size(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+def _unify_page_sizes(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """The layers with block sizes multiplied until every page is as large as the largest."""
     largest = max(layers, key=lambda name: layers[name].page_size_bytes)
     page_bytes = layers[largest].page_size_bytes
@@ -194,9 +194,9 @@ def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
     request takes in each of its groups.
     """
 
-    def price(size: int) -> int:
+    def cost(size: int) -> int:
         num_groups = [-(-num_layers // size) for num_layers, _ in kinds]
         num_pages = size * sum(n * num_blocks for n, (_, num_blocks) in zip(num_groups, kinds, strict=True))
-        return num_pages * (100 + _GROUP_PRICE_PERCENT * sum(num_groups))
+        return num_pages * (100 + _GROUP_COST_PERCENT * sum(num_groups))
 
-    return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=price)
+    return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=cost)

@@ -1,1 +1,1 @@
-"""Decides what each step computes; it does not know what a tensor is."""
+"""Schedules each step (continuous batching, chunked prefill, preemption); does not know what a tensor is."""

@@ -1,4 +1,4 @@
-"""The errors with which one request ends while its neighbours go on."""
+"""The errors of a single request; the other requests of the batch continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["failure", "id_in_use", "killed_the_workers", "row_failed"]
 
 
 def failure(request: Request, error: RingcoreError) -> EngineCoreOutput:
-    """The last output of a request that cannot go on."""
+    """The final output of a request that failed with `error`."""
     return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
 
 
@@ -30,7 +30,7 @@ def id_in_use(request_id: str) -> InvalidRequestError:
 
 
 def row_failed(request: Request, message: str) -> WorkerError:
-    """The worker cannot go on with the request's row. `message` is the worker's."""
+    """The worker reported an error of the request's row. `message` is the worker's."""
     return WorkerError(
         f"request {request.request_id!r} failed in the worker: {message}",
         rank=0,
@@ -42,7 +42,7 @@ def row_failed(request: Request, message: str) -> WorkerError:
 
 
 def killed_the_workers(request: Request, cause: EngineDeadError) -> WorkerDiedError:
-    """The workers died in a step with the request, and again in one that held nothing else, of `cause`.
+    """The workers died in a step with the request, and again, of `cause`, in a step with this request alone.
 
     Details: those of the cause, `request_id`, `num_deaths`.
     """

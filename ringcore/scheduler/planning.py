@@ -1,4 +1,4 @@
-"""Who gets how much of a step: pure arithmetic on the columns of those that run, and on the blocks that are free."""
+"""Token-budget shares, blocks and preemption victims of a step: pure arithmetic on the columns of the running batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ringcore.scheduler.step import StepPlan
 __all__ = ["is_worth_starting", "num_victims_needed", "share_budget", "steps_at_once", "take_blocks", "victims"]
 
 
-_LEAST_SHARE = 8  # a prompt that does not fit begins with an eighth of a step, or later
+_LEAST_SHARE = 8  # the first chunk of a prompt that does not fit has at least 1/8 of the token budget
 
 
 def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
-    """Gives each that runs what it can compute, the oldest first, as far as `plan.token_budget` goes."""
+    """Splits `plan.token_budget` over the running requests, oldest first: decodes one token, prefills a chunk."""
     if not running.has_prefill and running.num <= plan.token_budget and running.room() > 0:
         plan.positions = plan.counts = None
         return
     counts = running.total - running.computed
-    counts[running.total >= running.max_total] = 0  # the tokens in flight are the last it can have
+    counts[running.total >= running.max_total] = 0  # the tokens in flight are its last ones
     if long_prefill_token_threshold is not None:
         np.minimum(counts, long_prefill_token_threshold, out=counts)
     taken_before = np.cumsum(counts) - counts
@@ -34,24 +34,24 @@ def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_thres
 
 
 def is_worth_starting(plan: StepPlan, num_tokens: int, max_num_batched_tokens: int) -> bool:
-    """Whether one with `num_tokens` to compute should begin in this step: whole, or with a good part of the step, or
-    with what there is where the step computes no other prompt.
+    """Whether a request with `num_tokens` to compute should start its prefill in this step: if it fits whole, if at
+    least 1/8 of the budget is left (chunked prefill), or if the step has no other prefill.
 
-    The few tokens that other prompts leave are better left alone: attention has a faster way for whole prompts, and the
-    rest would take the next step as long.
+    A tiny chunk in the tokens that other prompts leave does not pay: attention has a faster path for whole prompts, and
+    the remaining chunk would make the next step as long.
     """
     fits = num_tokens <= plan.token_budget
     return fits or plan.token_budget * _LEAST_SHARE >= max_num_batched_tokens or not plan.computes_prompts
 
 
 def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:
-    """Blocks for every share; False, and nothing changed, where too few are free."""
+    """Allocates the blocks for every share; False, with no change, if too few are free."""
     if plan.positions is None or plan.counts is None:
         lacking = (running.computed >= running.capacity).nonzero()[0]
         if not len(lacking):
             return True
         rows = running.row_ids[lacking]
-        # They lack at most a block a group: where these are free, nothing need be counted.
+        # Fast path: a decode lacks at most one block per group; if so many are free, the exact count is not needed.
         if len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks:
             plan.append_blocks(kv_cache.extend_by_one(rows))
             running.capacity[lacking] = kv_cache.capacity[rows]
@@ -73,9 +73,9 @@ def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager)
 def steps_at_once(
     plan: StepPlan, max_steps: int, running: RunningTable, kv_cache: KVCacheManager, steps_in_flight: int
 ) -> int:
-    """How many steps a step in which all decode may be, at most `max_steps`; the blocks for them are taken."""
+    """How many decode steps can be scheduled as one (multi-step), at most `max_steps`; allocates their blocks."""
     most = min(max_steps, running.room())
-    if kv_cache.has_windows:  # which hold what is in flight, and more steps of one token each may follow
+    if kv_cache.has_windows:  # a window group has blocks for max_tokens_in_flight; later steps in flight need one each
         most = min(most, kv_cache.config.max_tokens_in_flight - (steps_in_flight - 1))
 
     def too_many(num_steps: int) -> bool:
@@ -92,9 +92,10 @@ def steps_at_once(
 
 
 def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
-    """The positions of all that run, in the order in which they would be preempted.
+    """The positions of the running requests, in the order of preemption (by recompute).
 
-    The worst priority, where that counts; then the one with least to compute again; then the last to arrive.
+    By the worst priority under the policy "priority"; then the fewest computed tokens (the cheapest recompute); then the
+    latest arrival.
     """
     keys = [-running.sequence, running.computed]
     if by_priority:
@@ -105,10 +106,10 @@ def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
 def num_victims_needed(
     request: Request, prefix: CachedPrefix, rows: Sequence[int], has_row: bool, kv_cache: KVCacheManager
 ) -> int:
-    """How many of `rows`, in their order, have to be given up for the request to start; 0 also where all are too few.
+    """How many of `rows`, in order, must be preempted for the request to start; 0 also if preempting all is not enough.
 
-    has_row: whether a row is free. Of the blocks of a row, those count that it shares with nobody, and that are not in
-    the prefix: these the request needs itself.
+    has_row: whether a row is free. A victim frees its unshared blocks (reference count 1) that are not in `prefix`:
+    the request needs the blocks of its prefix itself.
     """
     num_free = kv_cache.num_free_blocks
     needed = kv_cache.blocks_to_start(request.num_tokens_to_hold, prefix)

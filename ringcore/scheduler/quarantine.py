@@ -1,18 +1,18 @@
-"""Finds the request that kills the workers: those who may have done it run alone, one after the other.
+"""Quarantine: finds the poison request that kills the workers by running each suspect alone, one after the other.
 
-When the workers die, every request with a share in a step in flight is a suspect. Once there are new workers:
+When the workers die, every request scheduled in a step in flight is a suspect. After the restart of the workers:
 
     state of a request       suspect  runs
-    neighbour                no       no    it ran, or waited before a suspect, when the workers died
+    held                     no       no    it ran, or was queued before a suspect, when the workers died
     awaits its trial         yes      no
-    on trial                 yes      yes   alone: a step holds nothing else, and goes no further than its target
-    cleared                  no       no    it has computed as much as the steps that died would have, and lived
+    on trial                 yes      yes   alone: a step contains no other request, and stops at its target
+    cleared                  no       no    it has computed as many tokens as it had scheduled, and the workers survived
 
-A suspect on trial that kills the workers has killed them twice, the second time with nobody else to blame: it is
+A suspect that kills the workers on trial has killed them twice, the second time as the only request in the batch: it is
 refused. All others wait in the order in which they ran, and run together again in that order when no suspect is left.
 
-No other request's step is in flight during a trial. So a trial begins only when nothing is in flight (one that was
-aborted on trial leaves a step behind), and stops at its target, where the step that clears it is its last.
+During a trial no step of another request is in flight. So a trial begins only when no step is in flight (a suspect that
+was aborted on trial leaves one), and ends at its target, with the step that clears it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Quarantine", "trial_targets"]
 
 
 class Quarantine:
-    """The requests that wait for trials to end, the suspects among them, and the one on trial. Where it is not open,
-    requests go to the queue `waiting` as they did.
+    """The requests held until all trials have ended, the suspects among them, and the suspect on trial. While it is not
+    open, requests go to the waiting queue `waiting`.
 
-    Invariant: `_targets` holds the suspects, all of them in `_held`; `on_trial` is one of them or None. Each request
-    keeps its place in `_held` while it is on trial.
+    Invariant: `_targets` holds the suspects, all of them in `_held`; `on_trial` is one of them or None. A suspect
+    stays in `_held` while it is on trial.
     """
 
     def __init__(self, waiting: RequestQueue) -> None:
@@ -43,7 +43,7 @@ class Quarantine:
 
     @property
     def is_open(self) -> bool:
-        """Whether a suspect is left. While there is one, nobody else runs."""
+        """Whether a suspect is left. While one is left, no other request runs."""
         return bool(self._targets)
 
     def __contains__(self, request: Request) -> bool:
@@ -53,9 +53,10 @@ class Quarantine:
         return len(self._held)
 
     def open(self, targets: Mapping[str, int]) -> None:
-        """Begins with these suspects, if any, by their targets. All of them wait, and nobody is held.
+        """Starts a quarantine with these suspects (none: no quarantine), by request id, with their targets. All of them
+        are in the waiting queue, and no request is held.
 
-        Holds every request from the front of the queue to the last suspect, so that their order is kept.
+        Moves every request from the head of the queue up to the last suspect, to keep their order.
         """
         assert not self._held, "a quarantine ends before the next one"
         self._targets = dict(targets)
@@ -66,7 +67,7 @@ class Quarantine:
             missing.discard(request.request_id)
 
     def take_back(self, request: Request) -> None:
-        """Takes in one that ran: it stays here if it is held, else it waits in the queue."""
+        """Puts a preempted request into the waiting queue, unless it is held here."""
         if request.request_id not in self._held:
             self._waiting.add(request)
 
@@ -77,16 +78,16 @@ class Quarantine:
         return self.on_trial
 
     def interrupt_trial(self) -> None:
-        """The one on trial must begin again: the workers died, and it was not in a step."""
+        """Resets the trial: the workers died, and the suspect was not in a step."""
         self.on_trial = None
 
     def num_tokens_left(self, num_computed_tokens: int) -> int:
-        """Of the one on trial, which has computed so many: tokens until nothing more is needed to clear it."""
+        """Tokens that the suspect on trial, with `num_computed_tokens`, still has to compute to be cleared."""
         assert self.on_trial is not None
         return max(self._targets[self.on_trial.request_id] - num_computed_tokens, 0)
 
     def clear(self, num_confirmed_tokens: int) -> Request | None:
-        """Clears the one on trial if so many tokens reach its target; it stays held."""
+        """Clears the suspect on trial if `num_confirmed_tokens` reach its target; it stays held."""
         suspect = self.on_trial
         if suspect is None or num_confirmed_tokens < self._targets[suspect.request_id]:
             return None
@@ -95,14 +96,14 @@ class Quarantine:
         return suspect
 
     def discard(self, request: Request) -> None:
-        """Forgets one that has finished, whatever it was."""
+        """Removes a finished request from the quarantine, in any state."""
         if self.on_trial is request:
             self.on_trial = None
         self._held.pop(request.request_id, None)
         self._targets.pop(request.request_id, None)
 
     def release(self) -> None:
-        """Puts all back into the queue; no suspect is left."""
+        """Puts all held requests back into the waiting queue; no suspect is left."""
         assert not self.is_open
         while self._held:
             self._waiting.add(self._held.popitem()[1])
@@ -113,7 +114,7 @@ class Quarantine:
         for request_id, request in self._held.items():
             assert (request.status is RequestStatus.RUNNING) == (request is self.on_trial), f"{request_id} runs untried"
         if not self.is_open:
-            assert self.on_trial is None, "a trial of nobody"
+            assert self.on_trial is None, "a trial without a suspect"
             return
         assert running.in_order() == [one for one in [self.on_trial] if one is not None], "not alone on trial"
         if self.on_trial is not None:
@@ -126,10 +127,10 @@ class Quarantine:
 def trial_targets(
     in_flight: Sequence[StepInFlight], num_executed: int, unfinished: Iterable[Request], running: RunningTable
 ) -> dict[str, int]:
-    """Who is a suspect, when the workers die that were given the oldest `num_executed` of the steps in flight.
+    """The suspects after a death of workers that had received the oldest `num_executed` of the steps in flight.
 
-    By request id, the tokens that each unfinished request of these steps would have computed after them. One that was
-    preempted since is among them: the workers execute the step all the same.
+    By request id, the computed tokens that each unfinished request of these steps would have had after them. A request
+    that was preempted since is among them: the workers execute its scheduled tokens all the same.
     """
     executed = {run for step in in_flight[:num_executed] for run, _ in step.tokens_by_run()}
     unexecuted: dict[int, int] = {}

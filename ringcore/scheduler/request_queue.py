@@ -1,4 +1,4 @@
-"""The order in which requests that wait are admitted: a scheduling policy is a key to sort them by."""
+"""The waiting queue: a priority queue whose scheduling policy is a sort key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["POLICIES", "RequestQueue"]
 
 Key = tuple[float, ...]
 
-# policy: what a request is sorted by. Unique, as the number in the order of arrival is a part of it.
+# policy: sort key of a request. Unique, as the arrival number is a part of it.
 POLICIES: dict[str, Callable[[Request], Key]] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_s, request.sequence),
@@ -21,15 +21,15 @@ POLICIES: dict[str, Callable[[Request], Key]] = {
 
 class _Entry(NamedTuple):
     key: Key
-    number: int  # of the entry: no two are equal, also of a request that comes back
+    number: int  # unique per entry, also of a request that is queued again
     request: Request
 
 
 class RequestQueue:
-    """Requests that wait, each once, in the order of `policy`; one that comes back stands where it stood.
+    """The waiting requests, each once, in the order of `policy`; a preempted request returns to its former place.
 
-    A heap, in which those taken out of the middle stay until they come to its top, or are most of it. Invariant: an
-    entry counts exactly if it is the one that `_entries` has for its request.
+    A heap with lazy deletion: entries removed from the middle stay until they reach the top, or are more than half of
+    it. Invariant: an entry is live exactly if `_entries` maps its request to it.
     """
 
     def __init__(self, policy: str) -> None:
@@ -39,27 +39,27 @@ class RequestQueue:
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        assert request.request_id not in self._entries, "the request waits already"
+        assert request.request_id not in self._entries, "the request is queued already"
         entry = _Entry(self._key(request), self._num_added, request)
         self._num_added += 1
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
-        """The next one to admit, left where it is. The queue is not empty."""
+        """The head of the queue, not removed. The queue must not be empty."""
         while self._entries.get(self._heap[0].request.request_id) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0].request
 
     def pop(self) -> Request:
-        """Takes out the next one to admit. The queue is not empty."""
+        """Removes and returns the head of the queue. The queue must not be empty."""
         request = self.peek()
         heapq.heappop(self._heap)
         del self._entries[request.request_id]
         return request
 
     def remove(self, request_id: str) -> Request:
-        """Takes out this one, wherever it stands. It is in the queue."""
+        """Removes a request from any place. It must be in the queue."""
         request = self._entries.pop(request_id).request
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = sorted(self._entries.values())
@@ -72,5 +72,5 @@ class RequestQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order of admission."""
+        """In queue order."""
         return (entry.request for entry in sorted(self._entries.values()))

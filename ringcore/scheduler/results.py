@@ -14,7 +14,7 @@ from ringcore.scheduler.running_table import RunningTable
 from ringcore.scheduler.step import StepInFlight
 from ringcore.scheduler.stop_tokens import StopTokens
 
-__all__ = ["StepResults", "take_in"]
+__all__ = ["StepResults", "apply_output"]
 
 _ALL = slice(None)
 
@@ -104,7 +104,7 @@ class StepResults(NamedTuple):
         return self.rows[keep], self.token_ids[keep].reshape(-1), logprobs
 
 
-def take_in(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
+def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
     """Confirms what the step computed, and drops what belongs to requests that were preempted or ended since."""
     token_ids = output.token_ids.reshape(-1, step.num_steps)
     if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:

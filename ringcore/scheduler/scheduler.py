@@ -44,9 +44,9 @@ from ringcore.scheduler.planning import share_budget, steps_at_once, take_blocks
 from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
-from ringcore.scheduler.results import take_in
+from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
-from ringcore.scheduler.starting import Starter
+from ringcore.scheduler.waiting import WaitingScheduler
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
 
 __all__ = ["Scheduler"]
@@ -84,7 +84,7 @@ class Scheduler:
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
-        self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
+        self._waiting_scheduler = WaitingScheduler(config, waiting=self._waiting, running=self._running, clock=clock)
         self.num_held = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
@@ -116,7 +116,7 @@ class Scheduler:
     def _enqueue(self, admitted: Request) -> None:
         self._requests[admitted.request_id] = admitted
         self._waiting.add(admitted)
-        self._starter.may_start = True
+        self._waiting_scheduler.may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
@@ -146,7 +146,7 @@ class Scheduler:
 
     def resume(self) -> None:
         self.paused = None
-        self._starter.may_start = True
+        self._waiting_scheduler.may_start = True
 
     def freeze(self) -> None:
         """Until `thaw` no step is scheduled, whatever is paused or resumed meanwhile."""
@@ -154,7 +154,7 @@ class Scheduler:
 
     def thaw(self) -> None:
         self.is_frozen = False
-        self._starter.may_start = True
+        self._waiting_scheduler.may_start = True
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -181,8 +181,8 @@ class Scheduler:
             if self._config.preempt_lower_priority:
                 self._make_room_for_first_waiting()
             self._schedule_running(plan)
-            if self._starter.may_start and self.paused is None and not plan.has_preempted:
-                self._starter.start_waiting(plan)
+            if self._waiting_scheduler.may_start and self.paused is None and not plan.has_preempted:
+                self._waiting_scheduler.start_waiting(plan)
         if plan.is_empty:
             assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
             return None
@@ -196,16 +196,16 @@ class Scheduler:
         """Takes in the oldest step in flight: what each request gained by it, those that gained nothing left out."""
         step = self._in_flight.popleft()
         assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
-        results = take_in(step, model_output, self._table)
+        results = apply_output(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
         self._finish(ended)
         if self._running.release_windows():
-            self._starter.may_start = True
+            self._waiting_scheduler.may_start = True
         if self._quarantine.on_trial is not None:
             self._end_trial_at_its_target(self._quarantine.on_trial)
-        started = self._starter.take_started()
+        started = self._waiting_scheduler.take_started()
         return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
     # What goes into it.
@@ -233,7 +233,7 @@ class Scheduler:
         lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]
         if not lower:
             return
-        for request in lower[: self._starter.num_victims_needed(first, lower)]:
+        for request in lower[: self._waiting_scheduler.num_victims_needed(first, lower)]:
             self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
         if suspect is not None:
             self._schedule_running(plan)
             return
-        assert self._starter.start(trial, self._running.kv_cache.no_prefix(), plan), (
+        assert self._waiting_scheduler.start(trial, self._running.kv_cache.no_prefix(), plan), (
             "it has the cache to itself, and does not fit"
         )
 
@@ -262,7 +262,7 @@ class Scheduler:
             return True
         if self._config.preempt_lower_priority:
             return False  # what a victim would free grows from step to step
-        return not self._starter.may_start_next
+        return not self._waiting_scheduler.may_start_next
 
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
         step = plan.launch(self._num_steps, num_steps, self._table)
@@ -279,7 +279,7 @@ class Scheduler:
     def _preempt(self, position: int) -> None:
         self._quarantine.take_back(self._running.preempt(position, self._clock()))
         self._num_preemptions += 1
-        self._starter.may_start = True
+        self._waiting_scheduler.may_start = True
 
     def _preempt_all(self) -> None:
         while self._table.num:
@@ -300,7 +300,7 @@ class Scheduler:
             self._quarantine.discard(request)
             request.finish()
             del self._requests[request.request_id]
-            self._starter.may_start = True
+            self._waiting_scheduler.may_start = True
 
     # The workers died.
 
@@ -346,8 +346,8 @@ class Scheduler:
             num_waiting=len(self._requests) - self._table.num + self.num_held,
             num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
-            num_prefix_hit_tokens=self._starter.num_prefix_hit_tokens,
-            num_prefix_query_tokens=self._starter.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._waiting_scheduler.num_prefix_hit_tokens,
+            num_prefix_query_tokens=self._waiting_scheduler.num_prefix_query_tokens,
             is_sleeping=self.is_frozen,
         )
 

@@ -26,7 +26,7 @@ class StopTokens:
             self._counts[token_id] -= 1
             self._num -= 1
 
-    def suspects(self, token_ids: np.ndarray) -> np.ndarray | None:
+    def candidates(self, token_ids: np.ndarray) -> np.ndarray | None:
         """The places in `token_ids` [n] of tokens at which some request stops, theirs or another; None: no such."""
         if not self._num:
             return None

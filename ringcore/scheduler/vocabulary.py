@@ -57,7 +57,7 @@ class Vocabulary:
         if params.allowed_token_ids is not None:
             self.tokens("allowed_token_ids", params.allowed_token_ids)
         if params.allowed_token_ids is not None or bad_words_token_ids:
-            self._check_that_some_are_left(params, bad_words_token_ids)
+            self._check_some_token_allowed(params, bad_words_token_ids)
 
     def num_logprobs(self, asked: int) -> int:
         """How many most likely tokens a field asks for: -1 is every one."""
@@ -102,17 +102,17 @@ class Vocabulary:
             if bool in map(type, sequence):
                 raise bad_field(field, sequence, "give integers; a bool is no token id")
 
-    def _check_that_some_are_left(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
+    def _check_some_token_allowed(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
         """Of the first token of a completion, and so of every later one that no longer bad word is about."""
-        barred = {sequence[0] for sequence in bad_words if len(sequence) == 1}
+        masked = {sequence[0] for sequence in bad_words if len(sequence) == 1}
         if params.min_tokens:
-            barred.update(params.stop_token_ids or [], [] if params.ignore_eos else self._eos_token_ids)
+            masked.update(params.stop_token_ids or [], [] if params.ignore_eos else self._eos_token_ids)
         allowed = params.allowed_token_ids
         if allowed is None:
-            if len(barred) < self.size:
+            if len(masked) < self.size:
                 return
             raise bad_field("bad_words", len(bad_words), "no token of the vocabulary is left to sample; give fewer")
-        if not barred.issuperset(allowed):
+        if not masked.issuperset(allowed):
             return
         raise bad_field(
             "allowed_token_ids",

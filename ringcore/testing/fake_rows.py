@@ -43,11 +43,11 @@ class FakeRows:
         self._num_users = np.zeros(config.num_blocks, dtype=np.int32)  # of each block, among full-attention groups
         self._tables = [BlockTable(group, self._num_users, max_num_seqs, config) for group in config.groups]
         self._last: np.ndarray | None = None
-        self._going_on: np.ndarray | None = None  # what `going_on` found, until a step changes it
+        self._unfinished_rows: np.ndarray | None = None  # what `unfinished_rows` found, until a step changes it
 
     def apply(self, step: SchedulerOutput) -> StepRows:
         """Takes in what changed, and checks what is to be computed."""
-        self._going_on = None
+        self._unfinished_rows = None
         self._clear(step.finished_rows)
         for request in step.new_requests:
             self._start(request)
@@ -59,7 +59,7 @@ class FakeRows:
 
     def clear(self) -> None:
         """Forgets all rows."""
-        self._going_on = None
+        self._unfinished_rows = None
         self._clear(np.flatnonzero(self.num_tokens))
         self._last = None
 
@@ -152,7 +152,7 @@ class FakeRows:
 
     def append_tokens(self, rows: np.ndarray, num_steps: int) -> None:
         """So many tokens each are sampled, and all but the last computed."""
-        self._going_on = None
+        self._unfinished_rows = None
         assert (self.num_tokens[rows] + num_steps <= self._max_model_len).all(), "tokens past max_model_len"
         self.num_tokens[rows] += num_steps
         self.num_computed_tokens[rows] += num_steps - 1
@@ -160,30 +160,30 @@ class FakeRows:
     # -----------------------------------------------------------------------------------------------------------
     # For whoever wants to know how far the engine gets by itself.
 
-    def going_on(self) -> np.ndarray:
+    def unfinished_rows(self) -> np.ndarray:
         """The rows that have not all the tokens which their requests asked for."""
-        if self._going_on is None:
-            self._going_on = (self.num_tokens < self.max_total_tokens).nonzero()[0]
-        return self._going_on
+        if self._unfinished_rows is None:
+            self._unfinished_rows = (self.num_tokens < self.max_total_tokens).nonzero()[0]
+        return self._unfinished_rows
 
     def decode_work(self) -> StepWork:
         """A step in which every row that goes on computes one token."""
-        rows = self.going_on()
+        rows = self.unfinished_rows()
         return StepWork(len(rows), len(rows), int(self.num_computed_tokens[rows].sum()) + len(rows))
 
     def is_decoding(self) -> bool:
         """Whether every row that goes on has exactly one token to compute."""
-        rows = self.going_on()
+        rows = self.unfinished_rows()
         return bool((self.num_tokens[rows] - self.num_computed_tokens[rows] == 1).all())
 
     def steps_to_next_end(self) -> int:
         """The fewest tokens that a row still has to get; very many where none goes on."""
-        rows = self.going_on()
+        rows = self.unfinished_rows()
         return int((self.max_total_tokens[rows] - self.num_tokens[rows]).min(initial=1 << 40))
 
     def blocks_missing(self, num_steps: int) -> int:
         """The blocks to take before every row that goes on can compute `num_steps` more tokens."""
-        rows = self.going_on()
+        rows = self.unfinished_rows()
         num_tokens = self.num_computed_tokens[rows] + num_steps
         return sum(table.blocks_missing(rows, num_tokens) for table in self._tables)
 
@@ -203,12 +203,12 @@ class BlockTable:
 
     def start(self, row: int, ids: np.ndarray, num_computed_tokens: int, num_cached_tokens: int) -> None:
         num_shared, rest = divmod(num_cached_tokens, self._block_size)
-        num_left_behind = 0
+        num_out_of_window = 0
         if isinstance(self._spec, SlidingWindowSpec):
-            num_left_behind = self._spec.first_live_token(num_computed_tokens) // self._block_size
+            num_out_of_window = self._spec.first_live_token(num_computed_tokens) // self._block_size
         else:
             assert not rest, f"a cached prefix of {num_cached_tokens} tokens ends within a block"
-        held = ids[num_left_behind:]
+        held = ids[num_out_of_window:]
         self._check_ids(held, len(ids))
         if self._num_users is not None:
             assert num_shared <= len(ids), "a cached prefix without its blocks"

@@ -113,7 +113,7 @@ class Replica:
         self._has_windows = self._executor.worker.rows.has_windows
         self._stats: EngineStats = self._core.stats()
         self._fewest_tokens_waiting: float = math.inf  # no request that has no row gets fewer before it ends
-        self._goes_on_alike = False  # the next step will be of the requests of the last one, each decoding
+        self._is_steady_decode = False  # the next step will be of the requests of the last one, each decoding
         self._num_requests = self._num_advances = 0
         self.ended: list[tuple[float, int]] = []  # (time, request), in order, for whoever takes them away
 
@@ -143,7 +143,7 @@ class Replica:
             arrival_s=float(trace.time_s[index]),
             priority=int(trace.priority[index]),
         )
-        self._goes_on_alike = False
+        self._is_steady_decode = False
         try:
             self._core.add_request(request)
         except (InvalidRequestError, CapacityError) as error:
@@ -163,7 +163,7 @@ class Replica:
             return math.inf
         rows, num_free = self._executor.worker.rows, self._stats.num_free_blocks
         num_steps = rows.steps_to_next_end()
-        if not self._goes_on_alike:
+        if not self._is_steady_decode:
             least_s = min(num_steps, self._fewest_tokens_waiting) * self._cost.base_s
         else:
             # With too few blocks somebody is preempted, and then nothing goes on alike.
@@ -212,7 +212,7 @@ class Replica:
         elif not columns.stats.num_waiting:
             self._fewest_tokens_waiting = math.inf
         self._stats = columns.stats
-        self._goes_on_alike = (
+        self._is_steady_decode = (
             not (columns.started or columns.others or has_preempted)
             and not self._may_start_at_any_step(columns.stats)
             and self._executor.worker.rows.is_decoding()

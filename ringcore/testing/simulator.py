@@ -92,13 +92,13 @@ class Simulator:
         if router.needs_loads:
             records, totals = self._run_with_loads(trace, router)
         else:
-            records, totals = self._run_apart(trace, route_all(router, trace, self.num_replicas))
+            records, totals = self._run_sharded(trace, route_all(router, trace, self.num_replicas))
         return summarize(trace, records, totals)
 
     # -----------------------------------------------------------------------------------------------------------
     # Routed beforehand: no replica needs to know of another.
 
-    def _run_apart(self, trace: Trace, replica_of: np.ndarray) -> tuple[Records, list[ReplicaTotals]]:
+    def _run_sharded(self, trace: Trace, replica_of: np.ndarray) -> tuple[Records, list[ReplicaTotals]]:
         num_shards = min(self._num_processes, self.num_replicas)
         parts = [np.flatnonzero(replica_of % num_shards == shard) for shard in range(num_shards)]
         shards = [
@@ -133,20 +133,20 @@ class Simulator:
             Replica(self.config, self.cost, self.hardware, trace, prompts, records, self._max_steps)
             for _ in range(self.num_replicas)
         ]
-        loads, watch = ReplicaLoads(self.num_replicas), _Watch(replicas)
+        loads, ends = ReplicaLoads(self.num_replicas), _EndTracker(replicas)
         tokens = (trace.prompt_tokens + trace.output_tokens).tolist()
         for index, time_s in enumerate(trace.time_s.tolist()):
-            for number, ended in watch.ended_by(time_s):
+            for number, ended in ends.ended_by(time_s):
                 loads.remove(number, tokens[ended])
             number = router.pick(trace, index, loads)
             replicas[number].run_until(time_s)
             if replicas[number].add(index):
                 loads.add(number, tokens[index])
-            watch.look_at(number)
+            ends.refresh(number)
         return records, [replica.finish() for replica in replicas]
 
 
-class _Watch:
+class _EndTracker:
     """Which requests of which replicas have ended at a given time, with as little running ahead as can be.
 
     Invariant: what a replica's `ended` has had is in `_ends` until its time has come; of each replica that has work
@@ -159,7 +159,7 @@ class _Watch:
         self._versions = [0] * len(replicas)
         self._ends: list[tuple[float, int, int]] = []  # (time, replica, request)
 
-    def look_at(self, number: int) -> None:
+    def refresh(self, number: int) -> None:
         """The replica has run, or was given a request."""
         replica = self._replicas[number]
         for time_s, request in replica.ended:
@@ -175,7 +175,7 @@ class _Watch:
             _, number, version = heapq.heappop(self._wake)
             if version == self._versions[number]:
                 self._replicas[number].run_until(time_s)
-                self.look_at(number)
+                self.refresh(number)
         ended = []
         while self._ends and self._ends[0][0] <= time_s:
             _, number, request = heapq.heappop(self._ends)

@@ -34,7 +34,7 @@ def make_token_source(script: Script | None, vocab_size: int, end_of_text: int |
     return SeededTokens(vocab_size) if script is None else ScriptedTokens(script, vocab_size, end_of_text)
 
 
-class _BarredTokens:
+class _MaskedTokens:
     """The stop tokens of requests that have not generated min_tokens yet. Where one would come, the next token of the
     vocabulary comes that is none.
     """
@@ -45,13 +45,13 @@ class _BarredTokens:
 
     def start(self, request: NewRequest) -> None:
         self._by_row.pop(request.row, None)
-        barred, min_tokens = frozenset(request.stop_token_ids), request.sampling_params.min_tokens
-        if min_tokens and 0 < len(barred) < self._vocab_size:
-            self._by_row[request.row] = request.num_prompt_tokens + min_tokens, barred
+        masked, min_tokens = frozenset(request.stop_token_ids), request.sampling_params.min_tokens
+        if min_tokens and 0 < len(masked) < self._vocab_size:
+            self._by_row[request.row] = request.num_prompt_tokens + min_tokens, masked
 
     def replace(self, row: int, position: int, token: int) -> int:
-        end, barred = self._by_row.get(row, (0, frozenset()))
-        while position < end and token in barred:
+        end, masked = self._by_row.get(row, (0, frozenset()))
+        while position < end and token in masked:
             token = (token + 1) % self._vocab_size
         return token
 
@@ -74,10 +74,10 @@ class SeededTokens:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = np.uint64(vocab_size)
-        self._barred = _BarredTokens(vocab_size)
+        self._masked = _MaskedTokens(vocab_size)
 
     def start(self, request: NewRequest) -> None:
-        self._barred.start(request)
+        self._masked.start(request)
 
     def sample(self, rows: np.ndarray, seeds: np.ndarray, positions: np.ndarray, num_steps: int) -> np.ndarray:
         places = positions[:, None] + seeds[:, None] * _SEED_STRIDE + np.arange(num_steps)
@@ -88,7 +88,7 @@ class SeededTokens:
         x *= self._vocab_size  # 32 random bits times the vocabulary: the upper half is the token
         x >>= _HALF
         sampled: np.ndarray = x.astype(np.int32)
-        self._barred.replace_all(rows, positions, sampled)
+        self._masked.replace_all(rows, positions, sampled)
         return sampled
 
 
@@ -97,14 +97,14 @@ class ScriptedTokens:
 
     def __init__(self, script: Script, vocab_size: int, end_of_text: int | None) -> None:
         self._script, self._vocab_size, self._end = script, vocab_size, end_of_text or 0
-        self._barred = _BarredTokens(vocab_size)
+        self._masked = _MaskedTokens(vocab_size)
         self._tokens: dict[int, list[int]] = {}  # by row, as all below
         self._num_prompt_tokens: dict[int, int] = {}
         self._completions: dict[int, Sequence[int]] = {}  # where the script is written down
 
     def start(self, request: NewRequest) -> None:
         row, tokens = request.row, request.token_ids.tolist()
-        self._barred.start(request)
+        self._masked.start(request)
         self._tokens[row], self._num_prompt_tokens[row] = tokens, request.num_prompt_tokens
         match self._script:
             case Mapping():
@@ -127,6 +127,6 @@ class ScriptedTokens:
                 token = self._next(row, len(tokens), seed)
                 if not 0 <= token < self._vocab_size:
                     raise ValueError(f"the script gave token {token}; the vocabulary has {self._vocab_size}")
-                tokens.append(self._barred.replace(row, len(tokens), token))
+                tokens.append(self._masked.replace(row, len(tokens), token))
                 sampled[index, step] = tokens[-1]
         return sampled

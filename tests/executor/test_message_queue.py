@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.executor import message_queue, ring_memory, side_channel
+from ringcore.executor import memfd_channel, message_queue, ring_memory
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE, RingCorruptError
@@ -153,7 +153,7 @@ def test_large_messages_under_way_are_bounded(queue):
 
 
 def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
-    send_fds, num_calls = side_channel.socket.send_fds, 0
+    send_fds, num_calls = memfd_channel.socket.send_fds, 0
 
     def failing(*args):
         nonlocal num_calls
@@ -162,7 +162,7 @@ def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
             raise BlockingIOError
         return send_fds(*args)
 
-    monkeypatch.setattr(side_channel.socket, "send_fds", failing)
+    monkeypatch.setattr(memfd_channel.socket, "send_fds", failing)
     assert not queue.writer.try_send([b"x" * CAPACITY])
     assert queue.writer.try_send([b"y" * CAPACITY])
     assert queue.receive(0) == [b"y" * CAPACITY]
@@ -170,7 +170,7 @@ def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
 
 
 def test_a_stub_without_its_descriptor_is_corrupt(queue):
-    queue.writer._ring.try_write(message_queue._SIDE, [struct.pack("<QQ", 1, 10)])
+    queue.writer._ring.try_write(message_queue._MEMFD, [struct.pack("<QQ", 1, 10)])
     with pytest.raises(RingCorruptError, match="did not come"):
         queue.receive(0)
 
@@ -185,9 +185,9 @@ def test_a_stub_without_its_descriptor_is_corrupt(queue):
     ],
 )
 def test_a_message_whose_lengths_cannot_be_is_corrupt(queue, payload):
-    queue.writer._aside.try_send([payload, bytes(8)], len(payload) + 8)
+    queue.writer._memfd_channel.try_send([payload, bytes(8)], len(payload) + 8)
     stub = struct.pack("<QQ", 1, len(payload) + 8)
-    queue.writer._ring.try_write(message_queue._SIDE, [stub])
+    queue.writer._ring.try_write(message_queue._MEMFD, [stub])
     with pytest.raises(RingCorruptError):
         queue.receive(0)
 
@@ -305,7 +305,7 @@ def test_waits_end_with_the_other_sides_close():
 
 
 def test_a_blocked_sender_goes_on_as_the_reader_takes():
-    """Both ends sleep and are woken thousands of times; every tenth message goes aside."""
+    """Both ends sleep and are woken thousands of times; every tenth message goes over the memfd channel."""
     queue = Queue(capacity=4 * PAGE)
     received = []
 

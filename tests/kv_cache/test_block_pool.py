@@ -92,10 +92,10 @@ def test_touch_takes_a_free_block_out_of_the_middle():
     blocks = take(pool, 7)
     cache(pool, *blocks)
     free(pool, *blocks)
-    assert pool.num_unused(np.array([4, 5])) == 2
+    assert pool.num_unreferenced(np.array([4, 5])) == 2
     touch(pool, 4)
     touch(pool, 4)
-    assert pool.num_unused(np.array([4, 5])) == 1
+    assert pool.num_unreferenced(np.array([4, 5])) == 1
     assert (pool.num_free_blocks, pool.ref_counts[4]) == (6, 2)
     free(pool, 4)
     assert pool.num_free_blocks == 6
@@ -190,9 +190,9 @@ def test_our_own_bugs_are_noticed():
     ("attribute", "wrong", "message"),
     [
         ("_num_empty", 4, "free blocks and reference counts"),
-        ("_stack", np.array([2, 2, 3, 4, 5, 6, 7, 0], np.int32), "free twice"),
+        ("_free_stack", np.array([2, 2, 3, 4, 5, 6, 7, 0], np.int32), "free twice"),
         ("_group_of", np.full(8, -1, np.int16), "a block has a group and no hash|unused without"),
-        ("_found", [{}], "maps and the blocks"),
+        ("_block_of_hash", [{}], "maps and the blocks"),
     ],
 )
 def test_check_notices(attribute, wrong, message):

@@ -24,10 +24,10 @@ from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.step import StepPlan
 
-__all__ = ["Starter"]
+__all__ = ["WaitingScheduler"]
 
 
-class Starter:
+class WaitingScheduler:
     """Takes requests out of the queue `waiting` into `running`, and keeps account of those that started.
 
     `clock` gives seconds on the host's monotonic clock.
@@ -59,18 +59,18 @@ class Starter:
         if not self._waiting or not self._running.has_free_row:
             return
         self._running.publish()
-        passed: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_pass(passed):
+        skipped: list[Request] = []
+        while self._waiting and self._running.has_free_row and self._may_skip(skipped):
             if plan.token_budget == 0:
                 self.may_start = True
                 break
             request = self._waiting.pop()
             if not self._try_to_start(request, plan):
-                passed.append(request)
+                skipped.append(request)
                 continue
-            for one in passed:
-                one.num_times_passed += 1
-        for request in passed:
+            for one in skipped:
+                one.num_times_skipped += 1
+        for request in skipped:
             self._waiting.add(request)
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
@@ -100,9 +100,9 @@ class Starter:
         started, self._started = self._started, []
         return started
 
-    def _may_pass(self, passed: Sequence[Request]) -> bool:
+    def _may_skip(self, skipped: Sequence[Request]) -> bool:
         limit = self._config.max_skip_ahead
-        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
+        return len(skipped) <= limit and all(request.num_times_skipped < limit for request in skipped)
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
         kv_cache = self._running.kv_cache
