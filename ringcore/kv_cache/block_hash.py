@@ -1,12 +1,12 @@
-"""Names blocks by what they hold: a BLAKE2b chain over raw token bytes.
+"""Content hashes of blocks for the prefix cache: a BLAKE2b chain over raw token bytes.
 
     root ──▶ digest(root, tokens of block 0) ──▶ digest(that, tokens of block 1) ──▶ ...
 
-A digest stands for all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random
-in each process unless seeded: nobody outside can prepare two prompts that collide, or tell from a digest what it names.
-A salt or an adapter gives a root of its own. A block that shows a part of an image has the image's hash in its digest.
+A digest covers all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random in each
+process unless seeded: an attacker can neither prepare colliding prompts nor infer tokens from a digest. A cache salt or
+an adapter has its own root. The digest of a block with tokens of an image includes the image's hash.
 
-Of the standard library's hashes with 256 bits, BLAKE2b costs least for blocks of 16 tokens, with or without SHA
+Of the standard library's 256-bit hashes, BLAKE2b is the fastest for blocks of 16 tokens, with or without SHA
 instructions: parent and tokens are one compression.
 """
 
@@ -27,11 +27,11 @@ _DIGEST_BYTES = 32
 
 
 class ExtraKeys(NamedTuple):
-    """What a request's keys and values depend on beside its token ids."""
+    """The inputs of a request's keys and values other than its token ids."""
 
-    cache_salt: str | None = None  # requests share blocks only within one salt; an empty one is a salt
+    cache_salt: str | None = None  # requests share blocks only within one salt; "" is a salt too
     adapter: str | None = None
-    # What stands for images: (first token, number of tokens, hash of the image), in the order of the tokens.
+    # Image placeholders: (first token, number of tokens, hash of the image), in token order.
     item_hashes: tuple[tuple[int, int, bytes], ...] = ()
 
 
@@ -58,10 +58,10 @@ class BlockHasher:
         num_blocks: int,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
-        """Appends to `hashes` until it names the first `num_blocks` blocks of `tokens`; these must be full.
+        """Extends `hashes` to the first `num_blocks` blocks of `tokens`; these must be full.
 
-        `tokens` are int32, extra_keys the same in each call for a request. Tokens are only ever appended to a request,
-        so the hashes that are there stay right.
+        `tokens` are int32, extra_keys the same in each call for a request. A request's tokens are append-only, so
+        existing hashes stay valid.
         """
         first = len(hashes)
         if num_blocks <= first:
@@ -79,12 +79,12 @@ class BlockHasher:
         items = self._item_keys(extra_keys, first, num_blocks)
         for block in range(first, num_blocks):
             begin = (block - first) * size
-            # Parent and tokens have a fixed length: no item can be mistaken for tokens.
+            # Parent and tokens have a fixed length: an item cannot be mistaken for tokens.
             parent = _digest(parent + data[begin : begin + size] + items.get(block, b""))
             append(parent)
 
     def _root_of(self, extra_keys: ExtraKeys) -> bytes:
-        """The personal parameter keeps this apart from a block's digest: no salt can be mistaken for tokens."""
+        """The root for a salt or adapter. BLAKE2b's `person` separates its domain from that of block digests."""
         named = ((b"salt", extra_keys.cache_salt), (b"adapter", extra_keys.adapter))
         parts = [name + _sized(key.encode("utf-8", "surrogatepass")) for name, key in named if key is not None]
         if not parts:
@@ -92,7 +92,7 @@ class BlockHasher:
         return blake2b(self._root + b"".join(parts), digest_size=_DIGEST_BYTES, person=b"root").digest()
 
     def _item_keys(self, extra_keys: ExtraKeys, first: int, end: int) -> dict[int, bytes]:
-        """By block, of those from `first` to `end`: the items that it holds a token of, and where they begin in it."""
+        """By block from `first` to `end`: the hashes of the items with tokens in it, and their offsets in the block."""
         keys: dict[int, bytes] = {}
         for first_token, num_tokens, item_hash in extra_keys.item_hashes:
             item_end = -(-(first_token + num_tokens) // self.block_size)

@@ -1,15 +1,15 @@
-"""The blocks of the KV cache: which are free, who shares which, and which can be found again by their tokens.
+"""The block pool: reference counts, the free list, and the prefix cache with LRU eviction.
 
 A block is in one of three states:
 
     state         ref_count  hash  where
-    in use        >= 1       any   in block tables                  its tokens belong to running requests
-    cached, free  0          set   in the order of last use         nobody's, but a prompt that begins alike can take it
-    empty, free   0          none  on the stack                     nobody's
+    in use        >= 1       any   in block tables                  referenced by running requests, possibly shared
+    cached, free  0          set   in the LRU list                  unreferenced; a prefix cache hit can reuse it
+    empty, free   0          none  on the free stack                unreferenced, no usable contents
 
-Empty blocks are handed out first, the last one put on the stack foremost (its memory is warm); then cached ones, the
-longest unused foremost. So a prefix is forgotten only when nothing else is left, and then the least recently used one,
-its last block first. Blocks are ints; there is no Python object for a block that is not cached.
+Empty blocks are allocated first, in LIFO order (recently used memory is warm); then the least recently used cached
+blocks are evicted. So a prefix is evicted only when no empty block is left, the least recently used one first, from its
+last block. Blocks are ints; there is no Python object for a block that is not cached.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import numpy as np
 __all__ = ["BlockPool"]
 
 _NOT_CACHED = -1
-_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes at a time: a prompt that is not cached costs little, however long
+_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes per batch: a miss is cheap, however long the prompt
 _NO_IDS = np.empty(0, np.int64)
 
 
 class BlockPool:
-    """All blocks, by id, for `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is never
-    handed out.
+    """All blocks, by id, shared by `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is
+    never allocated.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
-        self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
-        self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
-        self._free_stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` are the empty ones, the next one last
+        self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the number of block tables with it
+        self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # by block id: the group that it is cached for
+        self._free_stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` entries; the top is last
         self._block_of_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
         self._lru: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
@@ -61,9 +61,9 @@ class BlockPool:
         return len(self._hash_of)
 
     def take(self, num_blocks: int) -> np.ndarray:
-        """`num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
+        """Allocates `num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
 
-        Evicts cached ones as needed.
+        Evicts cached blocks as needed (LRU).
         """
         assert num_blocks <= self.num_free_blocks, "take: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
@@ -75,7 +75,7 @@ class BlockPool:
         return ids
 
     def _evict(self, num_blocks: int) -> np.ndarray:
-        """The longest unused ones, which nobody finds from now on."""
+        """Removes the least recently used blocks from the prefix cache."""
         ids = []
         pop_least_recent, pop_hash = self._lru.popitem, self._hash_of.pop
         for _ in range(num_blocks):
@@ -87,8 +87,8 @@ class BlockPool:
         return evicted
 
     def free(self, ids: np.ndarray) -> None:
-        """Gives back one reference to each, in this order: of the empty ones the last is taken next, of the cached ones
-        the first. A block may come as often as it has references. ids: [n] int64.
+        """Drops one reference of each block. Order matters: the last empty one is reallocated first, the first cached
+        one is evicted first. A block may occur as often as it has references. ids: [n] int64.
         """
         if not len(ids):
             return
@@ -103,38 +103,38 @@ class BlockPool:
         is_cached = groups != _NOT_CACHED
         cached = ids[is_cached]
         if len(cached):
-            # One that is here twice, because two tables gave it back, is put in once. Empty ones are never shared.
+            # A block that occurs twice, freed by two tables, is inserted once. Uncached blocks are never shared.
             self._lru.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
             ids = ids[~is_cached]
         self._free_stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
 
     def num_unreferenced(self, ids: np.ndarray) -> int:
-        """How many of these are in no block table: `touch` takes them from the free ones."""
+        """How many of these have no reference: `touch` would take them from the free blocks."""
         return len(ids) - int(np.count_nonzero(self.ref_counts[ids]))
 
     def touch(self, ids: np.ndarray) -> None:
-        """Takes one reference to each; each once. A cached free block leaves the free ones. ids: [n] int64."""
-        unused = ids[self.ref_counts[ids] == 0]
-        deque(map(self._lru.pop, unused.tolist()), maxlen=0)
+        """Adds one reference to each block; no id twice. A cached free block leaves the LRU list. ids: [n] int64."""
+        unreferenced = ids[self.ref_counts[ids] == 0]
+        deque(map(self._lru.pop, unreferenced.tolist()), maxlen=0)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
-        """Lets `lookup` find blocks in use, ids[i] by hashes[i]. Where another block of the group has the hash already,
-        that one stays the one found. ids: [n] int64.
+        """Inserts blocks in use into the prefix cache, ids[i] by hashes[i]. If another block of the group has the hash
+        already, the cache keeps that one (ids[i] is a duplicate). ids: [n] int64.
         """
         own_ids = ids.tolist()
         found_ids = list(map(self._block_of_hash[group].setdefault, hashes, own_ids))
         if found_ids != own_ids:
             is_new = list(map(eq, found_ids, own_ids))
             ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
-        assert _all(self.ref_counts[ids]), "a block that is free holds anything"
+        assert _all(self.ref_counts[ids]), "a free block has undefined contents"
         assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
         self._hash_of.update(zip(own_ids, hashes, strict=True))
         self._group_of[ids] = group
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
-        """The blocks found by the first hashes, up to the first that is not found. [n] int64."""
+        """The cached blocks of the leading hashes, up to the first miss. [n] int64."""
         parts = [_NO_IDS]
         begin, size = 0, _FIRST_LOOKUP
         while begin < len(hashes):
@@ -142,21 +142,21 @@ class BlockPool:
             ids = np.fromiter(map(self._block_of_hash[group].get, names, repeat(0)), np.int64, len(names))
             parts.append(ids)
             if not _all(ids):
-                parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
+                parts[-1] = ids[: ids.argmin()]  # the first 0 (the null block) is a miss
                 break
             begin, size = begin + size, size * _LOOKUP_GROWTH
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def hashes(self, group: int) -> KeysView[bytes]:
-        """Those by which a block of the group is found."""
+        """The hashes of the group's cached blocks."""
         return self._block_of_hash[group].keys()
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """What the block is found by; None if it is not cached."""
+        """The hash of a cached block; None if it is not cached."""
         return self._hash_of.get(block_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing done, while any block is in use."""
+        """Drops every cached block; False, with no change, while any block is in use."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         for found in self._block_of_hash:
@@ -169,10 +169,10 @@ class BlockPool:
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, unused = self._free_stack[: self._num_empty].tolist(), list(self._lru)
-        free = {*empty, *unused}
-        assert len(free) == len(empty) + len(unused), "a block is free twice"
-        assert 0 not in free | ref_counts.keys(), "the null block is handed out"
+        empty, evictable = self._free_stack[: self._num_empty].tolist(), list(self._lru)
+        free = {*empty, *evictable}
+        assert len(free) == len(empty) + len(evictable), "a block is free twice"
+        assert 0 not in free | ref_counts.keys(), "the null block is allocated"
         expected = np.zeros_like(self.ref_counts)
         expected[list(ref_counts)] = list(ref_counts.values())
         wrong = np.flatnonzero(expected != self.ref_counts).tolist()
@@ -180,8 +180,8 @@ class BlockPool:
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
         assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._lru.items()), "unused without a hash"
-        assert free & groups.keys() == set(unused), "a cached block is taken for empty"
+        assert all(groups.get(block_id) == group for block_id, group in self._lru.items()), "in the LRU without a hash"
+        assert free & groups.keys() == set(evictable), "a cached block is on the free stack"
         found = [{} for _ in self._block_of_hash]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():
             found[group][self._hash_of[block_id]] = block_id
@@ -189,5 +189,5 @@ class BlockPool:
 
 
 def _all(values: np.ndarray) -> bool:
-    """As `values.all()`, in a third of the time for a few values."""
+    """`values.all()`, in a third of the time for few values."""
     return int(np.count_nonzero(values)) == values.size

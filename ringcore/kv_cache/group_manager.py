@@ -1,6 +1,6 @@
-"""The block tables of one KV cache group, and what the kinds of attention differ in: which blocks a token needs.
+"""The block tables of one KV cache group, for full and sliding-window attention.
 
-A row's table in a group with a sliding window, where no token to come sees the first two blocks:
+A row's block table in a sliding-window group, whose first two blocks are out of the window of every later token:
 
     block   0  1  2  3  4  5  ...
     table   0  0  7  3  9  0
@@ -24,10 +24,10 @@ __all__ = ["FullAttentionManager", "GroupManager", "SlidingWindowManager", "make
 
 
 class GroupManager(ABC):
-    """One group's tables by row, over a pool that all groups share. `rows` are [n] integers, each row once.
+    """The block tables of one group by row, over a pool that all groups share. `rows` are [n] integers, each row once.
 
-    A request's hashes name runs of `hash_block_size` tokens; a block of the group is named by the last that ends in it.
-    A prefix is a multiple of `alignment` tokens, the same for all groups.
+    A request has one hash per `hash_block_size` tokens; the key of a block of the group is the last hash that ends in
+    it. A prefix is a multiple of `alignment` tokens, the same for all groups.
     """
 
     def __init__(
@@ -45,49 +45,49 @@ class GroupManager(ABC):
         self._spec = spec
         self.index = index
         self.alignment = alignment
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, those left behind counted
-        self.num_out_of_window = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
-        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks that can be found, or a twin can
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, out-of-window included
+        self.num_out_of_window = np.zeros(max_num_seqs, np.int64)  # by row: leading null-block entries
+        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks cached, or whose duplicate is
         self._pool = pool
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id, what it is cached for
+        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: its cached tokens
         self._offsets = np.arange(block_size)
 
-    # What the kinds differ in.
+    # Specific to the kind of attention.
 
     @abstractmethod
-    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token from position `num_computed_tokens` on sees."""
+    def first_live_block(self, num_computed_tokens: int) -> int:
+        """The first block to which a token from position `num_computed_tokens` on attends: earlier ones are freed."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """The cached blocks of the longest prefix that a request may begin with; 0 for those that it does not need.
+        """The cached blocks of the longest usable prefix; 0 (null block) for blocks out of the window.
 
-        hashes: the request's. num_tokens: all that it has. limit: the most tokens of the prefix, a multiple of the
+        hashes: the request's. num_tokens: all of the request's. limit: the most tokens of the prefix, a multiple of the
         alignment. It may end with any block: `shorten` makes it a multiple of the alignment.
         """
 
     @abstractmethod
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """As `find`, which found `ids` for a larger limit."""
+        """The result of `find` for a smaller limit, given its result `ids` for a larger one."""
 
     @abstractmethod
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Slots that a row takes when it starts, with num_tokens known and the first step ending at num_tokens_now."""
+        """Slots to allocate when a row starts, with num_tokens known and a first chunk that ends at num_tokens_now."""
 
     # Block tables.
 
     def table(self, row: int) -> np.ndarray:
-        """The row's block table: [num_blocks] int32, 0 where a window has left the block behind. A copy."""
+        """The row's block table: [num_blocks] int32, 0 (null block) for blocks out of the window. A copy."""
         return self._tables[row, : self.num_blocks[row]].copy()
 
     def live_blocks(self, row: int) -> np.ndarray:
-        """The blocks that the row holds, in order. [n] int64."""
+        """The blocks referenced by the row, in order. [n] int64."""
         return self._tables[row, self.num_out_of_window[row] : self.num_blocks[row]].astype(np.int64)
 
     def start(self, row: int, prefix_ids: list[int], num_slots: int) -> None:
-        """The row begins with these blocks, whose references are taken, and new ones up to `num_slots` tokens."""
+        """Initializes the row's table with the prefix blocks, already referenced, and new blocks up to `num_slots`."""
         num_cached = len(prefix_ids)
         num_blocks = max(-(-num_slots // self.block_size), num_cached)
         self._tables[row, :num_cached] = prefix_ids
@@ -97,13 +97,13 @@ class GroupManager(ABC):
         self.num_out_of_window[row] = prefix_ids.count(0)
 
     def num_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Blocks to take so that each row has slots for num_tokens[i] tokens. [n] int64."""
+        """Blocks to allocate so that row i has slots for num_tokens[i] tokens. [n] int64."""
         num_blocks = (num_tokens + (self.block_size - 1)) // self.block_size
         num_missing: np.ndarray = np.maximum(num_blocks - self.num_blocks[rows], 0)
         return num_missing
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Takes what is missing. Rows, one may come several times, and the blocks appended to them, both [n] int32."""
+        """Allocates the missing blocks. Returns rows (with repetitions) and their appended blocks, both [n] int32."""
         first, num_missing = self.num_blocks[rows], self.num_missing(rows, num_tokens)
         at_rows, at_blocks = _runs(rows, first, num_missing)
         ids = self._pool.take(len(at_rows))
@@ -112,14 +112,14 @@ class GroupManager(ABC):
         return at_rows.astype(np.int32), ids.astype(np.int32)
 
     def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
-        """One more block for each row. [n] int32."""
+        """Appends one block to each row; returns the blocks, [n] int32."""
         ids = self._pool.take(len(rows))
         self._tables[rows, self.num_blocks[rows]] = ids
         self.num_blocks[rows] += 1
         return ids.astype(np.int32)
 
     def clear(self, row: int) -> None:
-        """Forgets the row, whose blocks the caller gives back."""
+        """Clears the row's table; the caller frees its blocks."""
         self._tables[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_out_of_window[row] = self.num_published[row] = 0
 
@@ -128,7 +128,7 @@ class GroupManager(ABC):
     def publish(
         self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, hashes: Sequence[list[bytes]]
     ) -> None:
-        """Lets others find the rows' full blocks up to num_confirmed[i] tokens. hashes[i] are those of rows[i]."""
+        """Inserts the full blocks of rows[i], up to num_confirmed[i] tokens, into the prefix cache by hashes[i]."""
         size, step = self.block_size, self._hashes_per_block
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
@@ -138,16 +138,16 @@ class GroupManager(ABC):
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         of_rows = zip(first.tolist(), end.tolist(), hashes, strict=True)
         names = [*chain.from_iterable(own[(a + 1) * step - 1 : b * step : step] for a, b, own in of_rows)]
-        if not ids.all():  # a window left it behind before it was published
+        if not ids.all():  # a block slid out of the window before it was published
             names, is_held = [*compress(names, ids)], ids != 0
             ids, at_rows, at_blocks = ids[is_held], at_rows[is_held], at_blocks[is_held]
         self._pool.cache(self.index, ids, names)
-        # Also for a block whose twin is the one found: nobody reads these.
+        # Also written for duplicates of cached blocks, where no lookup reads them.
         self._token_ids[ids] = token_ids[at_rows[:, None], (at_blocks * size)[:, None] + self._offsets]
         self.num_published[rows] = end
 
     def num_confirmed_tokens(self, ids: np.ndarray, token_ids: np.ndarray) -> int:
-        """How many of the tokens, in whole blocks, the found `ids` are cached for: a hash alone proves nothing."""
+        """Verifies a hit against the token ids (a hash may collide): how many tokens match, in whole blocks."""
         first, size = len(ids) - int(np.count_nonzero(ids)), self.block_size
         expected = token_ids[first * size : len(ids) * size].reshape(-1, size)
         is_same = self._token_ids.take(ids[first:], axis=0) == expected
@@ -155,36 +155,38 @@ class GroupManager(ABC):
         return (first + num_same) * size
 
     def _names(self, hashes: list[bytes], first: int, end: int) -> list[bytes]:
-        """What the blocks from number `first` to `end` are found by."""
+        """The cache keys of the blocks from number `first` to `end`."""
         step = self._hashes_per_block
         return hashes[(first + 1) * step - 1 : end * step : step]
 
-    # The check.
+    # Invariants.
 
     def check_row(
         self, row: int, hashes: list[bytes], num_confirmed: int, num_known: int, max_tokens_in_flight: int
     ) -> None:
-        """num_known: tokens whose slots hold. They may be one more than the confirmed ones: see `CachedPrefix`."""
+        """num_known: tokens with valid slots; possibly one more than num_confirmed: see `CachedPrefix`."""
         num_blocks, num_out_of_window = int(self.num_blocks[row]), int(self.num_out_of_window[row])
         num_published = int(self.num_published[row])
         table = self._tables[row].tolist()
-        assert not any(table[:num_out_of_window]), f"row {row}: a block that it left behind"
-        assert all(table[num_out_of_window:num_blocks]), f"row {row}: the null block among those that it holds"
+        assert not any(table[:num_out_of_window]), f"row {row}: a block out of the window is not freed"
+        assert all(table[num_out_of_window:num_blocks]), f"row {row}: the null block among its live blocks"
         assert not any(table[num_blocks:]), f"row {row}: a block after its last one"
-        assert num_out_of_window <= self.num_out_of_window_blocks(num_confirmed), f"row {row}: a block is gone that is needed"
+        assert num_out_of_window <= self.first_live_block(num_confirmed), f"row {row}: a block is gone that is needed"
         most = self._spec.blocks_needed(num_blocks * self.block_size, max_tokens_in_flight)
-        assert num_blocks - num_out_of_window <= most, f"row {row}: more than the {most} blocks that it was admitted for"
+        assert num_blocks - num_out_of_window <= most, (
+            f"row {row}: more than the {most} blocks that it was admitted for"
+        )
         assert num_published * self.block_size <= num_known, f"row {row}: published before it is confirmed"
         found_by = list(map(self._pool.hash_of, table[:num_blocks]))
         for own, name in zip(found_by, self._names(hashes, 0, num_published), strict=False):
-            assert own in (None, name), f"row {row}: a block is found by what it does not hold"
-        assert not any(found_by[num_published:]), f"row {row}: a block is found before it is published"
+            assert own in (None, name), f"row {row}: a block is cached by a wrong hash"
+        assert not any(found_by[num_published:]), f"row {row}: a block is cached before it is published"
 
 
 class FullAttentionManager(GroupManager):
-    """Every token sees all before it."""
+    """Full attention: every token attends to all before it."""
 
-    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
+    def first_live_block(self, num_computed_tokens: int) -> int:
         return 0
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
@@ -194,24 +196,24 @@ class FullAttentionManager(GroupManager):
         return ids[: limit // self.block_size]
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """All: a prompt admitted on the room for its first chunk alone could run out of blocks half way."""
+        """All: with slots for its first chunk alone, a chunked prefill could run out of blocks half way."""
         return num_tokens
 
 
 class SlidingWindowManager(GroupManager):
-    """A token sees itself and the sliding_window - 1 before it; blocks that no token to come sees are given back."""
+    """A token attends to itself and the sliding_window - 1 before it; blocks out of every later window are freed."""
 
     _spec: SlidingWindowSpec
 
-    def num_out_of_window_blocks(self, num_computed_tokens: int) -> int:
+    def first_live_block(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Looks from the end for a run of blocks that covers the window."""
+        """Searches backwards for a run of cached blocks that covers the window."""
         step, cached = self._hashes_per_block, self._pool.hashes(self.index)
         end, num_unneeded = self._needed(num_tokens, limit)
-        begin = end  # from here to the end all are cached
-        while begin > max(min(num_unneeded, end - 1), 0):  # the last block is there, also if a window of 1 hides it
+        begin = end  # all blocks from begin to end are cached
+        while begin > max(min(num_unneeded, end - 1), 0):  # requires the last block even with a window of 1
             begin -= 1
             if hashes[(begin + 1) * step - 1] in cached:
                 continue
@@ -224,26 +226,26 @@ class SlidingWindowManager(GroupManager):
         return np.concatenate((np.zeros(num_unneeded, np.int64), ids))
 
     def _needed(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
-        """For a prefix of `num_cached` of the request's tokens: its blocks, and how many leading ones it needs not.
+        """For a prefix of `num_cached` of the request's tokens: its number of blocks, and of leading unneeded ones.
 
-        Where all tokens are cached, the last one is computed again, and sees what the window holds before it.
+        If all tokens are cached, the last one is computed again, and attends to the window before it.
         """
         end = num_cached // self.block_size
-        return end, min(self.num_out_of_window_blocks(min(num_cached, num_tokens - 1)), end)
+        return end, min(self.first_live_block(min(num_cached, num_tokens - 1)), end)
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """A shorter prefix needs blocks that the longer one left out."""
+        """Searches again: a shorter prefix needs blocks that are out of the window of the longer one."""
         return self.find(hashes, num_tokens, limit)
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Those of the first step; the window gives back blocks before the last ones are taken."""
+        """Those of the first chunk: later chunks allocate after blocks have slid out of the window."""
         return num_tokens_now
 
     def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Gives back the blocks that no token from position num_confirmed[i] on sees."""
-        num_unseen = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
+        """Frees the blocks to which no token from position num_confirmed[i] on attends."""
+        num_unneeded = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
         first = self.num_out_of_window[rows]
-        num_out_of_window = np.maximum(num_unseen, first)
+        num_out_of_window = np.maximum(num_unneeded, first)
         at_rows, at_blocks = _runs(rows, first, num_out_of_window - first)
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         self._tables[at_rows, at_blocks] = 0
@@ -251,13 +253,13 @@ class SlidingWindowManager(GroupManager):
         self._pool.free(ids[::-1])
 
     def release_at(self, rows: np.ndarray) -> np.ndarray:
-        """The number of confirmed tokens at which `release` next gives a block of the row back. [n] int64."""
+        """The number of confirmed tokens at which `release` next frees a block of the row. [n] int64."""
         next_live: np.ndarray = (self.num_out_of_window[rows] + 1) * self.block_size
         return next_live + (self._spec.sliding_window - 1)
 
 
 def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: int) -> GroupManager:
-    """The manager of group `index` of the pool. `sizes`: the keywords of `GroupManager`."""
+    """The manager of KV cache group `index`. `sizes`: the keyword arguments of `GroupManager`."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec, index, pool, **sizes)
@@ -268,8 +270,8 @@ def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: 
 
 
 def _runs(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The cells of a table from first[i] on in rows[i], counts[i] of them: their rows and their columns."""
-    if counts.tolist().count(1) == len(counts):  # most often each row comes to the next block
+    """Row and column indices of counts[i] consecutive table cells from column first[i] on, in rows[i]."""
+    if counts.tolist().count(1) == len(counts):  # the common case: one block per row
         return rows, first
     ends = counts.cumsum()
     columns = (first - ends + counts).repeat(counts)

@@ -1,12 +1,11 @@
-"""Decides how the layers share the KV cache, and how many blocks every rank has. Pure arithmetic on what the ranks
-reported.
+"""Plans the KV cache: its KV cache groups and number of blocks. Pure arithmetic on what the ranks reported.
 
-    two full-attention layers (f) and four with a sliding window (s), whose pages have one size:
+Hybrid model with two full-attention layers (f) and four sliding-window layers (s), with pages of one size:
 
-    model     s0 s1 f2 s3 s4 f5
-    groups    s0 s1    s3 s4    f2 f5     each with blocks of its own, out of one pool
-    tensor 0  s0       s3       f2        block b of a group: page b of tensor i holds what its layer i stores
-    tensor 1     s1       s4       f5
+model     s0 s1 f2 s3 s4 f5
+groups    s0 s1    s3 s4    f2 f5     each with its own block table; one block pool
+tensor 0  s0       s3       f2        block b of a group: page b of tensor i stores layer i of the group
+tensor 1     s1       s4       f5
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGrou
 __all__ = ["plan_kv_cache", "plan_without_limit"]
 
 _MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
-_SMALLEST_CONTEXT = 2  # a prompt of one token, and one that is generated
+_SMALLEST_CONTEXT = 2  # one prompt token and one output token
 _GROUP_COST_PERCENT = 2
 
 
@@ -36,30 +35,30 @@ def plan_kv_cache(
     num_blocks_override: int | None,
     tables: Sequence[Mapping[str, int]] = (),
 ) -> list[KVCacheConfig]:
-    """The cache of every rank, by rank, all equal, with as many blocks as the rank with the least room has room for.
+    """The cache config of every rank, by rank, all equal; the rank with the least memory limits the number of blocks.
 
-    specs: what each rank's attention layers store, by layer name, in the model's order.
-    available_bytes: what each rank can give to the cache.
-    max_model_len: tokens; one request of so many must fit beside the null block.
-    fit_max_model_len: where it does not fit, the plan has the largest max_model_len that does.
+    specs: the KV cache specs of each rank's attention layers, by layer name, in the model's order.
+    available_bytes: the bytes available to the cache on each rank.
+    max_model_len: tokens; one request of this length must fit, in addition to the null block.
+    fit_max_model_len: if it does not fit, the plan has the largest max_model_len that does.
     max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
-    num_blocks_override: this many blocks whatever the bytes, the null block counted.
-    tables: of each rank, what `worker.memory` found; for the error alone.
+    num_blocks_override: this many blocks regardless of the bytes, the null block included.
+    tables: the memory table of each rank (`worker.memory`), used only in the error.
 
-    A layer whose window is no shorter than `max_model_len` is planned as one of full attention: the window hides
-    nothing, and a `max_model_len` that is fitted only becomes smaller. Where layers have pages of different sizes, the
-    smaller pages get more tokens a block, until all have the size of the largest.
+    A layer whose window is no shorter than `max_model_len` is planned as full attention: the window masks no token, and
+    fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get larger block
+    sizes, until all pages have the size of the largest.
 
-    Layers of one spec form groups of one size, in the model's order; the last of a spec may be shorter, and the tensors
-    beyond it are then unused in its blocks. With small groups little is unused, but each group has a block table that
-    every step reads and extends. So the size is the one for which a request of `max_model_len` takes the fewest pages,
-    unused ones counted and 2% added for each group; of equals the largest. So all layers of a model whose layers are
-    alike are one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make
-    seven groups of four, of which the last has two.
+    Layers of one spec form groups of one size, in the model's order; the last group of a spec may be shorter, which
+    leaves the remaining tensors unused in its blocks. Small groups waste fewer pages, but each group has a block table
+    that every step reads and extends. So the size is the one that minimizes the pages of a request of `max_model_len`,
+    unused ones included, plus 2% for each group; of equal ones the largest. So a model with uniform layers has one
+    group; 2 and 4 layers form three groups of two; 4 full-attention layers and 22 with a window of 512 form seven
+    groups of four, of which the last has two.
 
-    Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (with the
-    numbers that would work, see `capacity`) where one request of max_model_len does not fit, or with
-    `fit_max_model_len` not one of two tokens.
+    Raises `ConfigError` if ranks disagree on a layer or page sizes are not multiples, `CapacityError` (with the option
+    values that would work, see `capacity`) if one request of max_model_len does not fit, or with `fit_max_model_len`
+    not even one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
     layers = _unify_page_sizes(_drop_redundant_windows(_merged(specs), max_model_len))
@@ -84,7 +83,7 @@ def plan_kv_cache(
 def plan_without_limit(
     specs: dict[str, KVCacheSpec], *, max_model_len: int, max_tokens_in_flight: int
 ) -> KVCacheConfig:
-    """How the layers share the cache, which does not depend on how much memory there is."""
+    """The KV cache groups of the layers, which do not depend on the amount of memory."""
     (plan,) = plan_kv_cache(
         [specs],
         [_MORE_THAN_ANY_HOST_HAS],
@@ -97,11 +96,12 @@ def plan_without_limit(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What the layers store.
+# Layer specs.
 
 
 def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """The spec of every layer. All ranks hold a part of every layer, parts of equal size: they share block ids."""
+    """The spec of every layer, checked to be equal on all ranks: each has an equal shard of every layer, and they share
+    block ids."""
     first = specs[0]
     if not first:
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
@@ -135,7 +135,7 @@ def _drop_redundant_windows(layers: Mapping[str, KVCacheSpec], max_model_len: in
 
 
 def _unify_page_sizes(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The layers with block sizes multiplied until every page is as large as the largest."""
+    """The specs with block sizes multiplied so that every page is as large as the largest."""
     largest = max(layers, key=lambda name: layers[name].page_size_bytes)
     page_bytes = layers[largest].page_size_bytes
     same: dict[str, KVCacheSpec] = {}
@@ -146,7 +146,7 @@ def _unify_page_sizes(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpe
         same[name] = msgspec.structs.replace(spec, block_size=spec.block_size * factor)
     smallest = min(same, key=lambda name: same[name].block_size)
     for name, spec in same.items():
-        if spec.block_size % same[smallest].block_size:  # prefixes are found at the ends of the smallest blocks
+        if spec.block_size % same[smallest].block_size:  # prefix hits end at boundaries of the smallest blocks
             sizes = f"{spec.block_size} tokens in a page is no multiple of {same[smallest].block_size}"
             raise _do_not_divide(layers, name, smallest, sizes)
     return same
@@ -190,8 +190,8 @@ def _form_groups(
 
 
 def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
-    """How many layers a group has, by the rule of `plan_kv_cache`. Of each kind: its layers, and the blocks that one
-    request takes in each of its groups.
+    """The layers per group, by the rule of `plan_kv_cache`. kinds: for each spec its number of layers, and the blocks
+    of one request in each of its groups.
     """
 
     def cost(size: int) -> int:

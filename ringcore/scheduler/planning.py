@@ -94,8 +94,8 @@ def steps_at_once(
 def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
     """The positions of the running requests, in the order of preemption (by recompute).
 
-    By the worst priority under the policy "priority"; then the fewest computed tokens (the cheapest recompute); then the
-    latest arrival.
+    By the worst priority under the policy "priority"; then the fewest computed tokens (the cheapest recompute); then
+    the latest arrival.
     """
     keys = [-running.sequence, running.computed]
     if by_priority:

@@ -138,7 +138,7 @@ class Request:
         self.row = None
 
     def finish_reason(self, token_id: int, num_tokens: int) -> tuple[FinishReason | None, int | None]:
-        """The finish reason if `token_id`, its num_tokens-th token, is the last, and the user's stop token id if any."""
+        """The finish reason if `token_id`, the num_tokens-th token, is the last; the user's stop token id if any."""
         may_stop = num_tokens - self.num_prompt_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_token_ids:
             return "stop", None if token_id in self.eos_token_ids else token_id

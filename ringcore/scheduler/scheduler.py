@@ -1,27 +1,29 @@
-"""Decides what each step computes, and takes in what it sampled.
+"""The scheduler: decides what each step computes, and processes the tokens that it sampled.
 
-There are no phases: a step gives every request some number of its tokens that are not computed yet, out of one budget.
-A prompt is many such tokens, a completion one at a time, a resumed request's prompt is all it had.
+There are no prefill and decode phases: a step schedules for every request a number of its uncomputed tokens, out of one
+token budget. A prompt is many such tokens (chunked prefill if it exceeds the budget), decoding is one token a step, a
+resumed request prefills its prompt and its output again.
 
-Steps in flight. `schedule` may be called again before `update` took in the step before it. What a step will have done
-is then counted as done (`computed`), and a token that it will sample as there (`total`); the worker takes that token
-from its own rows. When the step comes back, each row in it is compared by run, and what belongs to a request that was
-preempted, aborted or finished since is dropped.
+Async scheduling (steps in flight). `schedule` may be called again before `update` has processed the previous step. The
+tokens of a step in flight count as computed (`computed`), and its samples as placeholders (`total`); the worker takes
+the sampled token from its own rows. When the output arrives, each of its rows is matched by run id, and results of
+requests that were preempted, aborted or finished since are dropped.
 
 Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
-order, so that stray write comes before the first step of the block's new owner, and the owner writes a slot before it
-reads it. The prefix cache has only blocks whose tokens are known and whose step has come back, and nothing in flight
-writes to those. A freed row is safe for the same reason, once it is reported.
+order, so the stray write comes before the first step of the block's new owner, and the owner writes a slot before it
+reads it. The prefix cache contains only blocks whose tokens are known and whose steps have completed, and no step in
+flight writes to those. A freed row is safe for the same reason, once it is reported.
 
-It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step unless it is paused:
-the running request that is the last to be a victim has a token to compute, a budget, and the blocks of all others;
-admission saw to it that it never needs more than the whole cache (`Request.max_total_tokens`). Where none runs, all
-blocks are free, nobody's prefix is awaited, and the first one waiting fits. Somebody always gets further: the one with
-most tokens computed is never preempted for another, and each token sampled stays known. In a quarantine the one on
-trial has not reached its target, so it has a token to compute, and its trial ends with the step that reaches it.
+Progress (no deadlock). While no step is in flight and a request is unfinished, `schedule` returns a step unless it is
+paused: the running request that is last in the preemption order has a token to compute, a budget, and the blocks of all
+others; admission control guarantees that it never needs more than the whole cache (`Request.max_total_tokens`). With an
+empty running batch all blocks are free, no prefix is awaited, and the head of the waiting queue fits. No livelock: the
+request with the most computed tokens is never preempted for another, and sampled tokens are kept. In a quarantine the
+suspect on trial has not reached its target, so it has a token to compute, and its trial ends with the step that reaches
+the target.
 
-Recovery. When the workers die, nothing is lost but work: every token given out is known here. `recover` preempts all
-that run, so that they are computed again from these tokens, and the quarantine finds out who is to blame.
+Recovery. When the workers die, only work is lost: every emitted token is known here. `recover` preempts all running
+requests, so that they are recomputed from these tokens, and the quarantine finds the poison request.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
-from ringcore.scheduler.waiting import WaitingScheduler
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
+from ringcore.scheduler.waiting import WaitingScheduler
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """The requests of one engine: those that run, in the order of admission, those that wait, and those in quarantine.
+    """The requests of one engine: the running batch, the waiting queue, and the quarantine.
 
-    `kv_cache` is the scheduler's alone. `clock` gives seconds on the host's monotonic clock.
+    Only the scheduler uses `kv_cache`. `clock` gives seconds on the host's monotonic clock.
     """
 
     def __init__(
@@ -78,38 +80,39 @@ class Scheduler:
         )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
-        # only the one on trial both runs and is in the quarantine.
+        # only the suspect on trial is in both `_running` and `_quarantine`.
         self._requests: dict[str, Request] = {}
         self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self._waiting_scheduler = WaitingScheduler(config, waiting=self._waiting, running=self._running, clock=clock)
-        self.num_held = 0  # admitted, and not enqueued yet
+        self.num_held = 0  # admitted requests that are not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
         self._in_flight: deque[StepInFlight] = deque()
-        self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
+        self._last_version: int | None = None  # of the running table, if the last step had all its rows, in order
         self._num_steps = 0
         self._num_preemptions = 0
 
     # Requests in and out.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Puts a request into the queue. Raises `InvalidRequestError` where it can never be served."""
+        """Admits a request to the waiting queue. Raises `InvalidRequestError` if it can never be served."""
         self._enqueue(self.admit(request))
 
     def admit(self, request: EngineCoreRequest) -> Request:
-        """A request that somebody else holds until it may be enqueued; in the queue it has the place of its arrival.
+        """Admits a request that the caller holds until `enqueue`; its queue position is that of its arrival.
 
-        Raises `InvalidRequestError` where it can never be served.
+        Raises `InvalidRequestError` if it can never be served.
         """
         if request.request_id in self._requests:
             raise id_in_use(request.request_id)
         return self._admission.admit(request)
 
     def enqueue(self, admitted: Request) -> None:
-        """Raises `CapacityError` where the workers were replaced since it was admitted, and it fits no more."""
+        """Puts an admitted request into the waiting queue. Raises `CapacityError` if it does not fit the cache of
+        workers that were replaced since its admission."""
         self._admission.readmit(admitted)
         self._enqueue(admitted)
 
@@ -119,7 +122,7 @@ class Scheduler:
         self._waiting_scheduler.may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
+        """Ends these requests at once; returns the final output of each unfinished one. Unknown ids are ignored."""
         outputs = []
         for request_id in request_ids:
             if (request := self._requests.get(request_id)) is not None:
@@ -129,7 +132,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is not finished that neither a pause nor a freeze keeps from going on."""
+        """Whether there is an unfinished request that neither a pause nor a freeze blocks."""
         if self.is_frozen:
             return False
         match self.paused:
@@ -141,7 +144,7 @@ class Scheduler:
                 return bool(self._requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is scheduled."""
+        """Until `resume`: "new": running requests continue, no request starts; "all": no step is scheduled."""
         self.paused = mode
 
     def resume(self) -> None:
@@ -149,7 +152,7 @@ class Scheduler:
         self._waiting_scheduler.may_start = True
 
     def freeze(self) -> None:
-        """Until `thaw` no step is scheduled, whatever is paused or resumed meanwhile."""
+        """Until `thaw` no step is scheduled, independent of `pause` and `resume`."""
         self.is_frozen = True
 
     def thaw(self) -> None:
@@ -163,13 +166,13 @@ class Scheduler:
     # A step.
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:
-        """The next step; None where there is nothing to compute until a step in flight or a request comes in, or
-        `resume` is called.
+        """The next step; None if there is nothing to compute until the output of a step in flight, a new request, or
+        `resume`.
 
-        Where all that run decode, nothing is in flight and nobody can start, it may be up to `max_steps` steps in one,
-        as many as need no decision between them: the same steps as one by one, but that those who stop at a token
-        before the last are noticed at the end. Every step returned must be executed, and given to `update` in the same
-        order.
+        If all running requests decode, no step is in flight and no request can start, it may combine up to `max_steps`
+        decode steps (multi-step), as many as need no scheduling decision in between: the same as single steps, except
+        that a stop token before the last step is only noticed at the end. Every returned step must be executed, and
+        passed to `update` in the same order.
         """
         if self.paused == "all" or self.is_frozen:
             return None
@@ -184,7 +187,7 @@ class Scheduler:
             if self._waiting_scheduler.may_start and self.paused is None and not plan.has_preempted:
                 self._waiting_scheduler.start_waiting(plan)
         if plan.is_empty:
-            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
+            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and no step in flight"
             return None
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
@@ -193,9 +196,9 @@ class Scheduler:
         return self._launch(plan, num_steps)
 
     def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> OutputColumns:
-        """Takes in the oldest step in flight: what each request gained by it, those that gained nothing left out."""
+        """Processes the output of the oldest step in flight; returns the new tokens of the requests that got any."""
         step = self._in_flight.popleft()
-        assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
+        assert step.step == scheduler_output.step == model_output.step, "outputs arrive in the order of scheduling"
         results = apply_output(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
@@ -208,10 +211,11 @@ class Scheduler:
         started = self._waiting_scheduler.take_started()
         return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
-    # What goes into it.
+    # Scheduling a step.
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Gives each its share of the budget, oldest first, and the blocks for it; preempts where there are too few."""
+        """Gives each running request its share of the token budget, oldest first, and the blocks for it; preempts
+        requests (by recompute) while too few blocks are free."""
         table = self._table
         while table.num:
             share_budget(plan, table, self._config.long_prefill_token_threshold)
@@ -226,7 +230,7 @@ class Scheduler:
         return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
 
     def _make_room_for_first_waiting(self) -> None:
-        """Preempts those of worse priority, if that lets the first one waiting start."""
+        """Preempts running requests of worse priority, if the head of the waiting queue can then start."""
         if not self._waiting or self.paused is not None:
             return
         first, table = self._waiting.peek(), self._table
@@ -237,13 +241,13 @@ class Scheduler:
             self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
-        """Gives the suspect on trial what it can compute up to its target, and nobody else anything.
+        """Schedules only the suspect on trial, up to its target.
 
-        It takes nothing from the prefix cache, where others have put what they computed: it computes all of it itself.
+        It gets no prefix cache hit: blocks that others computed would skip the work that may have killed the workers.
         """
         suspect = self._quarantine.on_trial
         if suspect is None and self._in_flight:
-            return  # what one that was aborted left in flight must not be laid to another's charge
+            return  # a step of an aborted suspect is still in flight; its death must not be blamed on the next suspect
         trial = suspect or self._quarantine.begin_trial()
         num_computed = 0 if suspect is None else int(self._table.computed[0])
         plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left(num_computed))
@@ -251,17 +255,17 @@ class Scheduler:
             self._schedule_running(plan)
             return
         assert self._waiting_scheduler.start(trial, self._running.kv_cache.no_prefix(), plan), (
-            "it has the cache to itself, and does not fit"
+            "the suspect has the cache to itself, and does not fit"
         )
 
     def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether all decode, and will in the next step too, whatever this one comes to but for stop tokens."""
+        """Whether all running requests decode, and will in the next step too, unless a stop token is sampled."""
         if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
             return False
         if not self._waiting or self.paused is not None:
             return True
         if self._config.preempt_lower_priority:
-            return False  # what a victim would free grows from step to step
+            return False  # the blocks that a victim would free grow with every step
         return not self._waiting_scheduler.may_start_next
 
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
@@ -274,7 +278,7 @@ class Scheduler:
         self._num_steps += num_steps
         return output
 
-    # What becomes of a request.
+    # Preempting and finishing requests.
 
     def _preempt(self, position: int) -> None:
         self._quarantine.take_back(self._running.preempt(position, self._clock()))
@@ -292,7 +296,7 @@ class Scheduler:
             self._preempt(position)
 
     def _finish(self, requests: Sequence[Request]) -> None:
-        """Ends these, whether they run or wait."""
+        """Finishes these requests, running or waiting."""
         self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
         for request in requests:
             if request in self._waiting:
@@ -302,15 +306,15 @@ class Scheduler:
             del self._requests[request.request_id]
             self._waiting_scheduler.may_start = True
 
-    # The workers died.
+    # Recovery from the death of the workers.
 
     def recover(self, kv_cache: KVCacheManager, cause: EngineDeadError, num_executed: int) -> list[EngineCoreOutput]:
-        """Goes on with new workers, which know no row, and an empty cache, which may be of another size.
+        """Continues with new workers, which have no rows, and an empty cache, possibly of another size.
 
-        The workers before them died of `cause`. Of the steps in flight, which are forgotten, they were given the oldest
-        `num_executed`; who had a share in one of these is a suspect. Every request keeps its tokens and its place.
-        Returns the last outputs of requests that end here: one that killed the workers on trial (`WorkerDiedError`),
-        and those whose tokens the new cache can never hold (`CapacityError`).
+        The previous workers died of `cause`. They had received the oldest `num_executed` of the steps in flight, which
+        are all dropped; the requests in those are suspects. Every request keeps its tokens and its queue position.
+        Returns the final outputs of requests that end here: a suspect that killed the workers on trial
+        (`WorkerDiedError`), and requests whose tokens the new cache can never hold (`CapacityError`).
         """
         on_trial = self._quarantine.on_trial
         targets = trial_targets(list(self._in_flight), num_executed, self._requests.values(), self._table)
@@ -337,7 +341,7 @@ class Scheduler:
         self._running.change_workers(kv_cache)
         self._admission.change_cache(kv_cache)
 
-    # The state as a whole.
+    # Statistics and invariants.
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -352,26 +356,26 @@ class Scheduler:
         )
 
     def oldest_waiting_s(self, now_s: float) -> float | None:
-        """Seconds that the request that waits longest for a row has waited, since it came or lost its last one."""
+        """The longest waiting time of a request without a row in seconds, since its arrival or last preemption."""
         since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
         return max(now_s - min(since), 0.0) if since else None
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forgets every cached prefix. While a request runs: False, and nothing done, unless those that run are to be
-        preempted, and computed again from nothing.
+        """Drops every cached prefix. While a request runs: False, with no change, unless `preempt_running` preempts all
+        running requests first, to be recomputed in full.
         """
         if preempt_running:
             self._preempt_all()
         return self._running.kv_cache.reset_prefix_cache()
 
     def check(self) -> None:
-        """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
+        """Recomputes all derived counts and asserts all invariants; for tests, after any operation."""
         self._running.check()
         owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
-        assert len(held) == len(self._quarantine), "the quarantine holds one that is finished"
-        assert not waiting.keys() & (owners.keys() | held.keys()), "one that waits runs, or is in quarantine"
+        assert len(held) == len(self._quarantine), "the quarantine holds a finished request"
+        assert not waiting.keys() & (owners.keys() | held.keys()), "a waiting request is running or in quarantine"
         assert {**waiting, **owners, **held} == self._requests, "a request is lost, or left over"
         for request in self._requests.values():
             request.check()

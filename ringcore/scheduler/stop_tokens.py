@@ -1,4 +1,4 @@
-"""Which tokens may end a request that runs: one look at a table for a whole step's tokens."""
+"""Stop-token check of a whole step by one table lookup: finds the few tokens that may end a running request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class StopTokens:
             self._num -= 1
 
     def candidates(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """The places in `token_ids` [n] of tokens at which some request stops, theirs or another; None: no such."""
+        """The indices in `token_ids` [n] of tokens that are a stop token of any running request; None without any.
+
+        The token may be a stop token of another request only: the caller checks its own.
+        """
         if not self._num:
             return None
         hits = self._counts.take(token_ids)

@@ -1,4 +1,4 @@
-"""What requests say about tokens, checked against the model's vocabulary: no other id reaches a worker."""
+"""Validates the token ids and logprobs of requests against the vocabulary: no invalid id reaches a worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ringcore.params.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Vocabulary"]
 
-MAX_PROMPT_LOGPROBS = 4 << 20  # of one prompt, over all its positions: 48 MiB of the message that brings them
-_MAX_BAD_WORD_TOKENS = 2048  # 256 characters have fewer
+MAX_PROMPT_LOGPROBS = 4 << 20  # entries of one prompt, over all its positions: 48 MiB of the reply message
+_MAX_BAD_WORD_TOKENS = 2048  # more than 256 characters can have
 _MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # with and without a space before
 
 
 class Vocabulary:
-    """A model's token ids, from 0 to `size` - 1, and how many of them log-probabilities may be asked of.
+    """A model's token ids, 0 to `size` - 1, and the limit on requested logprobs per position.
 
-    max_logprobs: -1 is all of them.
+    max_logprobs: -1 is the whole vocabulary.
     """
 
     def __init__(self, size: int, eos_token_ids: Sequence[int], max_logprobs: int) -> None:
@@ -32,10 +32,10 @@ class Vocabulary:
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
 
     def tokens(self, field: str, token_ids: Sequence[int]) -> array[int]:
-        """The ids as array('i'), each of them in the vocabulary. Raises `InvalidRequestError`."""
+        """The ids as array('i'), all checked to be in the vocabulary. Raises `InvalidRequestError`."""
         try:
             tokens = array("i", token_ids)
-        except (TypeError, OverflowError):  # not integers, or none of 32 bits
+        except (TypeError, OverflowError):  # not integers, or out of the int32 range
             raise self._not_in_vocabulary(field, token_ids) from None
         ids = np.frombuffer(tokens, dtype=np.int32)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.size):
@@ -45,7 +45,7 @@ class Vocabulary:
     def check(
         self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]], num_prompt_tokens: int
     ) -> None:
-        """Raises `InvalidRequestError` for what this model cannot do, or what leaves it no token to sample."""
+        """Raises `InvalidRequestError` for parameters that do not fit the vocabulary, or mask every token."""
         if params.logprobs is not None:
             self._check_num_logprobs("logprobs", params.logprobs)
         if params.prompt_logprobs is not None:
@@ -60,7 +60,7 @@ class Vocabulary:
             self._check_some_token_allowed(params, bad_words_token_ids)
 
     def num_logprobs(self, asked: int) -> int:
-        """How many most likely tokens a field asks for: -1 is every one."""
+        """The number of top tokens that a field requests: -1 is the whole vocabulary."""
         return self.size if asked == -1 else asked
 
     def _check_num_logprobs(self, field: str, asked: int) -> None:
@@ -82,7 +82,7 @@ class Vocabulary:
         if num_entries > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(
                 f"prompt_logprobs={asked}: for a prompt of {num_prompt_tokens} tokens these are {num_entries} numbers, "
-                f"and at most {MAX_PROMPT_LOGPROBS} are told; "
+                f"and at most {MAX_PROMPT_LOGPROBS} are returned; "
                 f"give at most {MAX_PROMPT_LOGPROBS // (num_prompt_tokens - 1) - 1}, or a shorter prompt",
                 field="prompt_logprobs",
                 value=asked,
@@ -103,7 +103,8 @@ class Vocabulary:
                 raise bad_field(field, sequence, "give integers; a bool is no token id")
 
     def _check_some_token_allowed(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-        """Of the first token of a completion, and so of every later one that no longer bad word is about."""
+        """Checks that the first output token has an unmasked candidate; later tokens then have one too, except where a
+        bad word of several tokens masks its last one."""
         masked = {sequence[0] for sequence in bad_words if len(sequence) == 1}
         if params.min_tokens:
             masked.update(params.stop_token_ids or [], [] if params.ignore_eos else self._eos_token_ids)
@@ -117,7 +118,7 @@ class Vocabulary:
         raise bad_field(
             "allowed_token_ids",
             allowed,
-            "bad_words, or the stop tokens until min_tokens, bar all of them; allow others, or bar fewer",
+            "bad_words, or the stop tokens until min_tokens, mask all of them; allow others, or mask fewer",
         )
 
     def _not_in_vocabulary(self, field: str, token_ids: Sequence[Any]) -> InvalidRequestError:

@@ -1,14 +1,14 @@
-"""Who of those that wait starts with a step, and with how many tokens.
+"""Starts waiting requests: moves them from the waiting queue into the running batch, with their first prefill chunk.
 
-They are tried in the order of the queue, while the step has budget left and a row is free. One that cannot start waits
-on in its place, and a bounded number may pass it. There are three reasons to wait on:
+Requests are tried in queue order, while token budget is left and a row is free. A request that cannot start keeps its
+place, and a bounded number of later requests may skip ahead of it (against head-of-line blocking). It waits because
 
-    its blocks are not free            nothing changes until somebody gives blocks back
-    a running one computes its prefix  tried again in every step, as each that comes back may bring more of it
-    too little of the step is left     tried again in the next step
+    too few blocks are free                 until blocks are freed
+    a running request computes its prefix   retried in every step: each completed step may publish more of it
+    too little token budget is left         retried in the next step
 
-So nobody is tried while the first is the only reason, until the scheduler says that there is something to try for
-(`may_start`): a queue that is stuck costs a step nothing.
+While the first is the only reason, no request is tried until the scheduler sets `may_start` (blocks freed, a new
+request): a blocked queue costs nothing per step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["WaitingScheduler"]
 
 
 class WaitingScheduler:
-    """Takes requests out of the queue `waiting` into `running`, and keeps account of those that started.
+    """Moves requests from the queue `waiting` into `running`, and records which started.
 
     `clock` gives seconds on the host's monotonic clock.
     """
@@ -40,21 +40,21 @@ class WaitingScheduler:
         self._waiting = waiting
         self._running = running
         self._clock = clock
-        # Whether somebody may be able to start who could not when it was last tried.
+        # Whether a request may be able to start that could not when the queue was last tried.
         self.may_start = False
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
-        self._started: list[StartedRequest] = []  # not told to the front end yet
+        self._started: list[StartedRequest] = []  # not reported to the front end yet
 
     @property
     def may_start_next(self) -> bool:
-        """Whether one that waits may start in the step after one in which all decode."""
-        # Blocks that slide out of windows may let somebody start.
+        """Whether a waiting request may start in the step after a pure decode step."""
+        # Blocks that slide out of windows are freed and may let a request start.
         may_start = self.may_start or self._running.kv_cache.has_windows
         return may_start and self._running.has_free_row
 
     def start_waiting(self, plan: StepPlan) -> None:
-        """Starts in order; a bounded number may pass one that has to wait on for blocks."""
+        """Starts requests in queue order; at most `max_skip_ahead` requests skip ahead of one that cannot start."""
         self.may_start = False
         if not self._waiting or not self._running.has_free_row:
             return
@@ -74,7 +74,7 @@ class WaitingScheduler:
             self._waiting.add(request)
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        """Lets a request that is not in the queue run; False, and nothing changed, where its blocks are not free."""
+        """Starts a request that is not in the queue; False, with no change, if too few blocks are free."""
         num_left = len(request.tokens) - prefix.num_computed_tokens
         num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
         new_request = self._running.start(request, prefix, num_tokens, self._clock())
@@ -85,8 +85,8 @@ class WaitingScheduler:
         return True
 
     def num_victims_needed(self, request: Request, victims: Sequence[Request]) -> int:
-        """How many of these, which run, have to be preempted in their order for the request to start; 0 also where all
-        are too few, or where it waits for what a running one computes.
+        """How many of the running requests `victims`, in order, must be preempted for the request to start; 0 also if
+        preempting all is not enough, or if it waits for a prefix that a running request computes.
         """
         self._running.publish()
         prefix = self._find_cached_prefix(request)
@@ -96,7 +96,7 @@ class WaitingScheduler:
         return num_victims_needed(request, prefix, rows, self._running.has_free_row, self._running.kv_cache)
 
     def take_started(self) -> list[StartedRequest]:
-        """Those that started since it was last called."""
+        """The requests started since the last call."""
         started, self._started = self._started, []
         return started
 
@@ -108,7 +108,7 @@ class WaitingScheduler:
         kv_cache = self._running.kv_cache
         prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
-            self.may_start = True  # with every step that comes back there may be more of it
+            self.may_start = True  # every completed step may publish more of the prefix
             return False
         num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
@@ -122,7 +122,7 @@ class WaitingScheduler:
         return True
 
     def _find_cached_prefix(self, request: Request) -> CachedPrefix:
-        """Nothing for one that tells of its prompt: for that every position has to be computed."""
+        """The prefix cache hit; none for a request with prompt logprobs: these need every position computed."""
         kv_cache = self._running.kv_cache
         return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
 
