@@ -99,7 +99,7 @@ class Call:
         ranks = sorted(self.missing)
         return RpcTimeoutError(
             f"{self.method!r} was not answered by rank {', '.join(map(str, ranks))} within {timeout_s} s; "
-            "the workers go on with it, and its late replies are dropped",
+            "the workers still execute it, and its late replies are dropped",
             method=self.method,
             timeout_s=timeout_s,
             missing_ranks=ranks,

@@ -173,7 +173,7 @@ def _stopped(group: WorkerGroup, call: Call, stopped_s: Sequence[float], timeout
     return _dead(
         group,
         ranks,
-        f"{_ranks(ranks)} was stopped for {max(stopped_s):.1f} s while {call.method!r} was under way "
+        f"{_ranks(ranks)} was stopped for {max(stopped_s):.1f} s while {call.method!r} was in flight "
         f"(engine_timeout_s={timeout_s}; raise it if that may take longer, None means never)",
         hung_ranks=ranks,
         hung_s=max(stopped_s),

@@ -168,7 +168,7 @@ def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity, or the container's quota where that is less."""
+    """The cores that this process may use: its affinity, or the container's CPU quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

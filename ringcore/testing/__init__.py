@@ -1,4 +1,4 @@
-"""The engine without a model and a GPU: to test a service, and to plan capacity. It does not know what is computed."""
+"""The engine without a model or a GPU: a fake executor for tests of services, a simulator for capacity planning."""
 
 from ringcore.testing.clock import VirtualClock
 from ringcore.testing.fake_executor import FakeExecutor

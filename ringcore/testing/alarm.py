@@ -1,4 +1,4 @@
-"""A descriptor that becomes readable at a moment: a timer of the kernel's, so that a poll() can wait for it."""
+"""A timerfd: a file descriptor that becomes readable at a given time, for use in poll()."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Alarm:
 
     def set(self, time_s: float) -> None:
         """Readable from `time_s` (monotonic seconds) on, and not before."""
-        nanoseconds = max(int(time_s * 1e9), 1)  # 0 would take the alarm back
+        nanoseconds = max(int(time_s * 1e9), 1)  # 0 would disarm the timer
         spec = _ITimerSpec(0, 0, *divmod(nanoseconds, 10**9))
         if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def clear(self) -> None:
-        """Not readable until it is set again."""
+        """Disarms the timer: not readable until it is set again."""
         if self._libc.timerfd_settime(self._fd, 0, ctypes.byref(_ITimerSpec(0, 0, 0, 0)), None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 

@@ -1,4 +1,4 @@
-"""The time that an executor and its engine go by: the host's, or one that only moves when it is told to."""
+"""Clocks for an executor and its engine: the host's monotonic clock, or a virtual one that is advanced explicitly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Clock", "HostClock", "VirtualClock"]
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds. Never goes back."""
+        """Seconds; monotonic."""
         ...
 
     def sleep_until(self, time_s: float) -> None:
-        """Returns when it is `time_s` or later."""
+        """Returns at `time_s` or later."""
         ...
 
 
@@ -30,7 +30,7 @@ class HostClock:
 
 
 class VirtualClock:
-    """Stands still until somebody sleeps or moves it: a day of it takes no time. Not for several threads.
+    """Virtual time: advances only by `advance` and `sleep_until`, which return at once. Not thread-safe.
 
     Give `clock.now` to `EngineCore(config, executor, clock=clock.now)` and the clock to `FakeExecutor`.
     """

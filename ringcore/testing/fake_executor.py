@@ -1,8 +1,8 @@
-"""The executor that a test or a simulation puts behind a real engine: no model, no device, no process.
+"""A fake executor for the real engine in tests and simulations: no model, no device, no process.
 
-EngineCore ──SchedulerOutput──▶ FakeExecutor ──▶ FakeWorker: checks it, keeps rows, makes tokens up
+EngineCore ──SchedulerOutput──▶ FakeExecutor ──▶ FakeWorker: checks it, keeps rows, generates tokens
      ▲                               │
-     └───── done when the step's cost has passed on the clock; or failed, where a fault says so
+     └───── done when the step's cost has elapsed on the clock; or failed by an injected fault
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = ["FakeExecutor"]
 class FakeExecutor(Executor):
     """One `FakeWorker` a rank, in the caller's process and thread; rank 0 executes the steps.
 
-    It stands where a real executor does: `EngineCore(config, FakeExecutor(config, ...), clock=clock.now)`, or by name
-    (`executor=FakeExecutor` or "ringcore.testing:FakeExecutor") with the defaults of everything, or a subclass that
-    gives other ones to this constructor. The model needs no more than a config.json, with load_format="dummy".
+    It replaces a real executor: `EngineCore(config, FakeExecutor(config, ...), clock=clock.now)`, or by name
+    (`executor=FakeExecutor` or "ringcore.testing:FakeExecutor") with all defaults, or as a subclass that passes other
+    arguments to this constructor. The model needs only a config.json, with load_format="dummy".
 
-    A step is executed when it is submitted, and done when its cost has passed; steps follow one another. Calls take no
+    A step is executed when it is submitted, and done when its cost has elapsed; steps run sequentially. Calls take no
     time. Values and errors are those of the real executors.
     """
 
@@ -63,15 +63,15 @@ class FakeExecutor(Executor):
         hardware: str | Hardware = "h200",
         worker_factory: str | None = None,
     ) -> None:
-        """tokens: a function of (tokens so far, position, seed), the completion of every prompt, or completions by
-        prompt; by default pseudo-random ones, by seed and position alone.
-        clock: virtual time; None is the host's, in which steps take as long as they cost.
-        cost: of a step; None is nothing.
-        faults: what goes wrong.
-        hardware: whose memory the KV cache is planned for, a name of `testing.HARDWARE` or one of your own.
-        worker_factory: "module:function", called as (config, rank, None), for workers of your own in place of fake
-        ones; tokens, cost and row errors are then their business. Where device="auto" and max_num_batched_tokens is not
-        given, their `health` has to tell the "device".
+        """tokens: a function of (tokens so far, position, seed), one completion for every prompt, or completions by
+        prompt; by default pseudo-random tokens, from seed and position alone.
+        clock: virtual time; None is the host's clock, on which steps really take their cost.
+        cost: the cost model of a step; None is 0 s.
+        faults: the faults to inject.
+        hardware: the device whose memory the KV cache is planned for, a name of `testing.HARDWARE` or a `Hardware`.
+        worker_factory: "module:function", called as (config, rank, None), for custom workers instead of fake ones;
+        these then handle tokens, cost and row errors themselves. With device="auto" and without
+        max_num_batched_tokens, their `health` must report the "device".
 
         Raises `ConfigError`.
         """
@@ -93,15 +93,15 @@ class FakeExecutor(Executor):
         self._is_shut = False
         self._forget_steps()
         self._num_calls = 0
-        self.num_steps = 0  # that were submitted, over all workers' lives
-        self.busy_s = 0.0  # what they took
+        self.num_steps = 0  # submitted steps, across worker restarts
+        self.busy_s = 0.0  # their total duration
 
     def _forget_steps(self) -> None:
-        """Invariant: `_pending` holds every future that is not due, oldest first; `_failed` is what a step of these
-        workers came to, since which they do no more."""
+        """Invariant: `_pending` holds every future that is not due, oldest first; `_failed` is the step that failed, if
+        any: every later step of these workers fails with its error."""
         self._pending: deque[StepFuture] = deque()
         self._failed: StepFuture | None = None
-        self._is_killed = False  # by that step
+        self._is_killed = False  # whether that step killed the workers
 
     # -----------------------------------------------------------------------------------------------------------
     # Start and end.
@@ -210,8 +210,8 @@ class FakeExecutor(Executor):
         return future
 
     def _next_fault(self) -> Fault | None:
-        """The next one that is due in the steps submitted so far. Where several are due in one message, the others are
-        in the messages after it."""
+        """The next fault due in the steps submitted so far. If several are due in one multi-step message, the others
+        happen in the following messages."""
         step = min(self._faults, default=self.num_steps)
         return self._faults.pop(step) if step < self.num_steps else None
 
@@ -249,8 +249,8 @@ class FakeExecutor(Executor):
 
     def _failure(self, kind: str) -> Exception:
         if kind == "error":
-            return ArithmeticError("the step failed, as it was told to")
-        why = "was killed by SIGKILL, as it was told to"
+            return ArithmeticError("the step failed (injected fault)")
+        why = "was killed by SIGKILL (injected fault)"
         if kind == "hang":
             why = f"hung for step_timeout_s={self.config.parallel.step_timeout_s} and was killed"
         return EngineDeadError(
@@ -259,13 +259,13 @@ class FakeExecutor(Executor):
 
     @property
     def worker(self) -> FakeWorker:
-        """Rank 0's, whose rows say how far it is."""
+        """Rank 0's fake worker, whose rows show its progress."""
         worker = self._workers[0]
-        assert isinstance(worker, FakeWorker), "the workers are somebody else's"
+        assert isinstance(worker, FakeWorker), "the workers are custom ones"
         return worker
 
     # -----------------------------------------------------------------------------------------------------------
-    # How it does.
+    # Health and diagnostics.
 
     def wait_fds(self) -> list[int]:
         self._check_alive()
@@ -285,7 +285,7 @@ class FakeExecutor(Executor):
                 rank=rank,
                 pid=pid,
                 process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # who asks is the process
+                heartbeat_age_s=0.0,  # the caller runs in the same process
                 method=None if busy_s is None else STEP_METHOD,
                 busy_s=busy_s or 0.0,
                 num_calls=self._num_calls,

@@ -1,4 +1,4 @@
-"""The futures of a fake executor: what they come to is known at once, and seen when its time has come."""
+"""The futures of a fake executor: the outcome is computed at once, and becomes visible at its due time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["CallValues", "FailedCall", "StepFuture", "Timer", "too_late"]
 
 
 class Timer:
-    """The clock, and on the host's an alarm for those who wait with poll()."""
+    """A clock, and on the host's clock a timerfd for callers that wait in poll()."""
 
     def __init__(self, clock: HostClock | VirtualClock, alarm: Alarm | None) -> None:
         self.clock, self._alarm = clock, alarm
 
     def has_come(self, time_s: float) -> bool:
-        """If not, the descriptor becomes readable when it has."""
+        """Whether `time_s` has passed; if not, arms the descriptor to become readable then."""
         if self._alarm is not None:
             self._alarm.clear()
         if self.clock.now() >= time_s:
@@ -42,7 +42,7 @@ class Timer:
 
 
 class StepFuture:
-    """The `RpcFuture` of a step: it has come to its outcome already, which nobody sees before `end_s`."""
+    """The `RpcFuture` of a step: its outcome is already computed, but not visible before `end_s`."""
 
     def __init__(
         self, timer: Timer, started_s: float, end_s: float, outcome: ModelRunnerOutput | RingcoreError
@@ -74,7 +74,7 @@ class StepFuture:
 
 
 class CallValues:
-    """The `RpcFuture` of a call that went well on every rank."""
+    """The `RpcFuture` of a call that succeeded on every rank."""
 
     def __init__(self, parts: dict[int, list[Buffer]], method: str, is_unique: bool) -> None:
         self._parts, self._method, self._is_unique = parts, method, is_unique

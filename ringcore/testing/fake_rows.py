@@ -1,6 +1,6 @@
-"""What a fake worker knows of the requests that run, and the checks that a step is one that a real worker could do.
+"""A fake worker's rows (persistent batch), and checks that a step is valid: block tables, slots, token counts.
 
-Every `assert` here is about what the engine sent: it fails for a bug of the engine, never of its user.
+Every `assert` here checks a message of the engine: it fails for a bug of the engine, never for a user error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["FakeRows", "StepRows"]
 
 
 class StepRows(NamedTuple):
-    """The rows of a step and what each computes in it (in each of its steps, where it has several)."""
+    """The rows of a step and the tokens that each computes (per step, in a multi-step message)."""
 
     rows: np.ndarray  # [n]
     num_scheduled_tokens: np.ndarray  # [n] int64
@@ -25,11 +25,11 @@ class StepRows(NamedTuple):
 
 
 class FakeRows:
-    """The rows 0 to max_num_seqs - 1, in columns; a row is in use while it has tokens.
+    """The rows 0 to max_num_seqs - 1, as columns; a row is in use while it has tokens.
 
-    Invariant, of a row in use: num_computed_tokens <= num_tokens <= max_model_len, and in every KV cache group its
-    blocks have slots for what is computed. A block of a full-attention group is one row's alone, but for those that
-    the row was given as a cached prefix.
+    Invariant of a row in use: num_computed_tokens <= num_tokens <= max_model_len, and in every KV cache group its block
+    table has slots for the computed tokens. A block of a full-attention group belongs to a single row, except blocks
+    that rows share as a cached prefix.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, config: KVCacheConfig) -> None:
@@ -38,15 +38,15 @@ class FakeRows:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # what the request asked for, at most
+        self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # the request's maximum length
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_users = np.zeros(config.num_blocks, dtype=np.int32)  # of each block, among full-attention groups
+        self._num_users = np.zeros(config.num_blocks, dtype=np.int32)  # reference counts in full-attention groups
         self._tables = [BlockTable(group, self._num_users, max_num_seqs, config) for group in config.groups]
         self._last: np.ndarray | None = None
-        self._unfinished_rows: np.ndarray | None = None  # what `unfinished_rows` found, until a step changes it
+        self._unfinished_rows: np.ndarray | None = None  # cached result of `unfinished_rows`, reset by a step
 
     def apply(self, step: SchedulerOutput) -> StepRows:
-        """Takes in what changed, and checks what is to be computed."""
+        """Applies the changes of a step to the rows, and checks what it schedules."""
         self._unfinished_rows = None
         self._clear(step.finished_rows)
         for request in step.new_requests:
@@ -58,7 +58,7 @@ class FakeRows:
         return StepRows(rows, num_scheduled, work)
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Clears all rows."""
         self._unfinished_rows = None
         self._clear(np.flatnonzero(self.num_tokens))
         self._last = None
@@ -68,7 +68,7 @@ class FakeRows:
         return int(np.count_nonzero(self.num_tokens))
 
     # -----------------------------------------------------------------------------------------------------------
-    # What changed.
+    # Changes of the rows.
 
     def _clear(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
@@ -108,13 +108,13 @@ class FakeRows:
                 table.append(row, np.array(ids, dtype=np.int32))
 
     # -----------------------------------------------------------------------------------------------------------
-    # What is to be computed.
+    # Scheduled tokens.
 
     def _scheduled(self, step: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         if step.rows is None:
-            assert self._last is not None, "the rows of the step before, and there was none"
-            assert step.num_scheduled_tokens is None, "the same rows compute one token each"
-            assert not len(step.finished_rows), "rows have ended, and the step has those of the step before"
+            assert self._last is not None, "the rows of the previous step, and there was none"
+            assert step.num_scheduled_tokens is None, "repeated rows must decode one token each"
+            assert not len(step.finished_rows), "rows have finished, and the step repeats those of the previous step"
             rows = self._last
         else:
             rows = step.rows
@@ -144,45 +144,45 @@ class FakeRows:
         return StepWork(num_tokens, len(rows), int(after.sum()))
 
     def advance(self, rows: np.ndarray, num_scheduled: np.ndarray) -> np.ndarray:
-        """These tokens are computed; the rows that sample now, as a mask over `rows`."""
+        """Marks these tokens as computed; returns the rows that sample now, as a mask over `rows`."""
         after = self.num_computed_tokens[rows] + num_scheduled
         self.num_computed_tokens[rows] = after
         sampling: np.ndarray = after == self.num_tokens[rows]
         return sampling
 
     def append_tokens(self, rows: np.ndarray, num_steps: int) -> None:
-        """So many tokens each are sampled, and all but the last computed."""
+        """Appends `num_steps` sampled tokens to each row, of which all but the last are computed."""
         self._unfinished_rows = None
         assert (self.num_tokens[rows] + num_steps <= self._max_model_len).all(), "tokens past max_model_len"
         self.num_tokens[rows] += num_steps
         self.num_computed_tokens[rows] += num_steps - 1
 
     # -----------------------------------------------------------------------------------------------------------
-    # For whoever wants to know how far the engine gets by itself.
+    # Lookahead of the simulator: how far the engine gets without a scheduling event.
 
     def unfinished_rows(self) -> np.ndarray:
-        """The rows that have not all the tokens which their requests asked for."""
+        """The rows with fewer tokens than their request's maximum length."""
         if self._unfinished_rows is None:
             self._unfinished_rows = (self.num_tokens < self.max_total_tokens).nonzero()[0]
         return self._unfinished_rows
 
     def decode_work(self) -> StepWork:
-        """A step in which every row that goes on computes one token."""
+        """The work of a step in which every unfinished row decodes one token."""
         rows = self.unfinished_rows()
         return StepWork(len(rows), len(rows), int(self.num_computed_tokens[rows].sum()) + len(rows))
 
     def is_decoding(self) -> bool:
-        """Whether every row that goes on has exactly one token to compute."""
+        """Whether every unfinished row has exactly one token to compute (pure decode)."""
         rows = self.unfinished_rows()
         return bool((self.num_tokens[rows] - self.num_computed_tokens[rows] == 1).all())
 
     def steps_to_next_end(self) -> int:
-        """The fewest tokens that a row still has to get; very many where none goes on."""
+        """The fewest tokens that an unfinished row still has to sample; a huge number if there is none."""
         rows = self.unfinished_rows()
         return int((self.max_total_tokens[rows] - self.num_tokens[rows]).min(initial=1 << 40))
 
     def blocks_missing(self, num_steps: int) -> int:
-        """The blocks to take before every row that goes on can compute `num_steps` more tokens."""
+        """The blocks to allocate before every unfinished row can compute `num_steps` more tokens."""
         rows = self.unfinished_rows()
         num_tokens = self.num_computed_tokens[rows] + num_steps
         return sum(table.blocks_missing(rows, num_tokens) for table in self._tables)
@@ -196,7 +196,7 @@ class BlockTable:
         self._block_size = group.spec.block_size
         self._num_users = num_users if isinstance(group.spec, FullAttentionSpec) else None
         max_num_blocks = -(-config.max_model_len // self._block_size)
-        # np.zeros takes memory as it is touched: rows that never run cost nothing.
+        # np.zeros allocates pages on first touch: rows never used cost nothing.
         self._ids = np.zeros((max_num_seqs, max_num_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._pool_size = config.num_blocks
@@ -211,8 +211,8 @@ class BlockTable:
         held = ids[num_out_of_window:]
         self._check_ids(held, len(ids))
         if self._num_users is not None:
-            assert num_shared <= len(ids), "a cached prefix without its blocks"
-            assert not self._num_users[ids[num_shared:]].any(), "a block to be written is another row's too"
+            assert num_shared <= len(ids), "blocks of the cached prefix are missing"
+            assert not self._num_users[ids[num_shared:]].any(), "a block to be written is shared with another row"
             self._num_users[ids] += 1
         self._ids[row, : len(ids)] = ids
         self._num_blocks[row] = len(ids)
@@ -222,16 +222,16 @@ class BlockTable:
         end = begin + len(ids)
         self._check_ids(ids, end)
         if self._num_users is not None:
-            assert not self._num_users[ids].any(), "a block to be written is another row's too"
+            assert not self._num_users[ids].any(), "a block to be written is shared with another row"
             self._num_users[ids] += 1
         self._ids[row, begin:end] = ids
         self._num_blocks[row] = end
 
     def _check_ids(self, ids: np.ndarray, num_blocks: int) -> None:
-        """Blocks that are put at the end of a table, which then has `num_blocks`."""
+        """Checks blocks to be appended to a table, which then has `num_blocks`."""
         assert num_blocks <= self._ids.shape[1], "more blocks than the longest request has"
         if len(ids):
-            assert 0 < ids.min() <= ids.max() < self._pool_size, "the null block, or one outside the cache"
+            assert 0 < ids.min() <= ids.max() < self._pool_size, "the null block, or a block outside the cache"
             assert len(set(ids.tolist())) == len(ids), "a block is twice in one block table"
 
     def clear(self, row: int) -> None:

@@ -1,4 +1,4 @@
-"""A worker without a model and a device: it keeps rows, checks what it is told of them, and makes tokens up."""
+"""A worker without a model or a device: it keeps rows, checks the engine's messages, and generates tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEVICE = "cuda"  # what `Hardware` describes
 class FakeWorker:
     """One rank. Its methods are those of `ringcore.worker.worker.Worker`; rank 0 executes the steps.
 
-    last_work: what the last step had to do; its first one, where it was several.
+    last_work: the work of the last step; that of the first step in a multi-step message.
     """
 
     def __init__(self, config: EngineConfig, rank: int, hardware: Hardware, script: Script | None = None) -> None:
@@ -42,10 +42,10 @@ class FakeWorker:
         self._kv_cache_bytes = 0
         self._rows: FakeRows | None = None
         self._memory = {"weights": "resident", "kv_cache": "resident"}
-        self._target: dict[str, str] | None = None  # of a change that was prepared
+        self._target: dict[str, str] | None = None  # of a prepared change of memory states
         self._num_steps = self._num_tokens = 0
-        self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
-        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # likewise: how many, and the prompt, not yet told of
+        self._num_logprobs: dict[int, int] = {}  # by row, of requests with logprobs
+        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # by row, pending prompt logprobs: number and prompt
 
     @rpc(scope="engine")
     def init_device(self) -> None:
@@ -54,13 +54,13 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
-        """-> {"weights_bytes", "weights_s"}: what the weights would take, and that they took no time."""
+        """-> {"weights_bytes", "weights_s"}: the size that the weights would have, and 0 s."""
         self._stage = "model"
         return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "weights_s": 0.0}
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer of the model stores, by the layer's name."""
+        """The KV cache spec of each attention layer of the model, by layer name."""
         return kv_cache_spec(self.config)
 
     @rpc(scope="engine")
@@ -70,7 +70,7 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Makes the rows. No pages: there is nothing to keep in them."""
+        """Creates the rows; allocates no KV cache."""
         scheduler, spec = self.config.scheduler, self.config.model.spec
         self._rows = FakeRows(scheduler.max_num_seqs, scheduler.token_budget, kv_cache_config)
         self._tokens = make_token_source(self._script, spec.vocab_size, next(iter(spec.eos_token_ids), None))
@@ -79,33 +79,33 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def reset_rows(self) -> None:
-        """Forgets every row, as if all had finished."""
+        """Clears every row, as if all requests had finished."""
         self.rows.clear()
 
     @property
     def rows(self) -> FakeRows:
         if self._rows is None:
             method = "initialize_from_config"
-            raise InvalidRequestError(f"the worker is not that far; call {method} first", field="method", value=method)
+            raise InvalidRequestError(f"the worker has no rows yet; call {method} first", field="method", value=method)
         return self._rows
 
     def _memory_table(self) -> dict[str, int]:
         return memory_table(self.config, self._hardware)
 
     # -----------------------------------------------------------------------------------------------------------
-    # Memory, of which there is none: states alone.
+    # Memory: only its states, nothing is allocated.
 
     @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
-        """As the real one's; what it is asked is checked."""
-        assert self._target is None, "a change of memory is under way"
+        """As the real worker's; checks the target states."""
+        assert self._target is None, "another memory change is prepared"
         assert target.keys() <= self._memory.keys(), target
         self._target = target
         return {}
 
     @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
-        """-> the bytes that each tag gave back."""
+        """-> the bytes that each tag freed."""
         assert self._target is not None, "no change of memory was prepared"
         target, self._target = self._target, None
         table = {"weights": self._memory_table()["weights_bytes"], "kv_cache": self._kv_cache_bytes}
@@ -124,17 +124,17 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def start_weight_update(self) -> None:
-        """There are no weights to be changed."""
+        """Checks that the weights are resident; there are none to update."""
         assert self._memory["weights"] == "resident", "no memory for weights"
 
     @rpc(scope="engine")
     def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
-        """Looks at nothing of it."""
+        """Ignores the contents of `source`."""
         return {"num_tensors": float(len(source.get("tensors", [])))}
 
     @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
-        """Every weight has come."""
+        """Accepts the update as complete."""
         return {}
 
     # -----------------------------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """One step, or several; what they sampled on rank 0, None on the others.
+        """One step, or several; the sampled tokens on rank 0, None on the others.
 
-        Raises AssertionError for a step that no worker could do.
+        Raises AssertionError for an invalid step.
         """
         return self.execute(scheduler_output)
 
@@ -166,7 +166,7 @@ class FakeWorker:
         errors: list[RowError] = []
         if failing_row is not None and len(scheduled.rows):
             failing = int(scheduled.rows[0]) if failing_row < 0 else failing_row
-            errors.append(RowError(failing, f"row {failing} failed in step {step.step}, as it was told to"))
+            errors.append(RowError(failing, f"row {failing} failed in step {step.step} (injected fault)"))
             good = rows != failing
             rows, sampled, all_sample = rows[good], sampled[good], False
             self._prompts.pop(failing, None)
@@ -187,14 +187,14 @@ class FakeWorker:
         if params.logprobs is not None:
             self._num_logprobs[request.row] = self._num_asked(params.logprobs)
         if params.prompt_logprobs is not None and len(request.token_ids) == request.num_prompt_tokens:
-            assert request.num_cached_tokens == 0, f"row {request.row}: not all of its prompt is computed"
+            assert request.num_cached_tokens == 0, f"row {request.row}: prompt logprobs with a prefix cache hit"
             self._prompts[request.row] = self._num_asked(params.prompt_logprobs), request.token_ids
 
     def _num_asked(self, num_logprobs: int) -> int:
         return self.config.model.spec.vocab_size if num_logprobs == -1 else num_logprobs
 
     def _sample(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
-        """-> [num_rows, num_steps] int32, which the rows have from now on."""
+        """-> [num_rows, num_steps] int32: the sampled tokens, appended to the rows."""
         if not len(rows):
             return np.zeros((0, num_steps), dtype=np.int32)
         sampled = self._tokens.sample(rows, self.rows.seed[rows], self.rows.num_tokens[rows], num_steps)
@@ -202,7 +202,7 @@ class FakeWorker:
         return sampled
 
     def _logprobs(self, rows: np.ndarray, sampled: np.ndarray) -> list[TokenLogprobs | None] | None:
-        """All tokens are equally likely: the sampled one, then those that follow it in the vocabulary."""
+        """Uniform logprobs: the sampled token, then the tokens after it in the vocabulary."""
         if not self._num_logprobs or not any(row in self._num_logprobs for row in rows.tolist()):
             return None
         vocab_size = self.config.model.spec.vocab_size
@@ -213,8 +213,8 @@ class FakeWorker:
         ]
 
     def _prompt_logprobs(self, rows: np.ndarray) -> list[PromptLogprobs]:
-        """Of the prompts whose first token is among `rows`, by the same distribution."""
-        vocab_size, told = self.config.model.spec.vocab_size, []
+        """Uniform prompt logprobs of the requests in `rows` that sample their first token."""
+        vocab_size, computed = self.config.model.spec.vocab_size, []
         for row in rows.tolist():
             if row not in self._prompts:
                 continue
@@ -223,15 +223,15 @@ class FakeWorker:
             token_ids = np.hstack([prompt[1:, None], (prompt[1:, None] + top) % vocab_size])
             ranks = np.broadcast_to(np.concatenate([[1], 1 + top]), token_ids.shape)
             logprobs = np.full(token_ids.size, -math.log(vocab_size), np.float32)
-            told.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
-        return told
+            computed.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
+        return computed
 
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]
         return TokenLogprobs([token, *top], [-math.log(vocab_size)] * (1 + num_top), [1, *range(1, num_top + 1)])
 
     # -----------------------------------------------------------------------------------------------------------
-    # How it does.
+    # Health and statistics.
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:
@@ -246,7 +246,7 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def memory(self) -> dict[str, int]:
-        """The table of `determine_available_memory`, `resident_bytes`, and what the pages would take."""
+        """The table of `determine_available_memory`, `resident_bytes`, and the bytes that the KV cache would take."""
         own = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": self._kv_cache_bytes}
         return own if self._stage in ("new", "device") else self._memory_table() | own
 
@@ -257,7 +257,7 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
-        """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device."""
+        """The rank and pid, the start-up stage ("new", "device", "model" or "ready"), and the device."""
         return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage, "device": _DEVICE}
 
     @rpc(scope="engine")

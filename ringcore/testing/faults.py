@@ -1,4 +1,4 @@
-"""What goes wrong in which step, for `FakeExecutor`."""
+"""Fault injection for `FakeExecutor`: deaths, errors, hangs and delays by step number."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FaultKind = Literal["death", "error", "hang", "slow", "row_error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Happens once, in the executor's step number `step`, counted from 0 over all its workers' lives.
+    """A fault injected once, in the executor's step number `step`, counted from 0 across worker restarts.
 
     death: the worker is killed in the step; the step and every call fail with `EngineDeadError` until a restart.
-    error: the step raises in the worker, which lives on.
-    hang: the step does not end; after the engine's step_timeout_s its workers are ended, as a death.
+    error: the step raises in the worker, which survives.
+    hang: the step does not end; after the engine's step_timeout_s its workers are killed, like a death.
     slow: the step takes `seconds` longer.
-    row_error: the request of `row` (None: of the step's first row) fails in the step, its neighbours go on.
+    row_error: the request of `row` (None: of the step's first row) fails in the step; the other requests continue.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Fault:
 
 
 def check_faults(faults: Sequence[Fault], step_timeout_s: float | None) -> dict[int, Fault]:
-    """The faults by step. Raises `ConfigError` for two in one step, and for one that would never end."""
+    """The faults by step. Raises `ConfigError` for two in one step, and for a hang without a step_timeout_s."""
     by_step: dict[int, Fault] = {}
     for fault in faults:
         if fault.step in by_step:

@@ -1,4 +1,4 @@
-"""What a device can do, as a small table, and how much of its memory a model leaves to the KV cache."""
+"""Hardware specs (bandwidth, FLOP/s, memory), and the memory that a model leaves for the KV cache."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["HARDWARE", "Hardware", "ModelSize", "find_hardware", "kv_cache_spec"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device. The rates are those that large plain copies and matrix products reach on it; kernels of a model
-    reach `read_efficiency` and `flops_efficiency` of these.
+    """One device. The rates are what large plain copies and GEMMs achieve; a model's kernels achieve the fractions
+    `read_efficiency` and `flops_efficiency` of them.
     """
 
     memory_bytes: int
     read_bytes_per_s: float
     flops_per_s: float  # bfloat16
     link_bytes_per_s: float  # to the other devices of the host, one way
-    all_reduce_s: float = 12e-6  # of a small one
-    step_s: float = 0.4e-3  # of a step whatever is in it: scheduling, launching, sampling
+    all_reduce_s: float = 12e-6  # latency of a small all-reduce
+    step_s: float = 0.4e-3  # fixed overhead of a step: scheduling, launching, sampling
     read_efficiency: float = 0.85
     flops_efficiency: float = 0.70
 
 
-# The H200's rates were measured (4.8 TB/s and 989 TFLOP/s are printed on it). The others have the printed ones times
-# the same shares, 0.977 and 0.689.
+# The H200's rates are measured (its data sheet says 4.8 TB/s and 989 TFLOP/s). The others are data sheet values times
+# the same ratios, 0.977 and 0.689.
 HARDWARE = {
     "h200": Hardware(memory_bytes=141 * 10**9, read_bytes_per_s=4.69e12, flops_per_s=681e12, link_bytes_per_s=450e9),
     "h100": Hardware(memory_bytes=80 * 10**9, read_bytes_per_s=3.27e12, flops_per_s=681e12, link_bytes_per_s=450e9),
@@ -52,7 +52,7 @@ def find_hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The numbers that a model has on each of `ranks` devices. Norms and biases are left out: they are nothing."""
+    """A model's parameter counts on each of `ranks` devices. Norms and biases are omitted: they are negligible."""
 
     layer_params: float  # of all layers together
     head_params: float  # of the language-model head
@@ -82,16 +82,16 @@ def model_dtype(config: EngineConfig) -> str:
 
 
 def kv_cache_spec(config: EngineConfig) -> dict[str, KVCacheSpec]:
-    """What each attention layer stores on one rank, by the layer's name."""
+    """The KV cache spec of each attention layer on one rank, by layer name."""
     ranks = config.parallel.tensor_parallel_size
     return layer_specs(config.model.spec, ranks, config.cache.block_size, model_dtype(config))
 
 
 def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:
-    """The memory of one rank in bytes, as a worker's: `available_kv_cache_bytes` is what the KV cache may have.
+    """The memory table of one rank in bytes, like a worker's: `available_kv_cache_bytes` is the KV cache's budget.
 
-    No more than can be of use: twice what max_num_seqs requests of the greatest length take, once for them and once
-    for the prefixes of others.
+    Capped at the useful size: twice the KV cache of max_num_seqs requests of maximum length, once for the running
+    requests and once for cached prefixes.
     """
     spec, dtype = config.model.spec, model_dtype(config)
     weights = ModelSize.of(spec, dtype, config.parallel.tensor_parallel_size).weights_bytes

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, each of one type; what is wrong is told with file, line and field."""
+"""Reads JSONL files of typed records; errors name file, line and field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
 def read_jsonl(file: str | os.PathLike[str], kind: type[_Line], what: str) -> Iterator[tuple[int, _Line]]:
-    """(number of the line, from 1; the line), blank lines left out. `what` is e.g. "trace".
+    """(line number from 1, record) of each line, blank lines skipped. `what` names the file's kind, e.g. "trace".
 
     Raises `InvalidRequestError`.
     """
@@ -44,5 +44,5 @@ def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, where: str, numbe
 
 
 def bad_line(where: Any, number: int, field: str, said: str) -> InvalidRequestError:
-    """where: what is read, and its file."""
+    """The error of a line. where: the file's kind and path."""
     return InvalidRequestError(f"{where}, line {number}: {field}: {said}", field=field, value=number)

@@ -1,4 +1,4 @@
-"""Quantiles of very many values in little memory."""
+"""A logarithmic histogram: quantiles of very many values in constant memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 __all__ = ["LogHistogram"]
 
-_SMALLEST = 1e-7  # seconds; what is below counts as this
+_SMALLEST = 1e-7  # seconds; smaller values are clamped to this
 _NUM_BUCKETS = 3200
 
 
 @dataclass(slots=True)
 class LogHistogram:
-    """Counts positive values in buckets whose edges grow by 1%: a quantile is wrong by at most 0.5% of itself.
+    """Counts positive values in buckets whose edges grow by 1%: the relative error of a quantile is at most 0.5%.
 
-    From 1e-7 to 6e6 (seconds: a tenth of a microsecond to ten weeks); values beyond count as the last bucket.
+    From 1e-7 to 6e6 (seconds: a tenth of a microsecond to ten weeks); larger values count in the last bucket.
     """
 
     RATIO: ClassVar[float] = 1.01
@@ -38,7 +38,7 @@ class LogHistogram:
         """first, first + growth, first + 2 growth, ..., each `count` times; growth >= 0."""
         low, high = _bucket(first), _bucket(first + growth * (num_values - 1))
         done = 0
-        for bucket in range(low, high):  # mostly none: a run stays in its bucket
+        for bucket in range(low, high):  # usually empty: a run stays within one bucket
             end = math.ceil((_SMALLEST * self.RATIO ** (bucket + 1) - first) / growth)
             end = min(max(end, done), num_values)
             self.counts[bucket] += (end - done) * count
@@ -50,7 +50,7 @@ class LogHistogram:
         return int(self.counts.sum())
 
     def quantile(self, q: float) -> float:
-        """The value below which the share `q` of all lies; NaN where there are none."""
+        """The q-quantile; NaN for an empty histogram."""
         if not self.total:
             return math.nan
         rank = max(math.ceil(q * self.total), 1)
@@ -64,7 +64,7 @@ class LogHistogram:
 
     @classmethod
     def bucket_value(cls, bucket: int) -> float:
-        """The middle of a bucket, on the logarithmic scale."""
+        """The geometric center of a bucket."""
         return float(_SMALLEST * cls.RATIO ** (bucket + 0.5))
 
 

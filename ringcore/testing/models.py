@@ -1,4 +1,4 @@
-"""Models that are a config.json and nothing else: all that an engine without a worker needs of one."""
+"""Model folders with only a config.json: enough for an engine with fake workers (load_format="dummy")."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["tiny_model_config", "write_model_config"]
 
 
 def tiny_model_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a Llama of two layers with a vocabulary of 1000 tokens, of which 2 ends a text.
+    """The config.json of a two-layer Llama with a vocabulary of 1000 tokens and the EOS token 2.
 
-    `changes` are laid over it: `tiny_model_config(max_position_embeddings=4096)`.
+    `changes` override entries: `tiny_model_config(max_position_embeddings=4096)`.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -36,9 +36,9 @@ def tiny_model_config(**changes: Any) -> dict[str, Any]:
 
 
 def write_model_config(folder: str | os.PathLike[str], config: dict[str, Any] | None = None, **changes: Any) -> str:
-    """Writes `config` (`tiny_model_config(**changes)`) as the folder's config.json; the folder, made where missing.
+    """Writes `config` (default: `tiny_model_config(**changes)`) as the folder's config.json, creating the folder.
 
-    It can be given as `EngineConfig.from_options(model=folder, load_format="dummy", ...)`.
+    Returns the folder, for `EngineConfig.from_options(model=folder, load_format="dummy", ...)`.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

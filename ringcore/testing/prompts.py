@@ -1,4 +1,4 @@
-"""Prompts of given lengths, made of nothing: those of one prefix begin alike, and no two others do."""
+"""Synthetic prompts of given lengths: those with one prefix id share it, all others differ from the first block on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _POOL_TOKENS = 1 << 16
 
 
 class PromptMaker:
-    """Token ids for requests of a trace. A prompt is [its prefix][a number of its own in digits][filling].
+    """Token ids for requests of a trace. A prompt is [its prefix][a unique number in digits][padding].
 
-    Blocks are found in the prefix cache from the first one on, so what tells two prompts apart must come first; the
-    filling may be the same in all. It is cut from one list of random tokens, which is cheap.
+    The prefix cache matches from the first block on, so the unique number comes first; the padding may be the same in
+    all prompts. It is a slice of one list of random tokens, which is cheap.
     """
 
     def __init__(self, vocab_size: int, num_numbers: int) -> None:
@@ -27,7 +27,7 @@ class PromptMaker:
         self._prefixes: dict[int, list[int]] = {}
 
     def make(self, index: int, num_tokens: int, prefix: int, num_prefix_tokens: int) -> list[int]:
-        """The prompt of request `index`; `prefix` counts where num_prefix_tokens is above 0."""
+        """The prompt of request `index`; `prefix` is used only if num_prefix_tokens > 0."""
         if not num_prefix_tokens:
             return self._numbered(2 * index, num_tokens)
         shared = self._prefixes.get(prefix, [])

@@ -1,7 +1,7 @@
-"""One engine replica of a simulation: the real EngineCore in virtual time, and what is recorded of its requests.
+"""One engine replica of a simulation: the real EngineCore in virtual time, and the records of its requests.
 
-Nothing happens at each token: between two events (an arrival, an end, a prompt to compute) all running requests decode
-alike, so that the engine takes these steps as one, and how long they take is known in closed form.
+Event-driven, not token by token: between two events (an arrival, an end, a prefill) all running requests decode, so
+that the engine schedules these steps as one multi-step message, whose duration has a closed form.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ringcore.testing.trace import Trace
 
 __all__ = ["MAX_STEPS", "Records", "Replica", "ReplicaTotals"]
 
-MAX_STEPS = 1 << 20  # taken as one
+MAX_STEPS = 1 << 20  # scheduled as one
 
 
 @dataclass(slots=True)
 class Records:
-    """What came of the requests of a trace: times in seconds by request, NaN where it did not come to that."""
+    """The results of a trace's requests: times in seconds by request, NaN for events that did not happen."""
 
     first_token_s: np.ndarray  # [n] float64
     last_token_s: np.ndarray  # [n] float64
     finish_s: np.ndarray  # [n] float64
-    num_tokens: np.ndarray  # [n] int64: generated
+    num_tokens: np.ndarray  # [n] int64: output tokens
     itl: LogHistogram = field(default_factory=LogHistogram)
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    refusals: dict[str, str] = field(default_factory=dict)  # reason: the message of its first one
+    refusals: dict[str, str] = field(default_factory=dict)  # reason: the message of the first refusal
 
     @classmethod
     def empty(cls, num_requests: int) -> Records:
@@ -53,7 +53,7 @@ class Records:
         )
 
     def place(self, indices: np.ndarray, part: Records) -> None:
-        """Takes in what came of the requests `indices`, by their numbers among all."""
+        """Merges the records `part` of the requests `indices`."""
         for own, theirs in (
             (self.first_token_s, part.first_token_s),
             (self.last_token_s, part.last_token_s),
@@ -75,12 +75,12 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTotals:
-    """What one replica did in all."""
+    """The totals of one replica."""
 
     num_requests: int
     busy_s: float
     num_steps: int
-    num_advances: int  # calls of the engine that this took
+    num_advances: int  # calls of the engine
     num_preemptions: int
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
@@ -89,8 +89,8 @@ class ReplicaTotals:
 class Replica:
     """An engine and its virtual clock.
 
-    Steps begin one after the other as long as there is work; a request that arrives while one runs is seen by the
-    next. So when it is known that nothing arrives before `time_s`, all steps that begin before it may be taken.
+    Steps run back to back while there is work; a request that arrives during a step is scheduled in the next one. So
+    if no request arrives before `time_s`, all steps that begin before it may be simulated.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Replica:
         records: Records,
         max_steps: int = MAX_STEPS,
     ) -> None:
-        """max_steps: taken as one, at most; the results are the same for any. Raises as `EngineCore`."""
+        """max_steps: the most steps scheduled as one; it does not change the results. Raises as `EngineCore`."""
         self._trace, self._prompts, self._records, self._cost = trace, prompts, records, cost
         self._max_steps = max_steps
         self._clock = VirtualClock()
@@ -112,16 +112,16 @@ class Replica:
         self._request_of_row = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
         self._has_windows = self._executor.worker.rows.has_windows
         self._stats: EngineStats = self._core.stats()
-        self._fewest_tokens_waiting: float = math.inf  # no request that has no row gets fewer before it ends
-        self._is_steady_decode = False  # the next step will be of the requests of the last one, each decoding
+        self._fewest_tokens_waiting: float = math.inf  # a lower bound of the output tokens of any waiting request
+        self._is_steady_decode = False  # the next step is a pure decode of the requests of the last one
         self._num_requests = self._num_advances = 0
-        self.ended: list[tuple[float, int]] = []  # (time, request), in order, for whoever takes them away
+        self.ended: list[tuple[float, int]] = []  # (time, request), in order; the simulator drains it
 
     # -----------------------------------------------------------------------------------------------------------
-    # What happens.
+    # Events.
 
     def run_until(self, time_s: float) -> None:
-        """Takes every step that begins before `time_s`; the last one may end after it."""
+        """Simulates every step that begins before `time_s`; the last one may end after it."""
         core, clock, rows = self._core, self._clock, self._executor.worker.rows
         while core.has_unfinished and (left_s := time_s - clock.now()) > 0:
             max_steps = self._max_steps
@@ -132,7 +132,7 @@ class Replica:
             clock.sleep_until(time_s)
 
     def add(self, index: int) -> bool:
-        """The request arrives, at the time that was run until. False if the engine refuses it."""
+        """Adds a request at the current time, its arrival. False if the engine refuses it."""
         trace = self._trace
         request = EngineCoreRequest(
             request_id=str(index),
@@ -158,7 +158,7 @@ class Replica:
         return min(output, self._core.ready.max_model_len - prompt)
 
     def next_end_s(self) -> float:
-        """No request ends before this time, if none arrives; infinity where there is none."""
+        """A lower bound of the next request's end time if none arrives; infinity without requests."""
         if not self._core.has_unfinished:
             return math.inf
         rows, num_free = self._executor.worker.rows, self._stats.num_free_blocks
@@ -166,14 +166,14 @@ class Replica:
         if not self._is_steady_decode:
             least_s = min(num_steps, self._fewest_tokens_waiting) * self._cost.base_s
         else:
-            # With too few blocks somebody is preempted, and then nothing goes on alike.
+            # With too few blocks a request is preempted, which ends the steady decode.
             if rows.blocks_missing(num_steps) > num_free:
                 num_steps = bisect.bisect_right(range(1, num_steps), num_free, key=rows.blocks_missing)
             least_s = self._cost.run_seconds(rows.decode_work(), num_steps)
         return self._clock.now() + least_s * (1 - 1e-9)
 
     def finish(self) -> ReplicaTotals:
-        """Runs until all is done, and ends the engine."""
+        """Runs until all requests have ended, and shuts the engine down."""
         self.run_until(math.inf)
         stats = self._core.stats()
         self._core.shutdown()
@@ -188,15 +188,15 @@ class Replica:
         )
 
     def _may_start_at_any_step(self, stats: EngineStats) -> bool:
-        """Whether one that waits may start after any step of the others, since blocks change hands in it: a window
-        leaves some behind, or those that run grow, which makes more room when one of them is preempted.
+        """Whether a waiting request may start after any decode step, because the step changes the free blocks: blocks
+        slide out of windows, or running requests grow, so that preempting one of them frees more.
         """
         scheduler = self._core.config.scheduler
         by_window = self._has_windows and stats.num_running < scheduler.max_num_seqs
         return stats.num_waiting > 0 and (by_window or scheduler.preempt_lower_priority)
 
     # -----------------------------------------------------------------------------------------------------------
-    # What is recorded.
+    # Recording.
 
     def _advance(self, max_steps: int) -> None:
         begun_s, num_steps_before = self._clock.now(), self._executor.num_steps
@@ -219,7 +219,7 @@ class Replica:
         )
 
     def _record(self, columns: OutputColumns, begun_s: float, num_steps: int) -> None:
-        """What came of steps that began at `begun_s` and end now: tokens, one of each request after each step."""
+        """Records the outputs of steps that began at `begun_s` and end now: one token of each request per step."""
         for started in columns.started:
             self._request_of_row[started.row] = int(started.request_id)
         requests = self._request_of_row[columns.rows]
@@ -241,7 +241,7 @@ class Replica:
             self.ended.append((end_s, index))
 
     def _record_tokens(self, requests: np.ndarray, time_s: float) -> None:
-        """Each of these requests has its next token at this time."""
+        """Records the next token of each of these requests at `time_s`."""
         records = self._records
         since = time_s - records.last_token_s[requests]
         is_first = np.isnan(since)
@@ -253,7 +253,7 @@ class Replica:
 
     @staticmethod
     def _check_end(output: EngineCoreOutput, num_steps: int) -> int:
-        """The request. Nothing but its length ends one here, with the last step of those taken as one."""
+        """The index of an ended request: it must have ended by its length, in the last step of a multi-step message."""
         assert output.error is None, f"request {output.request_id} failed: {output.error}"
         assert output.finish_reason == "length", f"request {output.request_id} ended by {output.finish_reason}"
         assert len(output.new_token_ids) == num_steps, f"request {output.request_id} ended within several steps"

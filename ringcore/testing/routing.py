@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""Request routing over replicas: round-robin, least loaded, prefix affinity by consistent hashing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ReplicaLoads:
-    """What a router is told of the replicas: how many requests each has that are not finished, and their tokens."""
+    """The load of each replica, for routers: its unfinished requests, and their tokens."""
 
     def __init__(self, num_replicas: int) -> None:
         self.num_requests = [0] * num_replicas
@@ -44,7 +44,7 @@ class ReplicaLoads:
 
 
 class Router(Protocol):
-    """needs_loads: whether it looks at them; if not, all requests can be routed before the first one runs."""
+    """needs_loads: whether it reads the loads; if not, all requests can be routed before the first one runs."""
 
     needs_loads: bool
 
@@ -54,7 +54,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """One after the other."""
+    """Each request goes to the next replica in turn."""
 
     needs_loads = False
 
@@ -68,8 +68,8 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The one with the fewest unfinished requests; of these, whose requests have the fewest tokens, prompt and asked
-    for; of these, the one that was picked the longest ago.
+    """The replica with the fewest unfinished requests; ties by the fewest tokens (prompt and requested output), then by
+    the least recently picked.
     """
 
     needs_loads = True
@@ -86,11 +86,11 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """Requests of one prefix go to one replica, found by consistent hashing: replicas have `num_points` points each on
-    a ring, and a prefix belongs to the first point after its own. Requests without a prefix go round.
+    """Requests of one prefix go to one replica, by consistent hashing: each replica has `num_points` virtual nodes on a
+    hash ring, and a prefix belongs to the first node after its own hash. Requests without a prefix go round-robin.
 
-    load_bound: no replica takes a request that brings it above `load_bound` times the mean number of unfinished
-    requests; the next one on the ring takes it (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded
+    load_bound: a replica gets no request that brings it above `load_bound` times the mean number of unfinished
+    requests; the next one on the ring gets it (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded
     Loads", 2016). None for no bound.
     """
 
@@ -108,7 +108,7 @@ class PrefixAffinity:
         )
         self._points = [point for point, _ in ring]
         self._owners = [replica for _, replica in ring]
-        self._orders: dict[int, list[int]] = {}  # by prefix: the replicas in the order in which they would take it
+        self._orders: dict[int, list[int]] = {}  # by prefix: the replicas in ring order from its owner
         self._others = RoundRobin(num_replicas)
 
     def pick(self, trace: Trace, index: int, loads: ReplicaLoads) -> int:
@@ -122,7 +122,7 @@ class PrefixAffinity:
         if self._load_bound is None:
             return order[0]
         most = math.ceil(self._load_bound * (loads.total_requests + 1) / self._num_replicas)
-        # There is one: if all were at `most`, they would have more requests than there are.
+        # One exists: if all were at `most`, they would have more requests than there are.
         return next(replica for replica in order if loads.num_requests[replica] < most)
 
     def _order_of(self, prefix_id: str) -> list[int]:
@@ -141,7 +141,7 @@ ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")
 
 
 def make_router(routing: str, num_replicas: int, load_bound: float | None = 1.25) -> Router:
-    """Raises `ConfigError` for a name that is not in `ROUTINGS`, and for a bound that is none."""
+    """Raises `ConfigError` for a name that is not in `ROUTINGS`, and for an invalid bound."""
     match routing:
         case "round-robin":
             return RoundRobin(num_replicas)

@@ -1,4 +1,4 @@
-"""Replicas that know nothing of one another, shared out to processes."""
+"""Simulates independent replicas in parallel: shards of replicas, one process each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RESULT = "result"  # the name of the inherited file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Replicas, and the part of a trace that is routed to them."""
+    """A set of replicas, and the part of a trace that is routed to them."""
 
     config: EngineConfig
     cost: StepCost
@@ -49,7 +49,7 @@ class ShardResult:
 
 
 def run_shard(shard: Shard) -> ShardResult:
-    """One replica after the other, each from its first arrival to its last end."""
+    """Simulates the shard's replicas one after the other, each from its first arrival to its last end."""
     trace, records = shard.trace, Records.empty(len(shard.trace))
     prompts = PromptMaker(shard.config.model.spec.vocab_size, len(trace) + len(trace.prefix_ids))
     totals = []
@@ -64,9 +64,9 @@ def run_shard(shard: Shard) -> ShardResult:
 
 
 def run_shards(shards: Sequence[Shard]) -> list[ShardResult]:
-    """All at once: the first one in this process, each other one in a process of its own.
+    """Runs all shards in parallel: the first in this process, each other one in a child process.
 
-    Raises what stopped a shard; `EngineDeadError` for a process that died.
+    Raises the error of a failed shard; `EngineDeadError` for a process that died.
     """
     with ExitStack() as stack:
         children = []
@@ -82,7 +82,7 @@ def run_shards(shards: Sequence[Shard]) -> list[ShardResult]:
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
-    """A shard's process from beginning to end."""
+    """The entry point of a shard's process."""
     result: object
     try:
         result = {"result": run_shard(_shard_of(_unpacked(payload)))}

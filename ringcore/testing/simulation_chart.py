@@ -1,4 +1,4 @@
-"""Draws a simulation's result as a PNG. Needs matplotlib: `pip install ringcore[simulate]`."""
+"""Plots a simulation's result as a PNG. Needs matplotlib: `pip install ringcore[simulate]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_BINS = 120
 
 
 def check_can_draw() -> None:
-    """Raises `ConfigError` with the remedy where there is no matplotlib."""
+    """Raises `ConfigError` with the remedy if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -29,12 +29,12 @@ def check_can_draw() -> None:
 
 
 def draw_png(result: SimulationResult, file: str | os.PathLike[str], title: str = "") -> None:
-    """Four panels: requests and output tokens over time, TTFT and ITL as distributions, utilisation by replica.
+    """Plots four panels: requests and output tokens over time, the CDFs of TTFT and ITL, utilisation by replica.
 
-    Raises `ConfigError` where there is no matplotlib, and where the file cannot be written.
+    Raises `ConfigError` if matplotlib is not installed, or the file cannot be written.
     """
     check_can_draw()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to memory, with no display and no global state
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # renders to memory: no display, no global state
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -56,7 +56,7 @@ def draw_png(result: SimulationResult, file: str | os.PathLike[str], title: str 
 
 
 def _draw_over_time(axes: Any, result: SimulationResult) -> None:
-    """Rates in bins of the whole duration; a request's tokens count where it ends."""
+    """Rates in equal bins over the whole duration; a request's tokens count at its end."""
     records, begin = result.records, float(result.trace.time_s[0])
     bins = np.linspace(begin, begin + max(result.duration_s, 1e-9), _NUM_BINS + 1)
     width = bins[1] - bins[0]

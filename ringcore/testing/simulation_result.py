@@ -1,4 +1,4 @@
-"""What a simulation came to: numbers for a program, a table for a person."""
+"""The result of a simulation: latencies, throughput, cache hit rate, utilisation; as values and as a text table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds; NaN where there is nothing to measure."""
+    """Seconds; NaN without samples."""
 
     mean: float
     p50: float
@@ -34,16 +34,16 @@ NOT_MEASURED = Latency(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """ttft: from a request's arrival to its first token. itl: between one token of a request and its next; its
-    quantiles are exact to 0.5% (`LogHistogram`). e2e: from arrival to end. Throughputs are over `duration_s`, from the
-    first arrival to the last end.
+    """ttft: from a request's arrival to its first token. itl: between consecutive tokens of a request; quantiles are
+    exact to 0.5% (`LogHistogram`). e2e: from arrival to end. Throughputs are over `duration_s`, from the first arrival
+    to the last end.
     """
 
     num_requests: int
     num_finished: int
     refused: dict[str, int]  # by reason
     refusals: dict[str, str]  # by reason, the message of the first
-    num_cut: int  # ended with fewer tokens than asked for: max_model_len, or the whole cache, was too small for them
+    num_cut: int  # ended with fewer tokens than requested, at max_model_len or with the whole cache full
     duration_s: float
     requests_per_s: float
     prompt_tokens_per_s: float
@@ -51,12 +51,12 @@ class SimulationResult:
     ttft: Latency
     itl: Latency
     e2e: Latency
-    cache_hit_rate: float  # of all prompt tokens that were looked up
+    cache_hit_rate: float  # prefix cache hits over all prompt tokens looked up
     num_preemptions: int
-    utilisation: list[float]  # by replica: the share of the duration in which it computed
+    utilisation: list[float]  # by replica: the fraction of the duration in which it computed
     requests_by_replica: list[int]
     num_steps: int
-    num_advances: int  # calls of the engines that the simulation took
+    num_advances: int  # calls of the engines
     records: Records
     trace: Trace
 
@@ -73,13 +73,13 @@ class SimulationResult:
         return e2e
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as builtin values: no request by itself. NaN is None."""
+        """The summary as builtin values, without per-request records. NaN becomes None."""
         summary = {name: getattr(self, name) for name in self.__slots__ if name not in ("records", "trace")}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(summary))
         return plain
 
     def table(self) -> list[tuple[str, str]]:
-        """(name, value) lines for a person."""
+        """(name, value) lines of a text table."""
         refused = [(f"  refused: {reason}", f"{count}") for reason, count in sorted(self.refused.items())]
         cut = [("  cut short", f"{self.num_cut}")] if self.num_cut else []
         busy = np.array(self.utilisation)

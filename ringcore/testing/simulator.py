@@ -1,7 +1,7 @@
-"""Replays an arrival trace over engine replicas in virtual time.
+"""A discrete-event simulator: replays an arrival trace over engine replicas in virtual time.
 
-Each replica is the real EngineCore, with its scheduler and prefix cache, behind which nothing computes. What is wrong
-in a result is wrong in the cost of a step, the lengths or the arrivals; not in the scheduling.
+Each replica is the real EngineCore, with its scheduler and prefix cache, over a fake executor. Errors of a result come
+from the step cost model, the lengths or the arrivals; not from the scheduling.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["Simulator"]
 
 
 class Simulator:
-    """`num_replicas` engines of one configuration, and a router before them.
+    """`num_replicas` engines of one configuration behind a router.
 
         config = EngineConfig.from_options(model=write_model_config("model"), load_format="dummy")
         result = Simulator(config, num_replicas=4, routing="least-loaded").run(read_trace("trace.jsonl"))
 
-    Engines run with steps_in_flight=1: in virtual time scheduling takes none, so that there is nothing to overlap.
+    Engines run with steps_in_flight=1: scheduling takes no virtual time, so that async scheduling has nothing to hide.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Simulator:
         num_processes: int | None = None,
         max_steps: int = MAX_STEPS,
     ) -> None:
-        """routing: "round-robin", "least-loaded" or "prefix-affinity"; load_bound is the last one's.
-        cost: of a step; None computes it from the model and the hardware.
-        hardware: whose memory each rank has.
-        num_processes: to run in, where the routing needs to know nothing of the replicas; None is one a core.
-        max_steps: taken as one, at most. The result is the same for any; 1 is the slow proof of that. (Not quite for a
-        model with windows whose blocks are few: these are freed after a run of steps, not within it, so that another
-        cached prefix may be lost for them.)
+        """routing: "round-robin", "least-loaded" or "prefix-affinity"; load_bound is for the latter.
+        cost: the cost model of a step; None derives it from the model and the hardware.
+        hardware: the device of each rank.
+        num_processes: for parallel simulation, if the routing does not depend on the replicas' loads; None: one a core.
+        max_steps: the most steps scheduled as one. It does not change the result; 1 is the slow proof of that. (Except
+        for a sliding-window model short of blocks: out-of-window blocks are freed after a multi-step message, not
+        within it, so that another cached prefix may be evicted.)
 
         Raises `ConfigError`.
         """
@@ -78,15 +78,15 @@ class Simulator:
         self.num_replicas, self.routing = num_replicas, routing
         self._load_bound, self._max_steps = load_bound, max_steps
         self._num_processes = num_processes or len(os.sched_getaffinity(0))
-        self._make_router()  # what is wrong with it is said now
+        self._make_router()  # validates the options
 
     def _make_router(self) -> Router:
         return make_router(self.routing, self.num_replicas, self._load_bound)
 
     def run(self, trace: Trace) -> SimulationResult:
-        """Every request of the trace, from its arrival to its end.
+        """Simulates every request of the trace, from its arrival to its end.
 
-        Raises `CapacityError` where a replica's memory does not hold one request of max_model_len.
+        Raises `CapacityError` if a replica's memory does not hold one request of max_model_len.
         """
         router = self._make_router()
         if router.needs_loads:
@@ -96,7 +96,7 @@ class Simulator:
         return summarize(trace, records, totals)
 
     # -----------------------------------------------------------------------------------------------------------
-    # Routed beforehand: no replica needs to know of another.
+    # Static routing: replicas are independent.
 
     def _run_sharded(self, trace: Trace, replica_of: np.ndarray) -> tuple[Records, list[ReplicaTotals]]:
         num_shards = min(self._num_processes, self.num_replicas)
@@ -121,11 +121,11 @@ class Simulator:
         return records, [totals[number] for number in range(self.num_replicas)]
 
     # -----------------------------------------------------------------------------------------------------------
-    # Routed by load: at each arrival it must be known which requests have ended by then.
+    # Routing by load: needs the requests that have ended by each arrival.
 
     def _run_with_loads(self, trace: Trace, router: Router) -> tuple[Records, list[ReplicaTotals]]:
-        """A replica runs up to an arrival only if the arrival is its own, or if one of its requests may have ended by
-        then: it says until when none does. So each is called about as often as if it were alone.
+        """Advances a replica up to an arrival only if the request is routed to it, or if one of its requests may have
+        ended by then (`Replica.next_end_s`). So each replica is called about as often as if it were alone.
         """
         records = Records.empty(len(trace))
         prompts = PromptMaker(self.config.model.spec.vocab_size, len(trace) + len(trace.prefix_ids))
@@ -147,10 +147,10 @@ class Simulator:
 
 
 class _EndTracker:
-    """Which requests of which replicas have ended at a given time, with as little running ahead as can be.
+    """The ended requests of all replicas at a given time, advancing replicas as little as possible.
 
-    Invariant: what a replica's `ended` has had is in `_ends` until its time has come; of each replica that has work
-    there is one valid entry in `_wake`, the one with its latest version, not after its next unknown end.
+    Invariant: ends drained from a replica's `ended` are in `_ends` until their time; each replica with work has one
+    valid entry in `_wake`, the one with its latest version, at a time not after its next unknown end.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -160,7 +160,7 @@ class _EndTracker:
         self._ends: list[tuple[float, int, int]] = []  # (time, replica, request)
 
     def refresh(self, number: int) -> None:
-        """The replica has run, or was given a request."""
+        """Updates the heaps after the replica has run or has got a request."""
         replica = self._replicas[number]
         for time_s, request in replica.ended:
             heapq.heappush(self._ends, (time_s, number, request))
@@ -170,7 +170,7 @@ class _EndTracker:
             heapq.heappush(self._wake, (next_end_s, number, self._versions[number]))
 
     def ended_by(self, time_s: float) -> list[tuple[int, int]]:
-        """(replica, request) of those that have ended since the last call."""
+        """(replica, request) of the requests that have ended since the last call."""
         while self._wake and self._wake[0][0] < time_s:
             _, number, version = heapq.heappop(self._wake)
             if version == self._versions[number]:

@@ -1,4 +1,4 @@
-"""How long a step takes, as a function of what is in it."""
+"""The cost model of a step: its duration as a linear function of its tokens, requests and context length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_measurements(file: str | os.PathLike[str]) -> list[tuple[float, float, float, float]]:
-    """The rows that `StepCost.fit` takes, of a file with one JSON object a line:
+    """The rows for `StepCost.fit`, from a JSONL file:
 
         {"num_tokens": 8, "num_seqs": 8, "num_context_tokens": 4096, "seconds": 0.0052}
 
@@ -40,8 +40,8 @@ def read_measurements(file: str | os.PathLike[str]) -> list[tuple[float, float, 
 
 
 class StepWork(NamedTuple):
-    """What one step has to do: the tokens it computes, of how many requests, and the tokens that these then have,
-    whose keys and values it reads."""
+    """The work of one step: the tokens it computes, the number of requests, and their total context length, whose keys
+    and values it reads."""
 
     num_tokens: int
     num_seqs: int
@@ -53,7 +53,7 @@ class StepCost:
     """seconds = base_s + per_token_s * max(num_tokens - num_hidden_tokens, 0) + per_seq_s * num_seqs
                  + per_context_token_s * num_context_tokens
 
-    `num_hidden_tokens`: a step waits for the weights to be read, and computes so many tokens meanwhile.
+    `num_hidden_tokens`: the tokens whose computation is hidden by reading the weights (memory-bound steps).
     """
 
     base_s: float = 0.0
@@ -73,7 +73,7 @@ class StepCost:
                 )
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step."""
+        """The duration of one step."""
         return (
             self.base_s
             + self.per_token_s * max(work.num_tokens - self.num_hidden_tokens, 0.0)
@@ -82,19 +82,19 @@ class StepCost:
         )
 
     def run_seconds(self, work: StepWork, num_steps: int) -> float:
-        """Of `num_steps` steps of which `work` is the first, each sequence one token longer in each step."""
+        """The duration of `num_steps` decode steps; `work` is the first, and sequences grow by one token a step."""
         growth = self.per_context_token_s * work.num_seqs
         return num_steps * self.seconds(work) + growth * (num_steps * (num_steps - 1) / 2)
 
     def steps_begun(self, work: StepWork, seconds: float, max_steps: int) -> int:
-        """How many steps of such a run begin before `seconds` (above 0) have passed; 1 to `max_steps`."""
+        """How many steps of such a run begin before `seconds` (> 0) have passed; 1 to `max_steps`."""
         a, b = self.per_context_token_s * work.num_seqs / 2, self.seconds(work)
         b -= a  # a run of j steps takes a j^2 + b j
         if (a * (max_steps - 1) + b) * (max_steps - 1) < seconds:
             return max_steps
         j = (math.sqrt(b * b + 4 * a * seconds) - b) / (2 * a) if a * seconds > 1e-9 * b * b else seconds / b
         steps = max(int(j), 0)
-        while self.run_seconds(work, steps) < seconds:  # what rounding, and the last step, leave
+        while self.run_seconds(work, steps) < seconds:  # corrects rounding, and counts the step in progress
             steps += 1
         while steps > 1 and self.run_seconds(work, steps - 1) >= seconds:
             steps -= 1
@@ -102,10 +102,10 @@ class StepCost:
 
     @classmethod
     def fit(cls, measurements: Iterable[tuple[float, float, float, float]]) -> StepCost:
-        """Fitted to rows of (num_tokens, num_seqs, num_context_tokens, seconds): non-negative least squares.
+        """Fits rows of (num_tokens, num_seqs, num_context_tokens, seconds) by non-negative least squares.
 
-        Relative errors are squared, so that short steps count as much as long ones. Raises `InvalidRequestError` for
-        a row that is no measurement, and for fewer than four.
+        Minimizes squared relative errors, so that short steps weigh as much as long ones. Raises `InvalidRequestError`
+        for an invalid row, and for fewer than four rows.
         """
         rows = [_checked(index, row) for index, row in enumerate(measurements)]
         if len(rows) < 4:
@@ -123,14 +123,14 @@ class StepCost:
     def from_model(
         cls, spec: ModelSpec, hardware: str | Hardware, *, dtype: str | None = None, tensor_parallel_size: int = 1
     ) -> StepCost:
-        """Computed from the bytes that a step reads and the operations that it makes, over a device's rates.
+        """A roofline model: the bytes and FLOPs of a step over the device's rates.
 
-        The weights are read once a step, while the first tokens are computed; every further token costs its
-        operations, every context token the bytes of its keys and values, every request the head's operations and its
-        logits. Ranks share all of it and add two all-reduces a layer. Left out: the operations of attention itself,
-        which count for prompts of many thousand tokens, and all that overlaps but the weights' reading.
+        The weights are read once a step, overlapped with the computation of the first tokens; every further token costs
+        its FLOPs, every context token the bytes of its keys and values, every request the FLOPs of the LM head and its
+        logits. Tensor parallelism divides all of it and adds two all-reduces a layer. Not modelled: the FLOPs of
+        attention itself, which matter for prompts of many thousand tokens, and any overlap other than with the weights.
 
-        hardware: a name of `HARDWARE`, or one of your own. Raises `ConfigError` for a name that is not there.
+        hardware: a name of `HARDWARE`, or a `Hardware`. Raises `ConfigError` for an unknown name.
         """
         device = find_hardware(hardware) if isinstance(hardware, str) else hardware
         dtype = dtype or spec.dtype
@@ -160,7 +160,7 @@ _FITTED = ("base_s", "per_token_s", "per_seq_s", "per_context_token_s")
 
 
 def _context_token_bytes(spec: ModelSpec, dtype_bytes: int, ranks: int) -> float:
-    """The keys and values of one token in the layers that see all of them; a window's are few."""
+    """The KV bytes of one token in the full-attention layers; those of sliding windows are negligible."""
     num_layers = spec.num_layers - len(spec.sliding_windows)
     return 2 * num_layers * max(1, spec.num_kv_heads / ranks) * spec.head_dim * dtype_bytes
 
@@ -178,9 +178,10 @@ def _checked(index: int, row: tuple[float, float, float, float]) -> tuple[float,
 
 
 def _non_negative_least_squares(inputs: np.ndarray) -> list[float]:
-    """The x >= 0 for which inputs [num_rows, 4] @ x is nearest to 1.
+    """The x >= 0 that minimizes |inputs [num_rows, 4] @ x - 1|.
 
-    The best x has some set of coefficients at 0 and is the plain solution in the others: with four there are 16 sets.
+    Enumerates the active sets: the best x has some coefficients at 0 and solves the unconstrained problem in the
+    others; four coefficients have 16 subsets.
     """
     scale = np.linalg.norm(inputs, axis=0)
     scale[scale == 0] = 1.0

@@ -1,7 +1,7 @@
-"""Where a fake worker's tokens come from: a script, or a hash of seed and position.
+"""Token sources of a fake worker: a script, or a hash of seed and position.
 
-A token must depend on nothing but its request's tokens, seed and position, so that a request which is computed again
-gets the same ones.
+A token depends only on its request's tokens, seed and position, so that a recomputed request (after preemption) gets
+the same tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ringcore.protocol.steps import NewRequest
 
 __all__ = ["Script", "ScriptedTokens", "SeededTokens", "TokenSource", "make_token_source"]
 
-# A function of (the request's tokens so far, the position of the next one, the request's seed); or the completion of
+# A function of (the request's tokens so far, the position of the next one, the request's seed); or one completion for
 # every prompt; or completions by prompt, a tuple of token ids.
 Script = Callable[[Sequence[int], int, int], int] | Sequence[int] | Mapping[tuple[int, ...], Sequence[int]]
 
 
 class TokenSource(Protocol):
-    """Samples for rows. It is told of every request that gets a row."""
+    """Samples for rows. `start` is called for every request that gets a row."""
 
     def start(self, request: NewRequest) -> None: ...
 
@@ -35,13 +35,13 @@ def make_token_source(script: Script | None, vocab_size: int, end_of_text: int |
 
 
 class _MaskedTokens:
-    """The stop tokens of requests that have not generated min_tokens yet. Where one would come, the next token of the
-    vocabulary comes that is none.
+    """Masks the stop tokens of requests that have not generated min_tokens yet: a masked token is replaced by the next
+    unmasked token of the vocabulary.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._by_row: dict[int, tuple[int, frozenset[int]]] = {}  # up to which position, which tokens
+        self._by_row: dict[int, tuple[int, frozenset[int]]] = {}  # by row: end position, masked tokens
 
     def start(self, request: NewRequest) -> None:
         self._by_row.pop(request.row, None)
@@ -65,12 +65,12 @@ class _MaskedTokens:
 
 
 _HALF = np.uint64(32)
-_SEED_STRIDE = np.int64(1 << 24)  # positions of one seed come before those of the next
+_SEED_STRIDE = np.int64(1 << 24)  # more than the positions of one seed: counters of different seeds do not overlap
 _GOLDEN, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
 class SeededTokens:
-    """Spread evenly over the vocabulary, by a hash of seed and position in the manner of splitmix64."""
+    """Uniform over the vocabulary: a counter-based RNG, a splitmix64-like hash of seed and position."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = np.uint64(vocab_size)
@@ -85,7 +85,7 @@ class SeededTokens:
         x ^= x >> _HALF
         x *= _MIX
         x >>= _HALF
-        x *= self._vocab_size  # 32 random bits times the vocabulary: the upper half is the token
+        x *= self._vocab_size  # multiply-shift: the upper half of 32 random bits times vocab_size is the token
         x >>= _HALF
         sampled: np.ndarray = x.astype(np.int32)
         self._masked.replace_all(rows, positions, sampled)
@@ -93,14 +93,14 @@ class SeededTokens:
 
 
 class ScriptedTokens:
-    """Follows a `Script`. Where a written completion is over, the model's end of text; where it has none, token 0."""
+    """Follows a `Script`. After the end of a given completion it gives the model's EOS, or token 0 without one."""
 
     def __init__(self, script: Script, vocab_size: int, end_of_text: int | None) -> None:
         self._script, self._vocab_size, self._end = script, vocab_size, end_of_text or 0
         self._masked = _MaskedTokens(vocab_size)
         self._tokens: dict[int, list[int]] = {}  # by row, as all below
         self._num_prompt_tokens: dict[int, int] = {}
-        self._completions: dict[int, Sequence[int]] = {}  # where the script is written down
+        self._completions: dict[int, Sequence[int]] = {}  # unless the script is a function
 
     def start(self, request: NewRequest) -> None:
         row, tokens = request.row, request.token_ids.tolist()

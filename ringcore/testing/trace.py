@@ -1,11 +1,11 @@
-"""An arrival trace: when requests come and how long they are. JSONL, one request a line:
+"""Arrival traces: arrival times and lengths of requests. JSONL, one request a line:
 
     {"time": 0.25, "prompt_tokens": 512, "output_tokens": 200}
     {"time": 0.31, "prompt_tokens": 900, "output_tokens": 40, "prefix_id": "support", "prefix_tokens": 600}
     {"time": 0.40, "prompt_tokens": 80, "output_tokens": 10, "priority": 1}
 
-time: seconds from the trace's beginning. prefix_id: requests of one id begin with the same tokens, `prefix_tokens` of
-them; all of the prompt where that is left out. priority: as a request's, lower first.
+time: seconds from the start of the trace. prefix_id: requests with the same id share their first `prefix_tokens`
+tokens; the whole prompt if that is omitted. priority: as a request's, lower first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringcore.testing.jsonl import bad_line, read_jsonl
 __all__ = ["NO_PREFIX", "Trace", "poisson_trace", "read_trace", "write_trace"]
 
 NO_PREFIX = -1
-MAX_TOKENS = 10**8  # of a prompt or an output; what claims more is a broken file
+MAX_TOKENS = 10**8  # of a prompt or an output; larger values mean a broken file
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,7 +38,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in the order of their arrival, as columns of one length."""
+    """Requests in arrival order, as columns of equal length."""
 
     time_s: np.ndarray  # [n] float64, ascending
     prompt_tokens: np.ndarray  # [n] int64
@@ -52,7 +52,7 @@ class Trace:
         return len(self.time_s)
 
     def part(self, indices: np.ndarray) -> Trace:
-        """Those requests alone, in their order."""
+        """The requests `indices`, in order."""
         return Trace(
             time_s=self.time_s[indices],
             prompt_tokens=self.prompt_tokens[indices],
@@ -65,7 +65,7 @@ class Trace:
 
 
 def read_trace(file: str | os.PathLike[str]) -> Trace:
-    """The requests of a trace file, sorted by time; blank lines are left out.
+    """The requests of a trace file, sorted by time; blank lines are skipped.
 
     Raises `InvalidRequestError` naming file, line and field.
     """
@@ -84,7 +84,7 @@ def _checked(line: _Line, where: str, number: int) -> _Line:
             raise bad_line(where, number, name, f"is {tokens}; give 1 to {MAX_TOKENS}")
     if line.prefix_tokens is not None:
         if line.prefix_id is None:
-            raise bad_line(where, number, "prefix_tokens", "stands without a prefix_id; give the id of what is shared")
+            raise bad_line(where, number, "prefix_tokens", "has no prefix_id; give the id of the shared prefix")
         if not 1 <= line.prefix_tokens <= line.prompt_tokens:
             most = f"1 to prompt_tokens, {line.prompt_tokens}"
             raise bad_line(where, number, "prefix_tokens", f"is {line.prefix_tokens}; give {most}")
@@ -110,7 +110,7 @@ def _as_columns(lines: list[_Line]) -> Trace:
 
 
 def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
-    """The file that `read_trace` reads."""
+    """Writes a trace file for `read_trace`."""
     encoder = msgspec.json.Encoder()
     columns = (
         trace.time_s,
@@ -144,10 +144,10 @@ def poisson_trace(
     prefix_tokens: int = 0,
     seed: int = 0,
 ) -> Trace:
-    """Requests that come independently of each other, at a mean rate, their lengths exponential with these means.
+    """Poisson arrivals at a mean rate, with exponential prompt and output lengths of these means.
 
-    With prefixes each request begins with one of `num_prefixes`, of `prefix_tokens` tokens, the first ones more often
-    (Zipf's law); its own tokens come on top. Raises `InvalidRequestError`.
+    With prefixes each request begins with one of `num_prefixes` prefixes of `prefix_tokens` tokens, chosen by Zipf's
+    law; its own prompt tokens are added to it. Raises `InvalidRequestError`.
     """
     for name, value in (
         ("num_requests", num_requests),
