@@ -48,7 +48,7 @@ def test_what_is_written_is_read(tmp_path):
         ('{"time": 1, "prompt_tokens": 0, "output_tokens": 5}', "prompt_tokens: is 0; give 1 to"),
         ('{"time": 1, "prompt_tokens": 5, "output_tokens": 0}', "output_tokens: is 0; give 1 to"),
         ('{"time": 1, "prompt_tokens": 5, "output_tokens": 5, "prefix": "a"}', "unknown field `prefix`"),
-        ('{"time": 1, "prompt_tokens": 5, "output_tokens": 5, "prefix_tokens": 3}', "prefix_tokens: stands without"),
+        ('{"time": 1, "prompt_tokens": 5, "output_tokens": 5, "prefix_tokens": 3}', "prefix_tokens: has no prefix_id"),
         (
             '{"time": 1, "prompt_tokens": 5, "output_tokens": 5, "prefix_id": "a", "prefix_tokens": 6}',
             "prefix_tokens: is 6; give 1 to prompt_tokens, 5",
