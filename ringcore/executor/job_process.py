@@ -11,7 +11,7 @@ from ringcore.protocol.job_channel import LENGTH, framed, start_error
 
 __all__ = ["JobProcess", "reap"]
 
-_BYTES_A_READ = 1 << 16
+_BYTES_PER_READ = 1 << 16
 
 
 class JobProcess:
@@ -73,7 +73,7 @@ class JobProcess:
 
     def _read(self) -> bytes | None:
         try:
-            while data := self.channel.recv(_BYTES_A_READ):
+            while data := self.channel.recv(_BYTES_PER_READ):
                 self._received += data
         except (BlockingIOError, ConnectionResetError):
             pass

@@ -223,9 +223,9 @@ class _Connection:
     def send(self, call: RpcCall, parts: Sequence[Buffer], deadline: float) -> bool:
         """Sends a call; False where it could not be sent before the deadline."""
         body = self._encoder.encode(call)
-        excess = ADMIN_LIMITS.excess(len(body), len(parts), sum(map(len, parts)))
-        if excess is not None:
-            raise InvalidRequestError(f"args: {excess}; send less at once", field="args", value=call.method)
+        limit_error = ADMIN_LIMITS.limit_error(len(body), len(parts), sum(map(len, parts)))
+        if limit_error is not None:
+            raise InvalidRequestError(f"args: {limit_error}; send less per call", field="args", value=call.method)
         while True:
             self._check_events()
             try:

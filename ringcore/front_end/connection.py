@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.heartbeat import EngineWatch
+from ringcore.engine_core.heartbeat import EngineWatchdog
 from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
 from ringcore.engine_core.transport.channel import ClientChannel, FrameLimits, Received, StreamClosed, channel_pair
 from ringcore.engine_core.transport.framing import Buffer
@@ -55,7 +55,7 @@ class EngineConnection:
         for fd in (self._channel.fileno(), self._process.pidfd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
         timeout_s = config.parallel.engine_timeout_s
-        self._watch = None if timeout_s is None else EngineWatch(self._process, board, timeout_s)
+        self._watch = None if timeout_s is None else EngineWatchdog(self._process, board, timeout_s)
 
     def _start(self, config: EngineConfig, channel_fd: int) -> StatusBoard:
         status_fd = create_board(1)
@@ -125,7 +125,7 @@ class EngineConnection:
         if self._watch is not None:
             self._watch.stop()
         wake_fd, self._wake_fd = self._wake_fd, -1
-        self._channel.hang_up(Shutdown(), _SENDER_LEAVES_S)
+        self._channel.shutdown_write(Shutdown(), _SENDER_LEAVES_S)
         # One that does not listen is told by SIGTERM, at once.
         self._process.terminate(_GRACEFUL_S if self.is_listening else 0.0)
         self._channel.close()

@@ -137,7 +137,7 @@ class EngineGenerations:
         ended hear of it. What is returned starts that one."""
         with self._lock:
             if self._is_closing or self.front_end is None or self.num_restarts == self._max_restarts:
-                self._end(None if streams.is_closed else self._none_left(error), error)
+                self._end(None if streams.is_closed else self._restarts_exhausted(error), error)
                 return _start_none
             self.num_restarts += 1
             self.restart_cause = error.message
@@ -168,7 +168,7 @@ class EngineGenerations:
             known = error if isinstance(error, RingcoreError) else EngineDeadError(text, process="engine")
             self._follow(ended, known)()
 
-    def _none_left(self, error: RingcoreError) -> RingcoreError:
+    def _restarts_exhausted(self, error: RingcoreError) -> RingcoreError:
         if self.num_restarts == 0:
             return error
         return EngineDeadError(

@@ -85,7 +85,7 @@ class Scheduler:
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
-        self.num_held = 0  # admitted, and not enqueued yet
+        self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
         self._in_flight: deque[StepInFlight] = deque()
@@ -343,7 +343,7 @@ class Scheduler:
         return EngineStats(
             step=self._num_steps,
             num_running=self._table.num,
-            num_waiting=len(self._requests) - self._table.num + self.num_held,
+            num_waiting=len(self._requests) - self._table.num + self.num_at_gate,
             num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
             num_prefix_hit_tokens=self._starter.num_prefix_hit_tokens,

@@ -134,7 +134,7 @@ class ScriptedCore:
     def __init__(self, allow_callables: bool = False) -> None:
         self.config = SimpleNamespace(parallel=SimpleNamespace(allow_callables=allow_callables))
         self.ready = ready(1)
-        self.num_steps_taken = self.num_steps_launched = self.num_in_flight = 0
+        self.num_steps_completed = self.num_steps_launched = self.num_in_flight = 0
         self.fds = [os.eventfd(0, os.EFD_NONBLOCK)]
         self.script: deque = deque()
         self.calls: list[tuple[EncodedCall, ScriptedFuture]] = []

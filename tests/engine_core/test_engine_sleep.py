@@ -306,7 +306,7 @@ class TestStates:
         core = make_core(folder, holds=True)
         add_all(core)
         operation = core.submit_operation("sleep", (1, "wait"), timeout=0.0)
-        with pytest.raises(RpcTimeoutError, match=r"'sleep' took longer than 0.0 s; the engine goes on with it"):
+        with pytest.raises(RpcTimeoutError, match=r"'sleep' took longer than 0.0 s; the engine still finishes it"):
             operation.result()
         drain(core)
         assert core.health().memory["weights"] == "offloaded"

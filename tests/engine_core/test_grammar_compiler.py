@@ -1,4 +1,4 @@
-"""The process that compiles grammars: its verdicts, and all the ways in which it ends; alone, and within an engine."""
+"""The grammar compiler process: its results, and all the ways in which it ends; alone, and within an engine."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_cancelled(compiler):
     compiler.compile(GOOD)
     compiler.cancel()
     assert not compiler.is_busy
-    until(lambda: compiler.poll() is None and not compiler.is_ending)
+    until(lambda: compiler.poll() is None and not compiler.has_unreaped)
     assert not Path(f"/proc/{pid}").exists()
     ready(compiler)
 

@@ -11,7 +11,7 @@ from mortal_executor import MortalExecutor, WorkerKilled
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import grammar_gate
-from ringcore.engine_core.grammar_compiler import Verdict
+from ringcore.engine_core.grammar_compiler import CompileResult
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreRequest
@@ -24,8 +24,8 @@ class FakeCompiler:
         self.specs: list[StructuredOutputsParams] = []  # all it was given, in order
         self.num_cancelled = self.num_closed = 0
         self.start_errors: deque[RingcoreError] = deque()
-        self._verdict: Verdict | None = None
-        self.is_busy = self.is_ending = False
+        self._verdict: CompileResult | None = None
+        self.is_busy = self.has_unreaped = False
         self._fd = os.eventfd(0)
 
     @property
@@ -41,10 +41,10 @@ class FakeCompiler:
 
     def decide(self, error: RingcoreError | None = None) -> None:
         assert self.is_busy
-        self._verdict = Verdict(error)
+        self._verdict = CompileResult(error)
         os.eventfd_write(self._fd, 1)
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> CompileResult | None:
         verdict, self._verdict = self._verdict, None
         if verdict is not None:
             self.is_busy = False

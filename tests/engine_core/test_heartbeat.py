@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from ringcore.engine_core.heartbeat import EngineWatch
+from ringcore.engine_core.heartbeat import EngineWatchdog
 from ringcore.executor.status_board import StatusBoard, StatusLine, create_board
 from ringcore.executor.unchanged import UnchangedFor
 
@@ -44,7 +44,7 @@ class Watched:
         fd = create_board(1)
         self.process, self.line = PaperProcess(), StatusLine(fd, 0)
         self._board = StatusBoard(fd, 1)
-        self.watch = EngineWatch(self.process, self._board, TIMEOUT_S)
+        self.watch = EngineWatchdog(self.process, self._board, TIMEOUT_S)
         self.watch.stop()  # its own thread looks no more
         self._now = 0.0
         os.close(fd)
@@ -56,7 +56,7 @@ class Watched:
                 self.line.beat()
             if turns:
                 self.line.turn()
-            self.watch.look(self._board.read(0), self._now)
+            self.watch.check(self._board.read(0), self._now)
 
     @property
     def error(self):
@@ -99,14 +99,14 @@ def test_a_turn_that_does_not_end(watched):
     watched.line.end()
     watched.line.turn()
     watched.look(9)
-    assert "a turn of its loop did not end for 8.0 s" in watched.error.message
+    assert "an iteration of its loop did not end for 8.0 s" in watched.error.message
 
 
 def test_turns_that_end_and_waits_within_them(watched):
     watched.line.end()
     watched.look(20, turns=True)
     watched.line.end()
-    watched.line.go_on()  # of a loop that sleeps, which is no turn
+    watched.line.go_on()  # of a loop that sleeps, which is no iteration
     watched.look(20)
     for _ in range(20):
         watched.line.turn()

@@ -298,31 +298,31 @@ def test_quiet_begins_anew_with_everything_that_is_done(set_quiet):
     core, clock = IdleCore(3), Clock()
     work = IdleWork(core, clock)
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     assert (core.num_calls, work.wait_s()) == (1, None)  # the reply is what to wake up for
     core.reply = [2]
-    assert work.go_on()
+    assert work.advance()
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     work.postpone()
     assert work.wait_s() is None
     core.reply = [1]
-    assert work.go_on(), "a reply is taken in at any time"
+    assert work.advance(), "a reply is applied at any time"
     for _ in range(3):
-        assert not work.go_on()
+        assert not work.advance()
         assert work.wait_s() == 8
         clock.now += 4
-        assert not work.go_on()
+        assert not work.advance()
         assert work.wait_s() == 4
         work.postpone()
     clock.now += 8
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     assert core.num_calls == 3
     core.reply = [0]
-    assert work.go_on()
+    assert work.advance()
     work.postpone()
-    assert not work.go_on()
+    assert not work.advance()
     assert work.wait_s() is None, "none is left"
 
 

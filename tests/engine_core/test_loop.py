@@ -14,7 +14,7 @@ from served_loop import RECOVERING, ScriptedCore, Served, came, output, ready, s
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import loop as loop_module
 from ringcore.engine_core.transport.channel import FrameLimits, StreamClosed
-from ringcore.engine_core.transport.framing import lay_out
+from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
@@ -173,7 +173,7 @@ def request(request_id, max_tokens=1):
 @pytest.fixture
 def no_tick(monkeypatch):
     """What is executed in order needs no tick to be answered."""
-    monkeypatch.setattr(loop_module, "_CALL_TICK_S", 1e6)
+    monkeypatch.setattr(loop_module, "_CALL_POLL_S", 1e6)
 
 
 @pytest.mark.usefixtures("no_tick")
@@ -510,7 +510,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_engine_up():
 def test_frames_that_are_none_change_nothing():
     with serve() as served:
         for _ in range(200):
-            served.raw.sendall(b"".join(lay_out(b"\xff\xfe", [], FrameLimits())))
+            served.raw.sendall(b"".join(encode_frame(b"\xff\xfe", [], FrameLimits())))
         served.client.send(AbortRequests(["x"]))
         assert served.receive().message.others[0].request_id == "x"
 

@@ -51,7 +51,7 @@ def test_changes(changes, weights, kv_cache):
     is_away = {weights, kv_cache} & {"offloaded", "discarded"}
     assert states.is_sleeping == bool(is_away)
     assert states.serves == (weights == kv_cache == "resident")
-    assert states.away().keys() == {tag for tag, state in states.as_dict().items() if state in is_away}
+    assert states.not_resident().keys() == {tag for tag, state in states.as_dict().items() if state in is_away}
 
 
 def test_a_change_that_was_made_has_nothing_left_to_do():
@@ -67,7 +67,7 @@ def test_weights_come_before_pages():
 
 def test_the_lightest_sleep_is_a_hold():
     states = MemoryStates()
-    states.is_held = True
+    states.is_stopped = True
     assert states.is_sleeping
     assert not states.serves
     states.check_takes_requests()  # they queue

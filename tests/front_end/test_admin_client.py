@@ -101,7 +101,7 @@ def test_calls_of_the_engine_itself(client, engine):
 def test_a_key_without_the_scope_is_told_so(tmp_path):
     keys = make_keys(tmp_path, "read")
     with EchoEngine(keys) as engine, AdminClient(engine.address, keys) as client:
-        with pytest.raises(PermissionDeniedError, match="method='echo': it takes the scope 'call', the key") as caught:
+        with pytest.raises(PermissionDeniedError, match="method='echo': it needs the scope 'call', the key") as caught:
             client.collective_rpc("echo")
         remedy = 'write scope = "read call" into the metadata of '
         assert f"{remedy}{keys}/clients/client.key, and restart the engine" in caught.value.message
@@ -135,7 +135,7 @@ def test_functions_are_not_sent(client, engine):
 def test_what_cannot_be_sent_is_said_before_anything_is(client, engine):
     with pytest.raises(InvalidRequestError, match="the arguments of 'echo' cannot be sent"):
         client.collective_rpc("echo", [object()])
-    with pytest.raises(InvalidRequestError, match="above the limit of 67108864; send less at once"):
+    with pytest.raises(InvalidRequestError, match="above the limit of 67108864; send less per call"):
         client.collective_rpc("echo", [np.zeros(64 << 20, np.uint8)])
     assert engine.calls == []
     assert client.health() == HEALTH
