@@ -127,7 +127,7 @@ def test_a_flood_does_not_hold_the_engine_up(endpoint, peer):
         (RpcCall(1, "workers", "shutdown", timeout_s=1.0), "only the engine itself calls it on its workers; close its"),
         (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of finish_weight_update, "),
         (RpcCall(1, "executor", "echo", timeout_s=1.0), "target='executor': give one of engine, workers"),
-        (RpcCall(1, "workers", "pause", timeout_s=1.0), "it is a method of the engine, not of its workers; call it by pau"),
+        (RpcCall(1, "workers", "pause", timeout_s=1.0), "it is a method of the engine, not of its workers; call it"),
     ],
 )
 def test_what_may_not_be_asked_is_that_calls_error(endpoint, peer, call, says):
@@ -150,7 +150,7 @@ def test_the_calls_of_a_key_are_bounded_over_all_its_connections(endpoint, peer,
         assert receive(endpoint, SILENCE_S) is None
         result, _ = peer.receive()
         assert result.call_id == 100
-        assert f"{MAX_CALLS_IN_FLIGHT} calls with the key 'client' are under way" in result.error.message
+        assert f"{MAX_CALLS_IN_FLIGHT} calls with the key 'client' are in flight" in result.error.message
         endpoint.send(calls[0].identity, RpcResult(calls[0].call.call_id))
         peer.call(echo(101))
         assert receive(endpoint).call.call_id == 101

@@ -479,10 +479,10 @@ class TestUpdates:
     def test_no_two_at_a_time(self, folder):
         core = make_core(folder)
         core.start_weight_update()
-        with pytest.raises(InvalidRequestError, match="under way"):
+        with pytest.raises(InvalidRequestError, match="in progress"):
             core.start_weight_update()
         core.reload_weights("2")  # gives the first one up
-        with pytest.raises(InvalidRequestError, match="no update"):
+        with pytest.raises(InvalidRequestError, match="no weight update"):
             core.finish_weight_update()
         check_serves(core, 2)
 

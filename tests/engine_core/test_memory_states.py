@@ -110,7 +110,7 @@ def test_requests_are_refused_with_the_remedy(make, remedy, tags):
 def test_requests_are_refused_in_an_update():
     states = MemoryStates()
     states.begin_update()
-    with pytest.raises(SleepingError, match=r"under way: call finish_weight_update\(\) first"):
+    with pytest.raises(SleepingError, match=r"in progress: call finish_weight_update\(\) first"):
         states.check_takes_requests()
 
 

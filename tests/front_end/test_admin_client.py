@@ -195,7 +195,7 @@ def pending(client, engine, method="slow"):
 
 def test_another_threads_call_does_not_outlast_the_deadline(client, engine):
     thread, outcome = pending(client, engine)
-    with pytest.raises(RpcTimeoutError, match="other calls of this client were under way"):
+    with pytest.raises(RpcTimeoutError, match="other calls of this client were in flight"):
         client.collective_rpc("echo", timeout=0.1)
     engine.release.set()
     thread.join(WAIT_S)

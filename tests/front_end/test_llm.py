@@ -247,7 +247,7 @@ def test_wrong_arguments(llm):
         generate(llm, ["a"], {"temperature": 0})
     with pytest.raises(InvalidRequestError, match="on_error='ignore'"):
         generate(llm, ["a"], on_error="ignore")
-    with pytest.raises(InvalidRequestError, match="request_id='x' is there twice"):
+    with pytest.raises(InvalidRequestError, match="request_id='x' occurs twice"):
         generate(llm, [{"prompt": "a", "request_id": "x"}, {"prompt": "b", "request_id": "x"}])
 
 

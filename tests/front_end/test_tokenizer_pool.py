@@ -135,7 +135,7 @@ def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, ma
         assert not looping.done()
     with pytest.raises(InvalidRequestError, match=r"messages: .* longer than 4 s for it; .*tokenizer_timeout_s"):
         looping.result(WAIT_S)
-    until(lambda: not pool._leaving)
+    until(lambda: not pool._detached)
     assert answer(pool, HI) == Encoded([104, 105], [])
 
 
@@ -169,7 +169,7 @@ def test_normalizers_that_grow_a_text_cost_their_process_and_one_prompt(folder, 
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 2048)] * 4)
     pool = make_pool(make_folder(tmp_path, tokenizer))  # to load it is no harm
     futures = [pool.submit(Encode("a")), pool.submit(HI)]
-    with pytest.raises(InvalidRequestError, match=r"prompt: the tokenizer's process ended at it twice \(killed by"):
+    with pytest.raises(InvalidRequestError, match=r"prompt: the tokenizer's process died at it twice \(killed by"):
         futures[0].result(WAIT_S)
     assert futures[1].result(WAIT_S).token_ids == [104, 105]
 
