@@ -17,7 +17,7 @@ __all__ = ["make_generate"]
 
 
 def make_generate() -> Callable[..., None]:
-    """The command with every engine option and sampling parameter among its flags."""
+    """The command, with a flag for every engine option and sampling parameter."""
     return with_options(generate, [*sampling_options(), *engine_options()])
 
 
@@ -59,7 +59,7 @@ def generate(
 
 
 def _read_prompts(file: Path) -> Iterator[Any]:
-    """The prompts of a file, blank lines left out."""
+    """The prompts of a file, without blank lines."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # a prompt may hold other line separators
     except (OSError, UnicodeDecodeError) as error:

@@ -15,12 +15,12 @@ from ringcore.errors import ConfigError, InvalidRequestError
 
 __all__ = ["make_simulate"]
 
-# Engine options that say how real workers are run, or what a simulation decides itself.
+# Engine options of real workers, or that a simulation sets itself.
 _OTHERS = {"tokenizer", "load_format", "steps_in_flight", "device", "attention_backend"}
 
 
 def make_simulate() -> Callable[..., None]:
-    """The command with the engine options that matter to scheduling among its flags."""
+    """The command, with flags for the engine options that affect scheduling."""
     kept = [p for p in engine_options() if p.name not in _left_out()]
     return with_options(simulate, kept)
 
@@ -102,7 +102,7 @@ def simulate(
 
 
 def _model_folder(model: str) -> str:
-    """The folder of a config.json; anything else as it is."""
+    """The folder of a config.json; any other path unchanged."""
     return os.path.dirname(os.path.abspath(model)) if os.path.basename(model) == "config.json" else model
 
 
@@ -117,7 +117,7 @@ def _num_replicas(gpus: int, ranks: int) -> int:
 
 
 def _check_folder(option: str, file: Path | None) -> None:
-    """Before a long simulation rather than after it."""
+    """Fails before a long simulation rather than after it."""
     if file is not None and not file.absolute().parent.is_dir():
         raise ConfigError(f"{option}={str(file)!r}: there is no such folder; make it", option=option, value=str(file))
 
@@ -127,7 +127,7 @@ def _make_trace(file: Path, requests: int, rate: float, prompt: int, output: int
 
     if file.exists():
         raise InvalidRequestError(
-            f"trace {str(file)!r}: is there, and --poisson would make it; give another name, or leave out --poisson",
+            f"trace {str(file)!r}: exists, and --poisson would make it; give another name, or leave out --poisson",
             field="trace",
             value=str(file),
         )

@@ -32,7 +32,7 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
-from ringcore.protocol.output_reader import in_messages, output_columns
+from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
 
@@ -285,7 +285,7 @@ class EngineLoop:
 
     def _send_outputs(self) -> None:
         while self._unsent:
-            for message in in_messages(self._unsent.popleft()):
+            for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
 
     def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
