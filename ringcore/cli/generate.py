@@ -25,10 +25,10 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="one prompt a line; or .jsonl with a prompt (a dict, a string, token ids) a line"),
+        typer.Option(help="one prompt per line; or .jsonl with one prompt (a dict, a string, token ids) per line"),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user's message to a chat model")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt on stdout")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user message to a chat model")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt on stdout")] = False,
     progress: Annotated[bool, typer.Option(help="a progress bar on stderr")] = True,
     **options: Any,
 ) -> None:

@@ -19,8 +19,8 @@ def rpc(
     keys: Annotated[Path, typer.Option(help="a directory with server.key and client.key_secret")],
     method: Annotated[str | None, typer.Argument(help="e.g. stats, memory, stack, sleep; --list has them all")] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="JSON, or else a string")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds until the call is given up")] = 30.0,
-    rank: Annotated[int | None, typer.Option(help="every rank executes the call, this one alone answers")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds until the call times out")] = 30.0,
+    rank: Annotated[int | None, typer.Option(help="every rank executes the call, only this one replies")] = None,
     engine: Annotated[bool, typer.Option("--engine", help="call the engine itself, e.g. pause")] = False,
     list_methods: Annotated[bool, typer.Option("--list", help="print what can be called, and by which scope")] = False,
 ) -> None:

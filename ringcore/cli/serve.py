@@ -37,15 +37,15 @@ def _engine_flags() -> list[Any]:
 
 def serve(
     model: Annotated[str, typer.Argument(help="a model folder, a .gguf file, or a hub id")],
-    host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 is every one of IPv4")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 for all of IPv4")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks one")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="what clients call the model, several times for several names")
+        list[str] | None, typer.Option(help="the model name for clients; repeat it for more names")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="a key that clients have to bring; others on this machine can see it here")
+        list[str] | None, typer.Option(help="an API key that clients must send; visible to other users of this machine")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one a line")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one per line")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="a name by which clients may call a service without keys, or '*' for any")
     ] = None,
@@ -58,19 +58,17 @@ def serve(
     reasoning_parser: Annotated[
         str, typer.Option(help="the format of the model's reasoning: qwen3, deepseek_r1, none, or auto")
     ] = "auto",
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="seconds that requests may go on when the service is asked to end")
-    ] = 30.0,
+    drain_s: Annotated[float, typer.Option(min=0, help="seconds that unfinished requests may take at shutdown")] = 30.0,
     engine_restarts: Annotated[
-        int, typer.Option(min=0, help="how often an engine that died is replaced by a new one; then the service ends")
+        int, typer.Option(min=0, help="how often a dead engine is restarted; then the service ends")
     ] = 0,
     access_log: Annotated[bool, typer.Option(help="a line on stdout for each request")] = True,
     **options: Any,
 ) -> None:
     """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
 
-    Ctrl-C or SIGTERM ends it: requests that run may finish for --drain-s seconds. A second Ctrl-C does not wait.
-    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 where the engine died.
+    Ctrl-C or SIGTERM ends it: unfinished requests have --drain-s seconds. A second Ctrl-C does not wait.
+    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 if the engine died.
 
     Examples:
 
