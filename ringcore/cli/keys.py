@@ -32,8 +32,8 @@ def keys(
       ringcore rpc tcp://127.0.0.1:5600 stats --keys ./admin-keys
 
     For another client make keys in another directory, and copy its clients/client.key, its scopes with it, into
-    clients/ here, under another name that ends in .key; its client.key_secret belongs in one directory with a copy of the server.key
-    made here.
+    clients/ here, under another name that ends in .key; that client keeps its client.key_secret together with a
+    copy of this server.key.
     """
     from ringcore.config.admin_keys import create_keys
     from ringcore.protocol.scopes import SCOPES

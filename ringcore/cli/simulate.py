@@ -56,7 +56,7 @@ def simulate(
     prefix_tokens: Annotated[int, typer.Option(help="of a generated trace: the length of each")] = 0,
     **options: Any,
 ) -> None:
-    """Replays requests over engine replicas in virtual time, where a step takes its modelled cost, and prints the results.
+    """Replays requests over engine replicas in virtual time: a step takes its modelled cost. Prints the results.
 
     The schedulers and prefix caches are the real ones; no model is loaded and no device is needed. --model is a folder
     with a config.json, or that file.
