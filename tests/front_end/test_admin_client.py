@@ -88,7 +88,7 @@ def test_the_methods_that_can_be_called(client):
     )
     assert methods["engine", "pause"].signature == "(mode: PauseMode = 'new') -> None"
     assert methods["engine", "sleep"].signature == "(level: int = 1, mode: SleepMode = 'abort') -> MemoryReport"
-    assert methods["engine", "sleep"].summary.startswith("Gives the device's memory back")
+    assert methods["engine", "sleep"].summary.startswith("Releases device memory")
     assert ("workers", "shutdown") not in methods
 
 
@@ -319,7 +319,7 @@ def test_an_unknown_key_is_refused(engine, keys):
     secret = zmq.curve_keypair()[1]
     with pytest.raises(ConfigError, match="the engine does not know this key; put its public key into clients/"):
         AdminClient(engine.address, server_key=read_client_keys(keys).server, client_secret_key=secret)
-    assert engine.endpoint.num_refused == 1
+    assert engine.endpoint.num_rejected == 1
     assert engine.calls == []
 
 
