@@ -242,7 +242,7 @@ time.sleep(60)
 @pytest.mark.parametrize("while_calling", [True, False])
 def test_a_killed_engine_ends_every_call(keys, while_calling):
     process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, keys, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENGINE, keys, str(Path(__file__).parents[1])], stdout=subprocess.PIPE, text=True
     )
     try:
         with AdminClient(process.stdout.readline().strip(), keys) as client:
