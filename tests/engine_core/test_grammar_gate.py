@@ -18,13 +18,13 @@ from ringcore.protocol.requests import EngineCoreRequest
 
 
 class FakeCompiler:
-    """Gives its verdict when the test says so. It fails as the real one would where it is used otherwise."""
+    """Returns its result when the test says so. It fails as the real one would where it is used otherwise."""
 
     def __init__(self) -> None:
         self.specs: list[StructuredOutputsParams] = []  # all it was given, in order
         self.num_cancelled = self.num_closed = 0
         self.start_errors: deque[RingcoreError] = deque()
-        self._verdict: CompileResult | None = None
+        self._result: CompileResult | None = None
         self.is_busy = self.has_unreaped = False
         self._fd = os.eventfd(0)
 
@@ -41,15 +41,15 @@ class FakeCompiler:
 
     def decide(self, error: RingcoreError | None = None) -> None:
         assert self.is_busy
-        self._verdict = CompileResult(error)
+        self._result = CompileResult(error)
         os.eventfd_write(self._fd, 1)
 
     def poll(self) -> CompileResult | None:
-        verdict, self._verdict = self._verdict, None
-        if verdict is not None:
+        result, self._result = self._result, None
+        if result is not None:
             self.is_busy = False
             os.eventfd_read(self._fd)
-        return verdict
+        return result
 
     def cancel(self) -> None:
         assert self.is_busy

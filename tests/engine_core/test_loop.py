@@ -59,7 +59,7 @@ class Future:
 class SurprisingExecutor(Executor):
     """Replies arrive all at once, in the middle of the `arrive_at`-th question, and at once from then on.
 
-    As in the real one, a question takes in the replies of every future and empties the eventfd. Where the loop
+    As in the real one, checking a future drains the replies of every future and empties the eventfd. Where the loop
     sleeps before that question, `arrive` is called from outside.
     """
 
@@ -502,9 +502,9 @@ def test_a_client_that_does_not_read_does_not_hold_the_engine_up():
         while len(outputs) < num + 1:
             outputs += served.receive().message.others
         assert [o.new_token_ids[0] for o in outputs[:num]] == list(range(num))
-        turns = core.num_turns
+        iterations = core.num_iterations
         time.sleep(0.1)
-        assert core.num_turns - turns < 5  # and it sleeps again
+        assert core.num_iterations - iterations < 5  # and it sleeps again
 
 
 def test_frames_that_are_none_change_nothing():
