@@ -129,7 +129,7 @@ class ScriptedFuture:
 
 
 class ScriptedCore:
-    """`do` has a function called in the loop's next iteration, by its thread; its return value is the iteration's output."""
+    """`do` has the loop's thread call a function in its next iteration; the return value is that iteration's output."""
 
     def __init__(self, allow_callables: bool = False) -> None:
         self.config = SimpleNamespace(parallel=SimpleNamespace(allow_callables=allow_callables))
