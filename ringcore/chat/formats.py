@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringcore.chat.call_rules import json_call, xml_call
 from ringcore.chat.json_call import JsonCall
 from ringcore.chat.reasoning import CLOSE, OPEN, ReasoningSyntax
 from ringcore.chat.tool_parser import CallSyntax
-from ringcore.chat.written_calls import json_call, xml_call
 from ringcore.chat.xml_call import FUNCTION, XmlCall
 from ringcore.errors import ConfigError
 

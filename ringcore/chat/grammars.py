@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
+from ringcore.chat.call_rules import SHARED_RULES, json_value, literal
 from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
 from ringcore.chat.reasoning import CLOSE, OPEN, reasoning_of_prompt
 from ringcore.chat.tool_parser import CallSyntax
-from ringcore.chat.written_calls import SHARED_RULES, json_value, literal
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.regular_expressions import whole_regex, write_regex
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.grammars.regular_expressions import fullmatch_regex, write_regex
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["answer_grammar"]
 
@@ -139,7 +139,7 @@ def _text(text: StructuredOutputsParams) -> str:
     try:
         return _text_rule(text)
     except ValueError as error:
-        raise unkept(text, str(error)) from error
+        raise spec_error(text, str(error)) from error
 
 
 def _text_rule(text: StructuredOutputsParams) -> str:
@@ -150,7 +150,7 @@ def _text_rule(text: StructuredOutputsParams) -> str:
             return json_value({"type": "object"})
         case "regex":
             assert text.regex is not None
-            return f"/{write_regex(whole_regex(text.regex))}/"
+            return f"/{write_regex(fullmatch_regex(text.regex))}/"
         case "choice":
             return " | ".join(literal(choice) for choice in text.choice or ())
         case "grammar":

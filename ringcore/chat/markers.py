@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["TextRun", "find_first", "held_length"]
+__all__ = ["TextRun", "find_first", "partial_marker_length"]
 
 
-def held_length(text: str, markers: Sequence[str]) -> int:
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
     """The length of the longest end of `text` that is the beginning of a marker, and not all of it."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
@@ -31,19 +31,19 @@ class TextRun:
     """
 
     def __init__(self) -> None:
-        self._is_behind_marker = False
+        self._is_after_marker = False
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
         """The text that `text` releases."""
-        if self._is_behind_marker:
+        if self._is_after_marker:
             text = text.lstrip("\n")
         body = text.rstrip("\n")
         if not body:
             if text:
                 self._held.append(text)
             return ""
-        self._is_behind_marker = False
+        self._is_after_marker = False
         released = self.release() + body
         if len(body) < len(text):
             self._held.append(text[len(body) :])
@@ -55,7 +55,7 @@ class TextRun:
         self._held.clear()
         return held
 
-    def begin_behind_marker(self) -> None:
+    def begin_after_marker(self) -> None:
         """A marker has ended. What is pushed now is a new run."""
         self._held.clear()
-        self._is_behind_marker = True
+        self._is_after_marker = True

@@ -64,7 +64,7 @@ class ChatParser:
         if content and not self._has_content:
             self._has_content = True
             if self._reasoning.has_closed:
-                self._content.begin_behind_marker()
+                self._content.begin_after_marker()
         if content:
             events += self._content.feed(content)
         return events

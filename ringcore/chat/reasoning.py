@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ringcore.chat.markers import TextRun, held_length
+from ringcore.chat.markers import TextRun, partial_marker_length
 
 __all__ = ["ReasoningSplitter", "ReasoningSyntax", "reasoning_of_prompt"]
 
@@ -86,7 +86,7 @@ class ReasoningSplitter:
 
     def _begin_reasoning(self) -> None:
         self._state = "reasoning"
-        self._run.begin_behind_marker()
+        self._run.begin_after_marker()
 
     def _reason(self) -> str:
         end = self._pending.find(CLOSE)
@@ -95,6 +95,6 @@ class ReasoningSplitter:
             self._pending = self._pending[end + len(CLOSE) :]
             self._state, self.has_closed = "content", True
             return reasoning
-        cut = len(self._pending) - held_length(self._pending, [CLOSE])
+        cut = len(self._pending) - partial_marker_length(self._pending, [CLOSE])
         reasoning, self._pending = self._run.push(self._pending[:cut]), self._pending[cut:]
         return reasoning

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringcore.chat.call_body import CallBody
+from ringcore.chat.call_rules import CallRule
 from ringcore.chat.events import ChatEvent, ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
-from ringcore.chat.markers import TextRun, find_first, held_length
+from ringcore.chat.markers import TextRun, find_first, partial_marker_length
 from ringcore.chat.tools import ToolSchemas
-from ringcore.chat.written_calls import WriteCall
 
 __all__ = ["CallSyntax", "ToolCallParser"]
 
@@ -37,7 +37,7 @@ class CallSyntax:
     """
 
     body: Callable[[ToolSchemas], CallBody]
-    write: WriteCall
+    write: CallRule
     openings: tuple[str, ...]
     unopened: tuple[str, ...] = ()
     closing: str = ""
@@ -64,9 +64,9 @@ class ToolCallParser:
         self._index = -1  # of the call that began last
         self._is_started = False  # whether the call under way was given out
 
-    def begin_behind_marker(self) -> None:
+    def begin_after_marker(self) -> None:
         """What is fed from now on stands behind a marker of another kind."""
-        self._run.begin_behind_marker()
+        self._run.begin_after_marker()
 
     def feed(self, text: str) -> list[ChatEvent]:
         """The events that `text` releases."""
@@ -101,7 +101,7 @@ class ToolCallParser:
     def _in_text(self, events: list[ChatEvent]) -> bool:
         found = find_first(self._pending, self._markers)
         if found is None:
-            cut = len(self._pending) - held_length(self._pending, self._markers)
+            cut = len(self._pending) - partial_marker_length(self._pending, self._markers)
             text, self._pending = self._pending[:cut], self._pending[cut:]
             self._add_content(text, events)
             return False
@@ -195,7 +195,7 @@ class ToolCallParser:
         assert self._syntax is not None
         events.append(ToolCallEnd(self._index, is_complete=True))
         self._raw, self._gap, self._may_separate = [], [], bool(self._syntax.separator)
-        self._run.begin_behind_marker()
+        self._run.begin_after_marker()
         self._state = "closing" if self._syntax.closing else "bare"
 
     def _break_off(self, events: list[ChatEvent]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from ringcore.chat.call_body import CallBody
 from ringcore.chat.json_scanner import skip_blanks
-from ringcore.chat.markers import held_length
+from ringcore.chat.markers import partial_marker_length
 from ringcore.chat.tools import ToolSchemas
 
 __all__ = ["FUNCTION", "XmlCall"]
@@ -120,7 +120,7 @@ class XmlCall(CallBody):
         stop = end
         if end < 0:
             tail = text[max(position, len(text) - len(PARAMETER_END)) :]
-            stop = len(text) - held_length(tail, ["\n" + PARAMETER_END, PARAMETER_END])
+            stop = len(text) - partial_marker_length(tail, ["\n" + PARAMETER_END, PARAMETER_END])
             if stop == position:
                 return None
         piece = text[position:stop]

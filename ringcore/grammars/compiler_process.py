@@ -21,7 +21,7 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.job_channel import limit_memory, serve_jobs
 
-__all__ = ["CHANNEL", "ENTRY", "job_of", "main"]
+__all__ = ["CHANNEL", "ENTRY", "encode_job", "main"]
 
 ENTRY = "ringcore.grammars.compiler_process:main"
 CHANNEL = "grammars"  # the name of the inherited socket
@@ -59,6 +59,6 @@ def _compile(grammars: Grammars, job: bytes) -> bytes:
     return json.dumps(error).encode()
 
 
-def job_of(spec: StructuredOutputsParams) -> bytes:
+def encode_job(spec: StructuredOutputsParams) -> bytes:
     """A grammar as the process takes it."""
     return json.dumps(asdict(spec)).encode()

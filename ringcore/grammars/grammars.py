@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Grammars", "Matcher", "grammar_key", "model_grammars"]
 
 BackendName = Literal["auto", "llguidance", "xgrammar"]
-MAX_KEPT = 128  # compiled grammars
+MAX_CACHED = 128  # compiled grammars
 
 _EXTRAS = {"llguidance": "ringcore[structured]", "xgrammar": "ringcore[xgrammar]"}
 
@@ -62,13 +62,13 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         backend: BackendName = "auto",
-        max_kept: int = MAX_KEPT,
+        max_cached: int = MAX_CACHED,
     ) -> None:
         """tokenizer: the model's, or what reads it. vocab_size: of the logits; ids that the tokenizer does not know are
         never sampled. eos_token_ids: each of them may end a completion. backend: "auto" is llguidance where it is
         installed, else xgrammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
-        self._name, self._max_kept = backend, max_kept
+        self._name, self._max_kept = backend, max_cached
         self._loading = threading.Lock()
         self._loaded: tuple[Backend, Vocabulary] | None = None
         self._keeping = threading.Lock()
@@ -111,7 +111,7 @@ class Grammars:
         backend, vocabulary = self._load()
         return _Matcher(backend.begin(compiled), frozenset(vocabulary.eos_token_ids))
 
-    def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
+    def fill_bitmasks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
         """Writes what each completion may go on with: masks [k, ceil(vocab_size / 32)] int32, in C order, row i of
         `matchers[i]`, each by `matcher`. Bit t % 32 of word t // 32 says of token t. In a row of a matcher with a
         `failure` none is set.

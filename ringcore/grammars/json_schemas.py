@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ringcore.grammars.json_formats import FORMAT_PATTERNS
-from ringcore.grammars.regular_expressions import searched_regex, write_regex
+from ringcore.grammars.regular_expressions import search_regex, write_regex
 
-__all__ = ["BY_NAME", "LISTS", "LLGUIDANCE_ONE_LINE", "LLGUIDANCE_OPTIONS", "MAX_INDENT", "SINGLE", "kept_schema"]
+__all__ = ["BY_NAME", "LISTS", "LLGUIDANCE_ONE_LINE", "LLGUIDANCE_OPTIONS", "MAX_INDENT", "SINGLE", "normalized_schema"]
 
 MAX_INDENT = 32  # spaces at the beginning of a line, or a quarter as many tabs
 
@@ -53,7 +53,7 @@ _MAX_EXACT = 2**53  # of a float, which is what libraries read integers as
 _EARLIER_DRAFTS = ("extends", "disallow", "divisibleBy")  # which libraries pass over
 
 
-def kept_schema(schema: Any) -> Any:
+def normalized_schema(schema: Any) -> Any:
     """Raises ValueError that names the keyword which no library keeps."""
     if isinstance(schema, bool):
         return schema
@@ -63,10 +63,10 @@ def kept_schema(schema: Any) -> Any:
     kept = dict(schema)
     for name in BY_NAME & kept.keys():
         if isinstance(kept[name], Mapping):
-            kept[name] = {key: kept_schema(inner) for key, inner in kept[name].items()}
+            kept[name] = {key: normalized_schema(inner) for key, inner in kept[name].items()}
     for name in (LISTS | SINGLE) & kept.keys():
         inner = kept[name]
-        kept[name] = [kept_schema(one) for one in inner] if isinstance(inner, list) else kept_schema(inner)
+        kept[name] = [normalized_schema(one) for one in inner] if isinstance(inner, list) else normalized_schema(inner)
     if isinstance(kept.get("patternProperties"), dict):
         kept["patternProperties"] = {_pattern(key): inner for key, inner in kept["patternProperties"].items()}
     if "pattern" in kept:
@@ -77,7 +77,7 @@ def kept_schema(schema: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    return f"^(?:{write_regex(searched_regex(pattern))})$"
+    return f"^(?:{write_regex(search_regex(pattern))})$"
 
 
 def _with_format_as_patterns(schema: dict[str, Any]) -> dict[str, Any]:

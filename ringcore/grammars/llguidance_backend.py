@@ -12,10 +12,10 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from ringcore.grammars.backend import Backend, any_of, schema_of
-from ringcore.grammars.json_schemas import LLGUIDANCE_OPTIONS, kept_schema
-from ringcore.grammars.regular_expressions import whole_regex, write_regex
+from ringcore.grammars.json_schemas import LLGUIDANCE_OPTIONS, normalized_schema
+from ringcore.grammars.regular_expressions import fullmatch_regex, write_regex
 from ringcore.grammars.vocabulary import Vocabulary
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["LLGuidanceBackend"]
 
@@ -45,7 +45,7 @@ class LLGuidanceBackend(Backend):
         try:
             grammar = _grammar(spec)
         except (ValueError, RecursionError) as error:
-            raise unkept(spec, str(error)) from error
+            raise spec_error(spec, str(error)) from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, limits=_LIMITS, log_level=0)
         if not matcher.is_error():
             first = matcher.deep_copy()
@@ -53,9 +53,9 @@ class LLGuidanceBackend(Backend):
             if not first.is_error():
                 return matcher
             if not first.get_error().startswith("NoExtension"):
-                raise unkept(spec, first.get_error())
-            raise unkept(spec, "no text at all satisfies it")
-        raise unkept(spec, matcher.get_error())
+                raise spec_error(spec, first.get_error())
+            raise spec_error(spec, "no text at all satisfies it")
+        raise spec_error(spec, matcher.get_error())
 
     def begin(self, compiled: llguidance.LLMatcher) -> _LLGuidanceProgress:
         return _LLGuidanceProgress(compiled.deep_copy())
@@ -127,10 +127,10 @@ def _grammar(spec: StructuredOutputsParams) -> str:
     match spec.kind:
         case "json" | "json_object":
             options: Any = dict(LLGUIDANCE_OPTIONS)  # a JsonCompileOptions, which is there for type checkers alone
-            return make.grammar_from_json_schema(json.dumps(kept_schema(schema_of(spec))), overrides=options)
+            return make.grammar_from_json_schema(json.dumps(normalized_schema(schema_of(spec))), overrides=options)
         case "regex":
             assert spec.regex is not None
-            return make.grammar_from_lark(f"start: /(?:{write_regex(whole_regex(spec.regex))})/")
+            return make.grammar_from_lark(f"start: /(?:{write_regex(fullmatch_regex(spec.regex))})/")
         case "choice":
             assert spec.choice is not None
             return make.grammar_from_lark(f"start: {any_of(spec.choice)}")

@@ -10,13 +10,13 @@ import xgrammar
 
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars.backend import Backend, any_of, schema_of
-from ringcore.grammars.json_schemas import kept_schema
-from ringcore.grammars.kept_keywords import in_kept_words, unkept_keyword
-from ringcore.grammars.regular_expressions import whole_regex
+from ringcore.grammars.json_schemas import normalized_schema
+from ringcore.grammars.regular_expressions import fullmatch_regex
 from ringcore.grammars.vocabulary import Vocabulary
 from ringcore.grammars.xgrammar_json import json_grammar
+from ringcore.grammars.xgrammar_keywords import unsupported_keyword, with_string_patterns
 from ringcore.grammars.xgrammar_regex import write_gbnf
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["XGrammarBackend"]
 
@@ -53,9 +53,9 @@ class XGrammarBackend(Backend):
         except InvalidRequestError:
             raise
         except (RuntimeError, ValueError, RecursionError) as error:
-            raise unkept(spec, _PLACE.sub("", str(error))) from error
+            raise spec_error(spec, _PLACE.sub("", str(error))) from error
         if not first.any():
-            raise unkept(spec, "no text at all satisfies it")
+            raise spec_error(spec, "no text at all satisfies it")
         return compiled
 
     def _compile(self, spec: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
@@ -70,7 +70,7 @@ class XGrammarBackend(Backend):
             case "grammar":
                 assert spec.grammar is not None
                 if _JSON_IN_LARK.search(spec.grammar):
-                    raise _unkept(spec, "%json in a grammar")
+                    raise _unsupported(spec, "%json in a grammar")
                 if _LARK.search(spec.grammar):
                     return self._compiler.compile_lark(spec.grammar)
                 return self._compiler.compile_grammar(spec.grammar)
@@ -87,28 +87,28 @@ class XGrammarBackend(Backend):
 def _json(spec: StructuredOutputsParams) -> str:
     """Raises ValueError, and `InvalidRequestError` for what only this library cannot keep."""
     schema = schema_of(spec)
-    kept = kept_schema(schema)
-    if (keyword := unkept_keyword(schema)) is not None:
-        raise _unkept(spec, keyword)
+    kept = normalized_schema(schema)
+    if (keyword := unsupported_keyword(schema)) is not None:
+        raise _unsupported(spec, keyword)
     try:
-        words = in_kept_words(kept)
+        words = with_string_patterns(kept)
     except ValueError as error:
-        raise _unkept(spec, str(error)) from error
+        raise _unsupported(spec, str(error)) from error
     # Not strict where the schema is open: an object without properties may have any.
     return json_grammar(words, is_open=spec.json is None)
 
 
 def _regex(spec: StructuredOutputsParams) -> str:
     assert spec.regex is not None
-    node = whole_regex(spec.regex)
+    node = fullmatch_regex(spec.regex)
     try:
         return write_gbnf(node)
     except ValueError as error:
-        raise _unkept(spec, str(error)) from error
+        raise _unsupported(spec, str(error)) from error
 
 
-def _unkept(spec: StructuredOutputsParams, what: str) -> InvalidRequestError:
-    return unkept(spec, f"xgrammar cannot keep {what}; structured_outputs_backend='llguidance' may")
+def _unsupported(spec: StructuredOutputsParams, what: str) -> InvalidRequestError:
+    return spec_error(spec, f"xgrammar cannot keep {what}; structured_outputs_backend='llguidance' may")
 
 
 class _XGrammarProgress:

@@ -15,7 +15,7 @@ from typing import Any
 import xgrammar
 
 from ringcore.grammars.json_schemas import MAX_INDENT
-from ringcore.grammars.regular_expressions import searched_regex
+from ringcore.grammars.regular_expressions import search_regex
 from ringcore.grammars.xgrammar_regex import write_gbnf
 
 __all__ = ["json_grammar"]
@@ -65,5 +65,5 @@ def _in_place(found: re.Match[str]) -> str:
     if found["blanks"]:
         return "json_blanks"
     if found["regex"]:
-        return write_gbnf(searched_regex(re.sub(r"\\(.)", r"\1", found["regex"][1:-1])))
+        return write_gbnf(search_regex(re.sub(r"\\(.)", r"\1", found["regex"][1:-1])))
     return "json_plain" if found["set"] == _PLAIN_SET else found[0]

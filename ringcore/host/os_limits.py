@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from ringcore.errors import CapacityError, RingcoreError
 
-__all__ = ["os_limits_told"]
+__all__ = ["os_limit_errors"]
 
 
 @contextmanager
-def os_limits_told(what: str) -> Iterator[None]:
+def os_limit_errors(what: str) -> Iterator[None]:
     """For what takes resources of the system: an `OSError` in it becomes a `CapacityError` that begins with `what`."""
     try:
         yield

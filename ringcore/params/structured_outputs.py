@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from ringcore.errors import InvalidRequestError
 from ringcore.params.field_checks import bad_field, check_list, check_plain_data, check_text
 
-__all__ = ["StructuredOutputsKind", "StructuredOutputsParams", "unkept"]
+__all__ = ["StructuredOutputsKind", "StructuredOutputsParams", "spec_error"]
 
 StructuredOutputsKind = Literal["json", "json_object", "regex", "choice", "grammar"]
 
@@ -77,7 +77,7 @@ class StructuredOutputsParams:
         return next(cast(StructuredOutputsKind, f.name) for f in fields(self) if getattr(self, f.name) is not None)
 
 
-def unkept(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
+def spec_error(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
     """The error of what is well-formed and cannot be kept."""
     field, why = f"structured_outputs.{spec.kind}", " ".join(why.split())
     if len(why) > _MAX_ERROR_CHARS:

@@ -202,7 +202,7 @@ def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) 
         store = MemoryStore(num_bytes, link, HostBudget(Host().free_memory_bytes, num_ranks))
     else:
         store = FileStore(num_bytes, directory, link)
-    store.make_ahead()
+    store.allocate_in_background()
     return store
 
 

@@ -29,7 +29,7 @@ from ringcore.worker.weights.weight_group import BroadcastGroup
 from ringcore.worker.weights.weight_sources import WeightReceiver
 
 if TYPE_CHECKING:
-    from ringcore.worker.start_up.kernels_ahead import KernelsAhead
+    from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp
 
 __all__ = ["Worker"]
 
@@ -312,14 +312,14 @@ class Worker:
             platform.close()
 
 
-def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelsAhead | None:
+def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelWarmUp | None:
     """In a thread; None where there are none."""
     if not ops.has_kernels(platform.device):
         return None
-    from ringcore.worker.start_up.kernels_ahead import KernelsAhead  # with the kernels, which a CPU may not have
+    from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
     dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-    return KernelsAhead(config, platform, tp, dtype, _runner_class(platform))
+    return KernelWarmUp(config, platform, tp, dtype, _runner_class(platform))
 
 
 def _runner_class(platform: Platform) -> type[ModelRunner]:

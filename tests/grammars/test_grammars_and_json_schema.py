@@ -12,7 +12,7 @@ from any_schemas import any_schema, any_text
 from grammar_texts import BLANK, Grammar, make_backend
 
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.json_schemas import kept_schema
+from ringcore.grammars.json_schemas import normalized_schema
 from ringcore.params.structured_outputs import StructuredOutputsParams
 
 validators = pytest.importorskip("jsonschema_rs")
@@ -245,8 +245,8 @@ def test_what_no_backend_keeps_is_refused_by_name(backend, schema, named):
 def test_names_and_values_are_no_keywords():
     """A property may be called as a keyword is, and a constant may look like a schema."""
     inner = {"pattern": {"type": "string"}, "$ref": {"const": {"pattern": "(?=a)", "$ref": "nowhere"}}}
-    assert kept_schema({"properties": inner}) == {"properties": inner}
-    assert kept_schema({"$ref": "#/$defs/a~1b/items"}) == {"$ref": "#/$defs/a~1b/items"}
+    assert normalized_schema({"properties": inner}) == {"properties": inner}
+    assert normalized_schema({"$ref": "#/$defs/a~1b/items"}) == {"$ref": "#/$defs/a~1b/items"}
 
 
 def test_what_xgrammar_leaves_out_without_a_type():
@@ -266,9 +266,9 @@ def test_what_xgrammar_alone_cannot_keep_names_the_other_library():
         spec({"type": "string", "pattern": r"\p{L}"}),
         StructuredOutputsParams(grammar='start: "a" %json {"type": "array", "uniqueItems": true}'),
     ]
-    for unkept in specs:
+    for spec_error in specs:
         with pytest.raises(InvalidRequestError, match=r"xgrammar cannot keep .*'llguidance' may"):
-            backend.compile(unkept)
+            backend.compile(spec_error)
 
 
 KEYWORDS = [

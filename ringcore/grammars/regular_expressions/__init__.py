@@ -1,6 +1,6 @@
 """Regular expressions, read by one set of rules and written again so that every library matches the same texts.
 
-`whole_regex` reads an expression as Python's `re` does with `re.ASCII`, for `re.fullmatch`; `searched_regex` reads one
+`fullmatch_regex` reads an expression as Python's `re` does with `re.ASCII`, for `re.fullmatch`; `search_regex` reads one
 as ECMA-262 does, which is what the patterns of JSON schemas are, for a search. What no library of grammars matches
 (lookaround, back-references, places within a text, possessive quantifiers) is refused by name.
 
@@ -25,20 +25,20 @@ __all__ = [
     "Node",
     "Repeat",
     "Seq",
-    "searched_regex",
-    "whole_regex",
+    "fullmatch_regex",
+    "search_regex",
     "write_regex",
 ]
 
 
-def whole_regex(regex: str) -> Node:
+def fullmatch_regex(regex: str) -> Node:
     """What matches a whole text where `re.fullmatch(regex, text, re.ASCII)` does. \\p{...} is taken too, which `re`
     has not. Raises ValueError that names what cannot be kept."""
     return _without_anchors(parse(regex, "python"), is_search=False)
 
 
-def searched_regex(pattern: str) -> Node:
-    """What matches a whole text in which ECMA-262's `pattern` is found. Raises ValueError as `whole_regex`."""
+def search_regex(pattern: str) -> Node:
+    """What matches a whole text in which ECMA-262's `pattern` is found. Raises ValueError as `fullmatch_regex`."""
     return _without_anchors(parse(pattern, "ecma"), is_search=True)
 
 

@@ -29,11 +29,11 @@ __all__ = ["HostBudget", "HostStore", "MemoryStore"]
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 300.0  # by then something is broken: 16 GiB take a second
+_TIMEOUT_S = 300.0  # by then something is broken: 16 GiB take a second
 _PIECE_BYTES = 64 << 20  # of memory that is taken at once
 _COPY_BYTES = 256 << 20  # above 64 MiB a copy is as fast as the link
 _MAX_THREADS = 16
-_SHARE_AHEAD = 4  # this part of the cores: the others compile kernels and read weights meanwhile
+_BACKGROUND_SHARE = 4  # this part of the cores: the others compile kernels and read weights meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class HostStore(ABC):
         self._making: Future[None] | None = None
         self._is_closing = threading.Event()
 
-    def make_ahead(self) -> None:
+    def allocate_in_background(self) -> None:
         """Begins to make what `save` needs, in a thread, beside what else has to be done. A failure goes to the log."""
         self._begin(is_awaited=False)
 
@@ -103,11 +103,11 @@ class HostStore(ABC):
 
     def _await(self, making: Future[None]) -> None:
         try:
-            making.result(_PATIENCE_S)
+            making.result(_TIMEOUT_S)
         except TimeoutError as error:
             if making.done():
                 raise  # its own
-            raise RuntimeError(f"the room for weights is not made after {_PATIENCE_S:.0f} s") from error
+            raise RuntimeError(f"the room for weights is not made after {_TIMEOUT_S:.0f} s") from error
 
     @abstractmethod
     def _make(self, is_awaited: bool) -> None:
@@ -138,7 +138,7 @@ class HostStore(ABC):
         self._is_closing.set()
         making, self._making = self._making, None
         if making is not None:
-            making.exception(_PATIENCE_S)
+            making.exception(_TIMEOUT_S)
         self._close()
 
     @abstractmethod
@@ -158,7 +158,7 @@ class MemoryStore(HostStore):
         pages = HugePages(self.num_bytes)
         if self._link.wants_registered:
             cores = len(os.sched_getaffinity(0)) // self._budget.num_ranks
-            num_threads = min(_MAX_THREADS, max(1, cores if is_awaited else cores // _SHARE_AHEAD))
+            num_threads = min(_MAX_THREADS, max(1, cores if is_awaited else cores // _BACKGROUND_SHARE))
 
             def may_take(left: int) -> bool:
                 self._budget.check(self.num_bytes, left, num_threads * _PIECE_BYTES)

@@ -9,10 +9,10 @@ from typing import Any
 
 from ringcore.grammars.json_formats import FORMAT_PATTERNS
 from ringcore.grammars.json_schemas import BY_NAME, LISTS, SINGLE
-from ringcore.grammars.regular_expressions import ANY, Node, Repeat, searched_regex, write_regex
+from ringcore.grammars.regular_expressions import ANY, Node, Repeat, search_regex, write_regex
 from ringcore.grammars.xgrammar_regex import in_json_string
 
-__all__ = ["in_kept_words", "unkept_keyword"]
+__all__ = ["unsupported_keyword", "with_string_patterns"]
 
 # Those that constrain a value and that it knows nothing of, or less than they mean.
 _NEVER = frozenset(
@@ -51,21 +51,21 @@ _NEEDS_TYPE = frozenset(
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
-def in_kept_words(schema: Any) -> Any:
+def with_string_patterns(schema: Any) -> Any:
     """The schema with patterns, and lengths of strings as patterns, of the text between a string's quotes: xgrammar
     takes a pattern for that text, and lets control characters into strings of a length. Raises ValueError."""
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
     for name in BY_NAME & kept.keys():
-        kept[name] = {key: in_kept_words(one) for key, one in kept[name].items()}
+        kept[name] = {key: with_string_patterns(one) for key, one in kept[name].items()}
     for name in LISTS & kept.keys():
-        kept[name] = [in_kept_words(one) for one in kept[name]]
+        kept[name] = [with_string_patterns(one) for one in kept[name]]
     for name in SINGLE & kept.keys():
-        kept[name] = in_kept_words(kept[name])
+        kept[name] = with_string_patterns(kept[name])
     low, high = kept.pop("minLength", None), kept.pop("maxLength", None)
     if "pattern" in kept:
-        kept["pattern"] = _between_quotes(searched_regex(kept["pattern"]))
+        kept["pattern"] = _between_quotes(search_regex(kept["pattern"]))
     elif low is not None or high is not None:
         kept["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
     return kept
@@ -75,7 +75,7 @@ def _between_quotes(node: Node) -> str:
     return f"^(?:{write_regex(in_json_string(node))})$"
 
 
-def unkept_keyword(schema: Any) -> str | None:
+def unsupported_keyword(schema: Any) -> str | None:
     """A part of the schema that a completion by xgrammar might not keep; None where it keeps all."""
     left = [schema]
     while left:
@@ -84,8 +84,8 @@ def unkept_keyword(schema: Any) -> str | None:
             continue
         if not isinstance(one, dict):
             return f"the schema {one!r}"
-        if (unkept := _unkept(one)) is not None:
-            return unkept
+        if (unsupported := _unsupported(one)) is not None:
+            return unsupported
         left += _inner(one)
     return None
 
@@ -101,7 +101,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
             yield schema[name]
 
 
-def _unkept(schema: dict[str, Any]) -> str | None:
+def _unsupported(schema: dict[str, Any]) -> str | None:
     """Of its own keywords, those of the schemas in it left out."""
     for name in sorted(_NEVER & schema.keys()):
         return f"{name!r}"
@@ -112,8 +112,8 @@ def _unkept(schema: dict[str, Any]) -> str | None:
     for name in _COUNTS:
         if name in schema and (type(schema[name]) is not int or schema[name] < 0):
             return f"{name!r} that is no count"
-    if (unkept := _unkept_type(schema)) is not None:
-        return unkept
+    if (unsupported := _unsupported_type(schema)) is not None:
+        return unsupported
     for name in _ALONE:
         if name in schema and (others := (_CONSTRAINTS & schema.keys()) - {name}):
             if name in ("enum", "const") and others == {"type"} and _all_of_type(schema, name):
@@ -121,7 +121,7 @@ def _unkept(schema: dict[str, Any]) -> str | None:
             return f"{sorted(others)[0]!r} beside {name!r}"
     if (text := schema.get("format")) is not None and text not in _FORMATS:
         return f"the format {text!r}"
-    return _unkept_of_string(schema) or _unkept_of_object(schema)
+    return _unsupported_of_string(schema) or _unsupported_of_object(schema)
 
 
 def _types(schema: dict[str, Any]) -> list[Any]:
@@ -129,7 +129,7 @@ def _types(schema: dict[str, Any]) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
-def _unkept_type(schema: dict[str, Any]) -> str | None:
+def _unsupported_type(schema: dict[str, Any]) -> str | None:
     types = _types(schema)
     if "type" in schema and not (types and all(isinstance(one, str) and one in _TYPES for one in types)):
         return f"the type {schema['type']!r}"
@@ -143,7 +143,7 @@ def _all_of_type(schema: dict[str, Any], name: str) -> bool:
     return isinstance(values, list) and all(any(_TYPES[t](v) for t in _types(schema)) for v in values)
 
 
-def _unkept_of_string(schema: dict[str, Any]) -> str | None:
+def _unsupported_of_string(schema: dict[str, Any]) -> str | None:
     """One pattern is what a string is held to."""
     given = sorted(name for name in ("format", "pattern") if name in schema)
     lengths = sorted(name for name in ("minLength", "maxLength") if name in schema)
@@ -152,7 +152,7 @@ def _unkept_of_string(schema: dict[str, Any]) -> str | None:
     return None
 
 
-def _unkept_of_object(schema: dict[str, Any]) -> str | None:
+def _unsupported_of_object(schema: dict[str, Any]) -> str | None:
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(required, list):

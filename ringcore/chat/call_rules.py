@@ -14,12 +14,12 @@ from typing import Any
 from ringcore.chat.tools import ToolSchemas
 from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, kept_schema
+from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, normalized_schema
 
-__all__ = ["SHARED_RULES", "WriteCall", "json_call", "json_value", "literal", "xml_call"]
+__all__ = ["SHARED_RULES", "CallRule", "json_call", "json_value", "literal", "xml_call"]
 
 # The rule for a call, of the function {"name", "parameters"} of a tool.
-WriteCall = Callable[[Mapping[str, Any]], str]
+CallRule = Callable[[Mapping[str, Any]], str]
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KEY = re.compile(r"[^<>\n]+")
@@ -38,10 +38,10 @@ def json_value(schema: Mapping[str, Any], *, is_fixed: bool = False) -> str:
     Raises ValueError that names what cannot be kept.
     """
     options = dict(LLGUIDANCE_ONE_LINE if is_fixed else LLGUIDANCE_OPTIONS)
-    return f"%json {json.dumps({**kept_schema(schema), 'x-guidance': options})}"
+    return f"%json {json.dumps({**normalized_schema(schema), 'x-guidance': options})}"
 
 
-def json_call(arguments: str) -> WriteCall:
+def json_call(arguments: str) -> CallRule:
     """{"name": "f", "<arguments>": {...}}"""
     return partial(_json_call, arguments)
 

@@ -36,18 +36,18 @@ from ringcore.worker.runner.kv_caches import choose_backends
 from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.start_up.memory_budget import planned_cache
 
-__all__ = ["KernelsAhead", "RunnerFactory", "catch_steps", "has_room", "set_up_libraries", "steps_of_all_kinds"]
+__all__ = ["KernelWarmUp", "RunnerFactory", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
 
 RunnerFactory = Callable[[EngineConfig, LoadedModel, KVCacheConfig, Platform, int], ModelRunner]
 
-_PATIENCE_S = 120.0  # by then something waits for what does not run
+_TIMEOUT_S = 120.0  # by then something waits for what does not run
 _PROMPTS = (2, 16, 100, 1000)  # tokens: kernels are chosen by length, and Triton tells multiples of 16 from others
 _PREFIX = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
 
-class KernelsAhead:
+class KernelWarmUp:
     """A thread that catches and compiles, from construction on."""
 
     def __init__(
@@ -62,9 +62,9 @@ class KernelsAhead:
 
     def finish(self) -> float:
         """Waits for the end; the seconds that the thread took."""
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("the kernels are not compiled after %.0f s; they are compiled as they are met", _PATIENCE_S)
+            _log.warning("the kernels are not compiled after %.0f s; they are compiled as they are met", _TIMEOUT_S)
         return self._seconds
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class KernelsAhead:
                 return
             with ThreadPoolExecutor(1, "libraries ahead") as beside:
                 libraries = beside.submit(set_up_libraries, config, platform, tp, dtype)
-                variants = catch_steps(config, platform, tp, dtype, runner)
+                variants = intercept_steps(config, platform, tp, dtype, runner)
                 gc.collect()  # what was caught with may hold itself, and memory
                 caught_s = time.monotonic() - started
                 num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
@@ -108,7 +108,7 @@ def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> Ca
 
 @torch.inference_mode()
 def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
-    """What attention's libraries do once. Arguments: see `KernelsAhead`."""
+    """What attention's libraries do once. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     model = _without_weights(config, tp.apart(), dtype)
@@ -118,10 +118,10 @@ def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParalle
 
 
 @torch.inference_mode()
-def catch_steps(
+def intercept_steps(
     config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, make_runner: RunnerFactory
 ) -> list[Variant]:
-    """What steps of many kinds and sizes would have compiled, each kernel once. Arguments: see `KernelsAhead`."""
+    """What steps of many kinds and sizes would have compiled, each kernel once. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config = _few_layers(config)
@@ -136,7 +136,7 @@ def catch_steps(
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block and one in which every token lies
         runner = make_runner(config, loaded, plan, cast(Platform, _Plain(platform)), tp.rank)
-        for step in steps_of_all_kinds(config, [group.spec.block_size for group in plan.groups]):
+        for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()
     return list(caught.values())
@@ -174,7 +174,7 @@ _FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, min_
 _ADJUSTED = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0])
 
 
-def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
+def warm_up_steps(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
     """Prompts of several lengths, one behind a cached prefix, one beside a row that decodes; then decoding steps of
     every size that has a graph. block_sizes: by KV cache group. All tokens lie in block 1."""
 
