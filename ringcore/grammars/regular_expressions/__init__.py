@@ -1,7 +1,7 @@
 """Regular expressions, read by one set of rules and written again so that every library matches the same texts.
 
-`fullmatch_regex` reads an expression as Python's `re` does with `re.ASCII`, for `re.fullmatch`; `search_regex` reads one
-as ECMA-262 does, which is what the patterns of JSON schemas are, for a search. What no library of grammars matches
+`fullmatch_regex` reads an expression as Python's `re` does with `re.ASCII`, for `re.fullmatch`; `search_regex` reads
+one as ECMA-262 does, which is what the patterns of JSON schemas are, for a search. What no library of grammars matches
 (lookaround, back-references, places within a text, possessive quantifiers) is refused by name.
 
 What comes back has none of the constructs that libraries disagree on: letters and digits, code points as \\u{hex},

@@ -1,4 +1,4 @@
-"""The ring buffer by which the device reports sampled tokens: kernels write to pinned host memory, the host polls it."""
+"""The ring buffer by which the device reports sampled tokens: kernels write pinned host memory, the host polls it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _CHECK_S = 0.1  # how often a wait checks that the device still has work
 
 
 class ResultRing:
-    """One slot per step; producer: `kernels.step.finish_rows` on the device, consumer: the host. Steps are numbered from
-    1 on, in launch order, and a slot's first word is the number of the step that it holds.
+    """One slot per step; producer: `kernels.step.finish_rows` on the device, consumer: the host. Steps are numbered
+    from 1 on, in launch order, and a slot's first word is the number of the step that it holds.
 
     The ring wraps around after `num_slots` steps, so a step must be read before that many follow it.
     """

@@ -31,9 +31,7 @@ def make_output(
     if not steps:
         return ModelRunnerOutput(step, None, int_array())
     rows = steps[0].rows
-    assert all(len(other.rows) == len(rows) for other in steps), (
-        "a row of a multi-step message did not sample in each step"
-    )
+    assert all(len(other.rows) == len(rows) for other in steps), "a row did not sample in each step of its message"
     token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1)  # [n, num_steps]
     logprobs: list[TokenLogprobs | None] | None = None
     good = ~np.isin(rows, list(errors)) if errors else np.ones(len(rows), dtype=bool)

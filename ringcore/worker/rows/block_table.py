@@ -56,9 +56,9 @@ class BlockTable:
     def slots(self, rows: np.ndarray, positions: np.ndarray, is_cached: np.ndarray | None) -> np.ndarray:
         """The slot mapping, [n] int64: block_id * block_size + offset for the token positions[i] of row rows[i].
 
-        is_cached: [n] bool. Such a token is recomputed for its logits only; its keys and values are in the prefix cache,
-        in a block that other rows may be reading. The recomputed ones can differ in the last bit, so they are written to
-        the null block and the shared block keeps its contents.
+        is_cached: [n] bool. Such a token is recomputed for its logits only; its keys and values are in the prefix
+        cache, in a block that other rows may be reading. The recomputed ones can differ in the last bit, so they are
+        written to the null block and the shared block keeps its contents.
         """
         blocks, offsets = np.divmod(positions, self.block_size)
         block_ids = self.block_ids[rows, blocks].astype(np.int64)

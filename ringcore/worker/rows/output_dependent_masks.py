@@ -42,8 +42,8 @@ class OutputDependentMasks:
         matcher: Matcher | None,
         stop_token_ids: Sequence[int],
     ) -> None:
-        """bad_words: of two tokens or more. The caller has already stored the bitmask `allowed` of a row with bad words or
-        a matcher."""
+        """bad_words: of two tokens or more. The caller has already stored the bitmask `allowed` of a row with bad words
+        or a matcher."""
         split_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
         self._rows[row] = _MaskState(allowed, split_words, matcher, frozenset(stop_token_ids))
 

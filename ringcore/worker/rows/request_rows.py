@@ -133,7 +133,7 @@ class RequestRows:
         self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int) -> None:
-        """Appends one sampled token per row, the input of the row's next step. `UNKNOWN_TOKEN`: only the device has it."""
+        """Appends one sampled token per row, its next input. `UNKNOWN_TOKEN`: only the device has the token."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 

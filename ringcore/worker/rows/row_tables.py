@@ -1,7 +1,7 @@
 """Device tables with a slot for each row that needs one: token counts, and token bitmasks.
 
-A table is allocated for its first row and grows by doubling, up to a slot for every row. A kernel may still read the old
-table when it grows: torch's allocator reuses the memory in stream order.
+A table is allocated for its first row and grows by doubling, up to a slot for every row. A kernel may still read the
+old table when it grows: torch's allocator reuses the memory in stream order.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class PinnedWords:
 
     @contextmanager
     def filled(self, first: np.ndarray, second: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """[n] int32 each. Kernels launched inside the context, on the current stream, may read the two tensors [>= n]."""
+        """[n] int32 each. Kernels launched in the context, on the current stream, may read the two tensors [>= n]."""
         buffer = self._buffers[self._next]
         if buffer.read is not None:
             buffer.read.synchronize()

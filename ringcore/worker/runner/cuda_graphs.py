@@ -93,8 +93,8 @@ class DecodeStep:
         return self._run_logits(len(scheduled))
 
     def launch_sampling(self, logits: torch.Tensor, mark: MarkRows) -> torch.Tensor:
-        """Launches the rest of the step that `launch_logits` began: samples from logits [n, vocab_size] of any float dtype
-        -> token ids [n], valid until the next launch.
+        """Launches the rest of the step that `launch_logits` began: samples from logits [n, vocab_size] of any float
+        dtype -> token ids [n], valid until the next launch.
 
         mark: called with the sampled token ids and ok [n], before they are written to the rows and the result ring.
         """

@@ -1,4 +1,4 @@
-"""Runs steps on a GPU: `execute` launches them asynchronously, and their tokens are read later from a pinned result ring."""
+"""Runs steps on a GPU: `execute` launches them asynchronously; their tokens are read later from a pinned ring."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class _LaunchedSamples(NamedTuple):
 
 
 class GPUModelRunner(ModelRunner):
-    """As `ModelRunner`, but `execute` returns before the device has done the work (async scheduling). Sampled tokens stay
-    on the device, where the row's next step reads them; the host learns them while the device computes later steps.
+    """As `ModelRunner`, but `execute` returns before the device has done the work (async scheduling). Sampled tokens
+    stay on the device, where the row's next step reads them; the host learns them while the device computes later
+    steps.
 
     A step in which every row decodes is a `DecodeStep`, a CUDA graph unless `enforce_eager`. The host gathers the batch
     of any other (mixed) step; the forward pass is a graph too where the step is small, else launched eagerly. A step
@@ -264,7 +265,7 @@ class GPUModelRunner(ModelRunner):
     # Reading the results.
 
     def read(self, launched: LaunchedStep) -> None:
-        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of rows with non-finite values."""
+        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
         if launched.words is not None:
             return
         words = launched.words = self.ring.take(launched.number, len(launched.rows))
@@ -296,8 +297,8 @@ class GPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _zero_kv_since(self, launched: LaunchedStep, places: np.ndarray) -> None:
-        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another request
-        has the row by now."""
+        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another
+        request has the row by now."""
         rows, starts = launched.rows[places], launched.starts[places]
         counts = self.rows.num_computed_tokens[rows] - starts
         mine = (self.rows.num_admissions[rows] == launched.admissions[places]) & (counts > 0)
@@ -331,8 +332,8 @@ class LaunchedOutput:
 
 
 def _mark_fully_masked(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
-    """Sets token_ids [n] of rows that are not ok to `_ALL_MASKED` where the model's logits [n, vocab_size] are finite, so
-    that the adjustments masked every token; else to 0."""
+    """Sets token_ids [n] of rows that are not ok to `_ALL_MASKED` where the model's logits [n, vocab_size] are finite,
+    so that the adjustments masked every token; else to 0."""
     was_finite = torch.isfinite(logits.amax(dim=-1))  # NaN is the largest
     token_ids.copy_(torch.where(ok, token_ids, was_finite * _ALL_MASKED))
 

@@ -54,8 +54,8 @@ class LoadedModel:
     def load(
         cls, config: EngineConfig, platform: Platform, tp: TensorParallel, allocated: Callable[[], None] | None = None
     ) -> LoadedModel:
-        """allocated: called when the weights' memory is allocated, before they are read into it; never called for packed
-        weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
+        """allocated: called when the weights' memory is allocated, before they are read into it; never called for
+        packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
         start = time.monotonic()
         spec = config.model.spec
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
@@ -83,8 +83,8 @@ def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_byte
 
 
 class ModelRunner:
-    """One rank's model, KV cache and persistent batch. Steps are executed in order, and a row's next input is its own last
-    token, so the scheduler may schedule a step before it knows the tokens of the previous one (async scheduling).
+    """One rank's model, KV cache and persistent batch. Steps are executed in order, and a row's next input is its own
+    last token, so the scheduler may schedule a step before it knows the tokens of the previous one (async scheduling).
 
     Every rank samples the same tokens: logits are bitwise equal on all ranks, and sampling uses a counter-based RNG of
     the row's seed and the token's position. So no rank broadcasts its samples.
