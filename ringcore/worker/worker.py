@@ -337,5 +337,5 @@ def _resident_bytes() -> int:
 
 def _require(stage: _Stage | None, method: str) -> _Stage:
     if stage is None:
-        raise InvalidRequestError(f"the worker has not completed {method}; call it first", field="method", value=method)
+        raise InvalidRequestError(f"the worker is not ready; call {method} first", field="method", value=method)
     return stage

@@ -168,7 +168,7 @@ def test_where_there_is_no_room_map_takes_nothing(arena: Arena, device: FakeVirt
     arena.unmap()
     tenant = device.create(48 * PAGE)
     free = device.free_bytes
-    with pytest.raises(CapacityError, match=r"weights: to have memory again it needs") as error:
+    with pytest.raises(CapacityError, match=r"weights: to be mapped again it needs") as error:
         arena.map()
     assert error.value.details == {"needed_bytes": 18 * PAGE, "available_bytes": free}
     assert (device.free_bytes, arena.mapped_bytes) == (free, 0)

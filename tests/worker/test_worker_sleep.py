@@ -106,7 +106,7 @@ def test_a_roll_back_and_too_little_memory(
     change(worker, AWAY_1)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-        with pytest.raises(CapacityError, match="weights: to have memory again it needs") as error:
+        with pytest.raises(CapacityError, match="weights: to be mapped again it needs") as error:
             engine_call(worker, "prepare_memory", [BACK])
     assert error.value.details["needed_bytes"] > error.value.details["available_bytes"] == 4096
     engine_call(worker, "roll_back_memory")
