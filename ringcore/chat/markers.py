@@ -8,7 +8,7 @@ __all__ = ["TextRun", "find_first", "partial_marker_length"]
 
 
 def partial_marker_length(text: str, markers: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is the beginning of a marker, and not all of it."""
+    """The length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]
@@ -18,16 +18,16 @@ def partial_marker_length(text: str, markers: Sequence[str]) -> int:
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first marker in `text` begins, and which it is."""
+    """The position of the first marker in `text`, and the marker."""
     found = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
 class TextRun:
-    """Text between markers. Templates set markers on lines of their own, so the line breaks next to a marker are
-    layout and left out; those at either end of the whole output stay.
+    """Text between markers. Templates write markers on their own lines, so line breaks next to a marker are layout and
+    are dropped; those at either end of the whole output are kept.
 
-    `_held` are the line breaks at the end of the text so far: what follows decides on them.
+    `_held`: the line breaks at the end of the text so far, held back until the following text decides.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class TextRun:
         return released
 
     def release(self) -> str:
-        """The line breaks held back. At the end of the output they are text; before a marker they are layout."""
+        """The line breaks held back: text at the end of the output, layout before a marker."""
         held = "".join(self._held)
         self._held.clear()
         return held
 
     def begin_after_marker(self) -> None:
-        """A marker has ended. What is pushed now is a new run."""
+        """Starts a new run after a marker."""
         self._held.clear()
         self._is_after_marker = True

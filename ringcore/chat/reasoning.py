@@ -1,4 +1,4 @@
-"""Tells what a model thought from what it answers: `<think>...</think>` at the beginning of its output."""
+"""Splits reasoning, `<think>...</think>` at the start of the output, from the answer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PromptReasoning = Literal["open", "closed", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """How a family of models writes its reasoning.
+    """How a model family writes its reasoning.
 
-    thinks_first: whether an output without an opening tag is reasoning up to the closing one.
+    thinks_first: whether an output without an opening tag is reasoning up to the closing tag.
     """
 
     thinks_first: bool
 
 
 def reasoning_of_prompt(prompt_end: str) -> PromptReasoning:
-    """What a prompt leaves a model with, by the last characters of its text, markers written out.
+    """The state of the reasoning at the end of the prompt, from its last characters with markers.
 
-    "open": the template has written `<think>` already; "closed": it has written an empty reasoning.
+    "open": the template has already written `<think>`; "closed": it has written an empty reasoning block.
     """
     end = prompt_end.rstrip()
     if end.endswith(OPEN):
@@ -37,9 +37,9 @@ def reasoning_of_prompt(prompt_end: str) -> PromptReasoning:
 
 
 class ReasoningSplitter:
-    """Splits one output. A tag anywhere else than where reasoning begins or ends is text.
+    """Splits one output. A tag that neither starts nor ends the reasoning is text.
 
-    Reasoning that is never closed, as in an output that was cut off, is reasoning to its end.
+    Reasoning that is never closed, as in a truncated output, extends to the end.
     """
 
     def __init__(self, syntax: ReasoningSyntax | None, prompt: PromptReasoning = "none") -> None:

@@ -1,6 +1,6 @@
-"""What of a JSON schema xgrammar would leave out without a word: it is refused here instead, or said in other words.
+"""The JSON schema keywords that xgrammar would ignore silently: they are refused here, or rewritten.
 
-What no library keeps is refused before, by `ringcore.grammars.json_schemas`."""
+`ringcore.grammars.json_schemas` has refused before what no library can enforce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringcore.grammars.xgrammar_regex import in_json_string
 
 __all__ = ["unsupported_keyword", "with_string_patterns"]
 
-# Those that constrain a value and that it knows nothing of, or less than they mean.
+# Constraints that xgrammar ignores, or enforces only in part.
 _NEVER = frozenset(
     (
         *("not", "if", "then", "else", "oneOf", "allOf", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -30,7 +30,7 @@ _CONSTRAINTS = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     )
 )
-_ALONE = ("$ref", "anyOf", "enum", "const")  # what stands beside one of these is left out
+_ALONE = ("$ref", "anyOf", "enum", "const")  # xgrammar ignores keywords beside one of these
 _FORMATS = frozenset(name for name, patterns in FORMAT_PATTERNS.items() if len(patterns) == 1)
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
@@ -41,7 +41,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-# Without a type beside it, each of these is left out.
+# xgrammar ignores each of these without a type beside it.
 _NEEDS_TYPE = frozenset(
     (
         *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "required"),
@@ -52,23 +52,23 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
 def with_string_patterns(schema: Any) -> Any:
-    """The schema with patterns, and lengths of strings as patterns, of the text between a string's quotes: xgrammar
-    takes a pattern for that text, and lets control characters into strings of a length. Raises ValueError."""
+    """The schema with patterns, and string lengths as patterns, of the raw text between a string's quotes: xgrammar
+    applies a pattern to that text, and accepts control characters in strings with a length. Raises ValueError."""
     if not isinstance(schema, dict):
         return schema
-    kept = dict(schema)
-    for name in BY_NAME & kept.keys():
-        kept[name] = {key: with_string_patterns(one) for key, one in kept[name].items()}
-    for name in LISTS & kept.keys():
-        kept[name] = [with_string_patterns(one) for one in kept[name]]
-    for name in SINGLE & kept.keys():
-        kept[name] = with_string_patterns(kept[name])
-    low, high = kept.pop("minLength", None), kept.pop("maxLength", None)
-    if "pattern" in kept:
-        kept["pattern"] = _between_quotes(search_regex(kept["pattern"]))
+    result = dict(schema)
+    for name in BY_NAME & result.keys():
+        result[name] = {key: with_string_patterns(one) for key, one in result[name].items()}
+    for name in LISTS & result.keys():
+        result[name] = [with_string_patterns(one) for one in result[name]]
+    for name in SINGLE & result.keys():
+        result[name] = with_string_patterns(result[name])
+    low, high = result.pop("minLength", None), result.pop("maxLength", None)
+    if "pattern" in result:
+        result["pattern"] = _between_quotes(search_regex(result["pattern"]))
     elif low is not None or high is not None:
-        kept["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
-    return kept
+        result["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
+    return result
 
 
 def _between_quotes(node: Node) -> str:
@@ -76,7 +76,7 @@ def _between_quotes(node: Node) -> str:
 
 
 def unsupported_keyword(schema: Any) -> str | None:
-    """A part of the schema that a completion by xgrammar might not keep; None where it keeps all."""
+    """A part of the schema that xgrammar might not enforce; None where it enforces all."""
     left = [schema]
     while left:
         one = left.pop()
@@ -91,7 +91,7 @@ def unsupported_keyword(schema: Any) -> str | None:
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that it is made of."""
+    """Its direct subschemas."""
     for name in BY_NAME & schema.keys():
         yield from schema[name].values()
     for name in LISTS & schema.keys():
@@ -102,7 +102,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _unsupported(schema: dict[str, Any]) -> str | None:
-    """Of its own keywords, those of the schemas in it left out."""
+    """Of the schema's own keywords, without those of its subschemas."""
     for name in sorted(_NEVER & schema.keys()):
         return f"{name!r}"
     for names, kind in ((BY_NAME, dict), (LISTS, list)):
@@ -133,7 +133,7 @@ def _unsupported_type(schema: dict[str, Any]) -> str | None:
     types = _types(schema)
     if "type" in schema and not (types and all(isinstance(one, str) and one in _TYPES for one in types)):
         return f"the type {schema['type']!r}"
-    if "type" in schema or "properties" in schema:  # which is taken for the type of objects
+    if "type" in schema or "properties" in schema:  # which implies the type object
         return None
     return next((f"{name!r} without a type" for name in sorted(_NEEDS_TYPE & schema.keys())), None)
 
@@ -144,7 +144,7 @@ def _all_of_type(schema: dict[str, Any], name: str) -> bool:
 
 
 def _unsupported_of_string(schema: dict[str, Any]) -> str | None:
-    """One pattern is what a string is held to."""
+    """A string can have one pattern only."""
     given = sorted(name for name in ("format", "pattern") if name in schema)
     lengths = sorted(name for name in ("minLength", "maxLength") if name in schema)
     if given and (others := given[1:] + lengths):
@@ -161,5 +161,5 @@ def _unsupported_of_object(schema: dict[str, Any]) -> str | None:
         if not isinstance(name, str) or name not in properties:
             return f"the required property {name!r} that 'properties' does not have"
     if properties and schema.get("additionalProperties", False) is not False:
-        return "'additionalProperties' beside 'properties': a property might come twice"
+        return "'additionalProperties' beside 'properties': a property might be duplicated"
     return None

@@ -1,4 +1,4 @@
-"""Grammars: what is written under their masks satisfies them, and what cannot be kept is refused."""
+"""Grammars: what is written under their masks satisfies them, and what cannot be enforced is refused."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_hostile_grammars_are_refused_or_go_on_in_time(number):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is kept.
+# The cache of compiled grammars.
 
 
 def test_the_least_recently_used_is_forgotten_and_compiled_anew():
@@ -358,10 +358,10 @@ def test_the_least_recently_used_is_forgotten_and_compiled_anew():
     specs = [spec(choice=[letter]) for letter in "abc"]
     for one in specs:
         grammars.compile(one)
-    assert list(grammars._kept) == [grammar_key(one) for one in specs[1:]]
+    assert list(grammars._cache) == [grammar_key(one) for one in specs[1:]]
     grammars.matcher(specs[1])
     grammars.matcher(specs[0])
-    assert list(grammars._kept) == [grammar_key(specs[1]), grammar_key(specs[0])]
+    assert list(grammars._cache) == [grammar_key(specs[1]), grammar_key(specs[0])]
 
 
 def test_keys_tell_grammars_apart():
@@ -413,5 +413,5 @@ def test_auto_is_what_is_installed(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llguidance" else found(name))
     grammars = Grammars(TokenizerFiles("x", byte_level(), {}, None), VOCAB_SIZE, [0])
-    with pytest.raises(InvalidRequestError, match="xgrammar cannot keep"):
+    with pytest.raises(InvalidRequestError, match="xgrammar cannot enforce"):
         grammars.compile(spec(json={"not": {}}))
