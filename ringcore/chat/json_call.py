@@ -12,7 +12,7 @@ from ringcore.chat.tools import ToolSchemas
 __all__ = ["JsonCall"]
 
 _ARGUMENTS = ("arguments", "parameters")
-_REMARKS = ("type", "id")  # written by some models beside the name; ignored
+_IGNORED = ("type", "id")  # written by some models with the name
 
 _Mode = Literal["open", "first key", "key", "colon", "value", "next", "complete", "broken"]
 
@@ -61,7 +61,7 @@ class JsonCall(CallBody):
         self._token.clear()
         if self._mode != "value":
             self._key = json.loads(token)
-            known = self._key == "name" or self._key in (*_ARGUMENTS, *_REMARKS)
+            known = self._key == "name" or self._key in (*_ARGUMENTS, *_IGNORED)
             part = "arguments" if self._key in _ARGUMENTS else self._key
             self._mode = "colon" if known and part not in self._seen else "broken"
             self._seen.add(part)

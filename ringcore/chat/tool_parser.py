@@ -1,7 +1,7 @@
 """Finds the tool calls in a model's text incrementally.
 
-    text ──marker──▶ call ──complete──▶ closing ──▶ text      formats whose calls stand in tags
-    bare ──{ or marker──▶ call ──complete──▶ bare             formats whose calls may stand alone: at the beginning
+    text ──marker──▶ call ──complete──▶ closing ──▶ text      formats with calls in tags
+    bare ──{ or marker──▶ call ──complete──▶ bare             formats with bare calls: at the beginning
     bare ──anything else──▶ text                              of the output, and after another call
     call ──broken──▶ text
 

@@ -98,10 +98,10 @@ class ParallelConfig:
     max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
     step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
     engine_timeout_s: float | None = _option(
-        60.0, "an engine process that stands still for longer, or a worker that is stopped, is ended; None means never"
+        60.0, "an engine process without progress for longer, or a stopped worker, is killed; None means never"
     )
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
-    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
+    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger ones use a memfd")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")

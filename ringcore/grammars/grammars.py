@@ -124,14 +124,14 @@ class Grammars:
         assert masks.shape == (len(matchers), num_words), f"{masks.shape} for {len(matchers)} rows of {num_words} words"
         assert masks.dtype == np.int32, masks.dtype
         assert masks.flags.c_contiguous, "masks must be C-contiguous"
-        ours = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
-        assert len(ours) == len(matchers), "a matcher of another implementation"
-        parts = [(row, matcher.progress) for row, matcher in enumerate(ours) if not matcher.has_ended]
+        own = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
+        assert len(own) == len(matchers), "a matcher of another implementation"
+        parts = [(row, matcher.progress) for row, matcher in enumerate(own) if not matcher.has_ended]
         if parts:
             backend.fill(parts, masks)
         words = masks.view(np.uint32)
         first = vocabulary.eos_token_ids[0]
-        for row, matcher in enumerate(ours):
+        for row, matcher in enumerate(own):
             if matcher.has_ended or matcher.failure is not None:
                 words[row] = 0
             may_end = matcher.has_ended or bool(words[row, first // 32] >> (first % 32) & 1)

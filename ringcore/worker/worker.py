@@ -240,8 +240,8 @@ class Worker:
         Raises `InvalidRequestError`.
         """
         device = _require(self._platform, "init_device").device
-        mine = rank + self.rank
-        self._new_weights.join(BroadcastGroup(address, port, world_size, mine, backend, timeout_s, device))
+        group_rank = rank + self.rank
+        self._new_weights.join(BroadcastGroup(address, port, world_size, group_rank, backend, timeout_s, device))
 
     @rpc(scope="lifecycle")
     def leave_weight_group(self) -> None:
@@ -291,7 +291,7 @@ class Worker:
         new)."""
         platform = self._platform
         stages = {"ready": self._runner, "model": self._loaded, "device": platform}
-        stage = next((name for name, made in stages.items() if made is not None), "new")
+        stage = next((name for name, part in stages.items() if part is not None), "new")
         device = None if platform is None else platform.device.type
         return {"rank": self.rank, "pid": os.getpid(), "stage": stage, "device": device}
 

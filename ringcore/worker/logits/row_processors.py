@@ -19,7 +19,7 @@ class RowProcessors:
     """Applied in the order of the engine option `logits_processors`."""
 
     def __init__(self, config: EngineConfig, device: torch.device, dtype: str) -> None:
-        """Raises `ConfigError` for one that cannot be loaded, or raises when it is made."""
+        """Raises `ConfigError` for one that cannot be loaded, or whose constructor raises."""
         spec, max_num_seqs = config.model.spec, config.scheduler.max_num_seqs
         context = LogitsProcessorContext(spec.vocab_size, max_num_seqs, device, dtype, tuple(spec.eos_token_ids))
         self._processors = [_create(name, context) for name in config.model.logits_processors]

@@ -131,7 +131,7 @@ class Arena:
         Raises `CapacityError` where the device or the arena lacks memory.
         """
         assert self._address is not None, f"arena {self.tag} is closed"
-        assert self.is_mapped, f"arena {self.tag} has no memory behind it"
+        assert self.is_mapped, f"arena {self.tag} is not mapped"
         begin = _round_up(self.used_bytes, ALIGNMENT)
         length = max(1, num_bytes)  # so that an empty tensor has an address of its own
         if begin + length > self._end:
@@ -169,7 +169,7 @@ class Arena:
     def contents(self) -> torch.Tensor:
         """uint8 [used_bytes]: all tensors and the padding between them, in address order."""
         assert self._address is not None, f"arena {self.tag} is closed"
-        assert self.is_mapped, f"arena {self.tag} has no memory behind it"
+        assert self.is_mapped, f"arena {self.tag} is not mapped"
         return self._view(self._address, max(1, self.used_bytes), self)[: self.used_bytes]
 
     def unmap(self) -> None:

@@ -88,7 +88,7 @@ class HostStore(ABC):
                 _log.warning("no room to keep weights in while the engine sleeps: %s; sleep tries again", error)
             making.set_exception(error)
         else:
-            _log.info("room for %.2f GiB of weights made in %.2f s", self.num_bytes / 2**30, time.monotonic() - started)
+            _log.info("host store of %.2f GiB allocated in %.2f s", self.num_bytes / 2**30, time.monotonic() - started)
             making.set_result(None)
 
     def ready(self) -> None:

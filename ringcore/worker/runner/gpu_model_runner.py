@@ -290,10 +290,10 @@ class GPUModelRunner(ModelRunner):
         """Stores the sampled ids of rows that `needs_token_ids`, unless another request has the row by now."""
         places = launched.sampling
         rows = launched.rows[places]
-        mine = self.adjustments.needs_token_ids[rows]
-        mine &= self.rows.num_admissions[rows] == launched.admissions[places]
-        places = places[mine]
-        self.rows.token_ids[rows[mine], launched.ends[places]] = words[places] & ~_FLAGS
+        is_stored = self.adjustments.needs_token_ids[rows]
+        is_stored &= self.rows.num_admissions[rows] == launched.admissions[places]
+        places = places[is_stored]
+        self.rows.token_ids[rows[is_stored], launched.ends[places]] = words[places] & ~_FLAGS
 
     @torch.inference_mode()
     def _zero_kv_since(self, launched: LaunchedStep, places: np.ndarray) -> None:
@@ -301,9 +301,10 @@ class GPUModelRunner(ModelRunner):
         request has the row by now."""
         rows, starts = launched.rows[places], launched.starts[places]
         counts = self.rows.num_computed_tokens[rows] - starts
-        mine = (self.rows.num_admissions[rows] == launched.admissions[places]) & (counts > 0)
-        if mine.any():
-            self._zero_kv(InputBatch.gather(self.rows, rows[mine], counts[mine], self._device, starts=starts[mine]))
+        is_current = (self.rows.num_admissions[rows] == launched.admissions[places]) & (counts > 0)
+        if is_current.any():
+            rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
+            self._zero_kv(InputBatch.gather(self.rows, rows, counts, self._device, starts=starts))
 
 
 class LaunchedOutput:

@@ -156,14 +156,14 @@ class BroadcastGroup:
 
     def _wait_for_ranks(self, store: Any, deadline: float) -> None:
         """A barrier that names missing ranks, which NCCL's own does not."""
-        mine = f"joined/{self._rank}"
-        if store.add(mine, 1) != 1:
+        own_key = f"joined/{self._rank}"
+        if store.add(own_key, 1) != 1:
             raise self._error(
                 f"rank {self._rank} is taken; every rank joins once, as another one of 0 to {self._size - 1}"
             )
         while missing := [rank for rank in range(self._size) if not store.add(f"joined/{rank}", 0)]:
             if time.monotonic() >= deadline:
-                store.add(mine, -1)
+                store.add(own_key, -1)
                 raise self._error(f"ranks {missing} did not join within {self._timeout_s:g} s")
             time.sleep(_RETRY_S)
 
