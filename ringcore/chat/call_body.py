@@ -12,8 +12,7 @@ __all__ = ["CallBody"]
 class CallBody(ABC):
     """Parses one call incrementally, from the end of its marker to its end. `name` is set once the call is certain.
 
-    `_mode` is the parser state: "open" at first, "complete" or "broken" at the end, and the states of each syntax in
-    between.
+    `_mode` is the parser state: "open" at first, "complete" or "broken" at the end, with states of each syntax between.
     """
 
     _mode: str

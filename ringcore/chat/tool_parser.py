@@ -33,8 +33,7 @@ class CallSyntax:
     write: writes a call as a grammar rule.
     openings: markers before a call, anywhere in a text. unopened: the same, but part of the call itself.
     closing: the marker after a call; a model may omit it.
-    bare: the first character of a call without a marker, where calls may stand alone. separator: optional between
-    those.
+    bare: the first character of a call without a marker, where bare calls may occur. separator: optional between them.
     """
 
     body: Callable[[ToolSchemas], CallBody]

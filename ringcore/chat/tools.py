@@ -11,8 +11,7 @@ __all__ = ["ToolSchemas"]
 class ToolSchemas:
     """The tools of a request, in OpenAI's format: `{"type": "function", "function": {"name", "parameters"}}`.
 
-    None for tools accepts any name. Malformed entries are ignored here: the chat template's checks refuse them with a
-    reason.
+    None for tools accepts any name. Malformed entries are ignored here: the chat template's checks refuse them.
     """
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] | None) -> None:

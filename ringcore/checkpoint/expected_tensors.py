@@ -89,8 +89,7 @@ def check_checkpoint(files: ModelFiles, spec: ModelSpec) -> None:
 def check_tensors(
     expected: Mapping[str, Shape], found: Mapping[str, Shape], path: str, file_of: Callable[[str], str]
 ) -> None:
-    """Checks that every tensor exists in the right shape, and that none is unused. file_of: a tensor's file, for
-    errors.
+    """Checks that every tensor exists in the right shape, and none is unused. file_of: a tensor's file, for errors.
 
     Raises `ModelLoadError` that names the tensor, the file and both shapes.
     """

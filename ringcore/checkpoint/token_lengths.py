@@ -62,8 +62,7 @@ def _unknown_bytes(backend: Tokenizer, is_byte_level: bool) -> bytes | None:
 
 
 def _byte_level_tokens() -> dict[int, str]:
-    """The byte-level BPE alphabet: the character of each byte, its own if printable, else the next one from U+0100
-    on."""
+    """The byte-level BPE alphabet: the character of each byte, its own if printable, else from U+0100 on."""
     alphabet = set(ByteLevel.alphabet())
     others = iter(sorted(char for char in alphabet if ord(char) >= 256))
     return {byte: chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)}

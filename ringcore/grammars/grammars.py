@@ -46,8 +46,7 @@ class Matcher(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why matching cannot continue although every token was accepted: a work limit of the library. None if it
-        can."""
+        """Why matching cannot continue after accepted tokens: a work limit of the library. None if it can."""
         ...
 
 
@@ -66,7 +65,7 @@ class Grammars:
         max_cached: int = MAX_CACHED,
     ) -> None:
         """tokenizer: the model's, or a callable that reads it. vocab_size: of the logits; ids unknown to the tokenizer
-        are masked. eos_token_ids: each may end a completion. backend: "auto" is llguidance where it is installed, else
+        are masked. eos_token_ids: each may end a completion. backend: "auto" is llguidance if installed, else
         xgrammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
         self._name, self._max_cached = backend, max_cached

@@ -34,8 +34,7 @@ _LIMITS = llguidance.LLParserLimits(
 
 
 class LLGuidanceBackend(Backend):
-    """The constructor holds the GIL for about 0.2 s (vocabulary of 50,000) to 0.5 s (150,000); compiling releases
-    it."""
+    """The constructor holds the GIL for 0.2 s (vocabulary of 50,000) to 0.5 s (150,000); compiling releases it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))

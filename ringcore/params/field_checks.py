@@ -33,8 +33,7 @@ _short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN_CHARS
 
 
 def bad_field(field: str, value: object, remedy: str) -> InvalidRequestError:
-    """The error for a field of a request; `details["value"]` is the value, or its short form if it is not
-    serializable."""
+    """The error for a field of a request; `details["value"]` is the value, or a short form of it."""
     return InvalidRequestError(f"{field}={_shown(value)}: {remedy}", field=field, value=_portable(value))
 
 

@@ -70,10 +70,9 @@ class SamplingParams:
     stop_token_ids: token ids that end the completion, besides the model's end-of-text tokens.
     ignore_eos: continue past the model's end-of-text token.
     logprobs: the number of most likely tokens to report with each sampled one, -1 for the vocabulary; None for none.
-    prompt_logprobs: the same for each prompt token except the first; such a request does not use the prefix cache.
+    prompt_logprobs: the same for each prompt token except the first; nothing is read from the prefix cache.
     skip_special_tokens: leave special tokens out of the text.
-    n: completions of each prompt; with a seed, completion i has seed + i. Front ends create them, `EngineCore` runs
-    one.
+    n: completions of each prompt; with a seed, completion i has seed + i. Front ends make n, `EngineCore` one.
     output_kind: of a stream: "cumulative" all so far, "delta" what is new, "final" one output at the end.
 
     Raises `InvalidRequestError` naming field, value and remedy; an unknown keyword is `UnknownOptionError`.

@@ -20,8 +20,7 @@ _ENTRY_BYTES = 40  # a top-k entry: the output of topk and its concatenated copy
 
 
 def positions_at_once(vocab_size: int, count: int) -> int:
-    """Positions whose log-probabilities are computed at once, with `count` tokens each: 64 MiB of logits, at least one
-    position."""
+    """Positions whose logprobs are computed at once, with `count` tokens each: up to 64 MiB, at least one position."""
     return max(1, _PIECE_BYTES // (4 * vocab_size + _ENTRY_BYTES * (1 + count)))
 
 

@@ -178,8 +178,7 @@ class RowAdjustments:
         """The model's logits [n, vocab_size] of any float dtype, of rows [n] -> adjusted logits [n, vocab_size] float32
         to sample from, in new memory. Does not wait for the device.
 
-        generated: the generated tokens of a row that `needs_token_ids`, [num_generated] int32. Adds to `errors`, by
-        row.
+        generated: a row's generated tokens, [num_generated] int32, if it `needs_token_ids`. Adds to `errors`, by row.
         """
         dependent = rows[self.needs_token_ids[rows]].tolist()
         if dependent:

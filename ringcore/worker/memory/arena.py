@@ -141,8 +141,7 @@ class Arena:
 
     def _grow(self, num_bytes: int) -> None:
         """Maps `num_bytes` or more. A large tensor gets pieces of its size; small tensors share pieces that grow with
-        the
-        arena: few handles, since each costs time, and little unused memory."""
+        the arena: few handles, since each costs time, and little unused memory."""
         left = self.capacity - self._end
         if num_bytes > left:
             raise CapacityError(

@@ -35,8 +35,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostVirtualMemory(VirtualMemory):
-    """A CPU's virtual memory. A handle is the file descriptor of a memfd, whose pages are zeros, allocated on first
-    write."""
+    """A CPU's virtual memory. A handle is the file descriptor of a memfd; its pages are zeros, allocated on write."""
 
     granularity = mmap.PAGESIZE
     waits_to_create: ClassVar[bool] = False  # one check of the free memory covers the whole request

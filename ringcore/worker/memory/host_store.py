@@ -45,8 +45,7 @@ class HostBudget:
 
     def check(self, num_bytes: int, left: int, in_flight: int) -> None:
         """Raises `CapacityError` where the remaining `left` of `num_bytes` exceed the free memory less what every rank
-        may be allocating concurrently, at most `in_flight` each: the kernel overcommits, and would kill a process
-        later."""
+        may be allocating concurrently, at most `in_flight` each: the kernel overcommits, and kills a process later."""
         free = self.free_bytes()
         needed = left + self.num_ranks * min(in_flight, num_bytes)
         if needed > free:

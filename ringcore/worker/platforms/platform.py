@@ -67,8 +67,7 @@ class Platform(ABC):
 
     @abstractmethod
     def memory_budget_bytes(self, asked_bytes: int) -> int:
-        """What this rank may still allocate if its share is `asked_bytes`; negative where its process already uses
-        more."""
+        """What this rank may still allocate if its share is `asked_bytes`; negative if it already uses more."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:

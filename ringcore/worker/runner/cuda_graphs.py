@@ -196,8 +196,8 @@ class DecodeGraphs(DecodeStep):
         return graphs[0].pool() if graphs else None
 
     def capture(self, size: int) -> None:
-        """Captures the graph of a size; called between steps. It counts as a step of the ring: a dummy run precedes the
-        capture."""
+        """Captures the graph of a size; called between steps. The dummy run before the capture is a step of the
+        ring."""
         self._set_rows(int_array())
         # Counted after the dummy run: a failed capture must not leave a step number that the device never writes.
         graph, (logits, token_ids) = _capture(lambda: self._run(size), self._pool(), self._ring.launched)

@@ -83,8 +83,7 @@ class _LaunchedSamples(NamedTuple):
 
 class GPUModelRunner(ModelRunner):
     """As `ModelRunner`, but `execute` returns before the device has done the work (async scheduling). Sampled tokens
-    stay on the device, where the row's next step reads them; the host learns them while the device computes later
-    steps.
+    stay on the device, where the row's next step reads them; the host reads them one or more steps later.
 
     A step in which every row decodes is a `DecodeStep`, a CUDA graph unless `enforce_eager`. The host gathers the batch
     of any other (mixed) step; the forward pass is a graph too where the step is small, else launched eagerly. A step

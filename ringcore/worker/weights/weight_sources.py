@@ -235,8 +235,7 @@ def _check_reachable(tensors: Sequence[IpcTensor], on_gpu: Collection[IpcTensor]
 
 
 def _open_handle(tensor: IpcTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A view of the other process's memory; the last view closes the handle and decrements the owner's reference
-    count."""
+    """A view of the other process's memory; the last view closes the handle and drops the owner's reference."""
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index,
         tensor.handle,
