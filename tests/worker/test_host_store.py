@@ -200,7 +200,7 @@ class TestMadeAhead:
         store = MemoryStore(MIB, link, PLENTY)
         store.allocate_in_background()
         monkeypatch.setattr(store_module, "_TIMEOUT_S", 0.05)
-        with pytest.raises(RuntimeError, match="not made after"):
+        with pytest.raises(RuntimeError, match="not allocated after"):
             store.ready()
         monkeypatch.setattr(store_module, "_TIMEOUT_S", 20.0)
         threading.Timer(0.05, gate.set).start()
