@@ -170,7 +170,7 @@ def test_the_states_can_be_asked_for_during_a_step(tiny_llama: tuple[str, Any]) 
         ({"enable_sleep_mode": 1}, "enable_sleep_mode=1: give True or False"),
         ({"enable_sleep_mode": True, "device_memory": "plain"}, "enable_sleep_mode=True: device_memory='plain' has no"),
         ({"sleep_directory": "/tmp"}, "sleep_directory='/tmp': it is for sleep mode; give enable_sleep_mode=True too"),
-        ({"enable_sleep_mode": True, "sleep_directory": "/none"}, "sleep_directory='/none': give an existing directory"),
+        ({"enable_sleep_mode": True, "sleep_directory": "/none"}, "sleep_directory='/none': give an existing"),
         ({"enable_sleep_mode": True, "sleep_directory": 3}, "sleep_directory=3: give an existing directory"),
     ],
 )
