@@ -11,7 +11,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
-from ringcore.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
+from ringcore.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, encode_job
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import encode_start
 
@@ -78,7 +78,7 @@ class GrammarCompiler:
         """Sends the grammar once the process is ready; before that the deadline is that of the process's start."""
         if process.is_ready:
             assert self._spec is not None
-            process.send(job_of(self._spec))
+            process.send(encode_job(self._spec))
         self._deadline = time.monotonic() + (self._timeout_s if process.is_ready else _START_S)
 
     def poll(self) -> CompileResult | None:

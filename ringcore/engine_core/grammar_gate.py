@@ -17,7 +17,7 @@ from ringcore.engine_core.grammar_compiler import CompileResult, GrammarCompiler
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import RpcFuture
 from ringcore.grammars import grammar_key
-from ringcore.grammars.grammars import MAX_KEPT
+from ringcore.grammars.grammars import MAX_CACHED
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.scheduler.failures import failure, id_in_use
@@ -225,7 +225,7 @@ class GrammarGate:
     def _admit(self, grammar: _Grammar) -> None:
         del self._new[grammar.key]
         self._known[grammar.key] = None
-        while len(self._known) > MAX_KEPT:
+        while len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
         for request_id in list(grammar.requests):
             request = self._release(grammar, request_id)

@@ -24,7 +24,7 @@ from ringcore.executor.child_log import ChildLog
 from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
 from ringcore.executor.ring_memory import unnamed_file
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 
 __all__ = ["ChildProcess", "terminate_all"]
 
@@ -86,7 +86,7 @@ class ChildProcess:
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
-        cannot = os_limits_told(f"cannot start the process {name!r}")
+        cannot = os_limit_errors(f"cannot start the process {name!r}")
         with cannot, contextlib.ExitStack() as inherited, contextlib.ExitStack() as ours:
             death_read, death_write = os.pipe2(os.O_CLOEXEC)
             inherited.callback(os.close, death_read)

@@ -26,7 +26,7 @@ from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Wa
 from ringcore.executor.wire import STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RankHealth
@@ -72,7 +72,7 @@ class MultiprocExecutor(Executor):
         with self._lock:
             assert self._group is None, "start() was called twice"
             try:
-                with os_limits_told("the workers cannot be started"):
+                with os_limit_errors("the workers cannot be started"):
                     return self._start()
             except BaseException:
                 self.shutdown()
@@ -84,7 +84,7 @@ class MultiprocExecutor(Executor):
                 raise _was_shut_down()
             self._end_group(EngineDeadError("the workers were replaced under this call", process="workers"))
             try:
-                with os_limits_told("the workers cannot be started"):
+                with os_limit_errors("the workers cannot be started"):
                     return self._start()
             except BaseException as error:
                 self._end_group(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from ringcore.errors import CapacityError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 
 __all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
 
@@ -96,7 +96,7 @@ def _sealed_memory(buffers: Sequence[Buffer], size: int) -> int:
     """
     for tries_left in reversed(range(_NUM_TRIES)):
         fd = shared_memory("message", size)
-        with ExitStack() as undo, os_limits_told(f"a message of {size} bytes cannot be sent"):
+        with ExitStack() as undo, os_limit_errors(f"a message of {size} bytes cannot be sent"):
             undo.callback(os.close, fd)
             for buffer in buffers:
                 _write_all(fd, buffer)

@@ -22,7 +22,7 @@ from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
 from ringcore.front_end.mailbox import Mailbox
 from ringcore.front_end.request_state import error_of
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import (
     AbortRequests,
@@ -68,7 +68,7 @@ class EngineCoreClient(MemoryMethods):
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
-        with os_limits_told("the engine cannot be started"):
+        with os_limit_errors("the engine cannot be started"):
             self._connection = EngineConnection(config)
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit

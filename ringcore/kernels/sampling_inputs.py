@@ -27,9 +27,9 @@ class HostSamplingInputs(Protocol):
     @property
     def position(self) -> np.ndarray: ...
     @property
-    def barred_rows(self) -> np.ndarray: ...
+    def masked_rows(self) -> np.ndarray: ...
     @property
-    def barred_ids(self) -> np.ndarray: ...
+    def masked_ids(self) -> np.ndarray: ...
 
 
 # In the order in which they lie in memory. Each begins at a multiple of 16 bytes, whatever the number of rows: a kernel
@@ -77,7 +77,7 @@ class DeviceSamplingInputs:
 
         Rows of `out` behind those of `inputs` become greedy rows without bars. `out` must have room for them all.
         """
-        n, num_bars = len(inputs.temperature), len(inputs.barred_rows)
+        n, num_bars = len(inputs.temperature), len(inputs.masked_rows)
         max_rows = n if out is None else len(out.temperature)
         max_bars = num_bars if out is None else len(out.bar_ids)
         assert n <= max_rows, (n, max_rows)
@@ -94,16 +94,16 @@ class DeviceSamplingInputs:
 
 
 def _fill(columns: dict[str, np.ndarray], inputs: HostSamplingInputs) -> None:
-    n, num_bars = len(inputs.temperature), len(inputs.barred_rows)
+    n, num_bars = len(inputs.temperature), len(inputs.masked_rows)
     for name in ("seed", "position", "temperature", "top_k", "top_p", "min_p"):
         columns[name][:n] = getattr(inputs, name)
         columns[name][n:] = 0
     columns["bar_start"][:] = columns["bar_end"][:] = 0
     columns["bar_ids"][:] = 0
     if num_bars:
-        order = np.argsort(inputs.barred_rows, kind="stable")
-        columns["bar_ids"][:num_bars] = inputs.barred_ids[order]
-        edges = np.searchsorted(inputs.barred_rows[order], np.arange(n + 1))
+        order = np.argsort(inputs.masked_rows, kind="stable")
+        columns["bar_ids"][:num_bars] = inputs.masked_ids[order]
+        edges = np.searchsorted(inputs.masked_rows[order], np.arange(n + 1))
         columns["bar_start"][:n], columns["bar_end"][:n] = edges[:-1], edges[1:]
 
 

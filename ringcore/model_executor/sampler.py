@@ -46,8 +46,8 @@ class SamplingInputs:
     seed: np.ndarray  # [n] int64
     position: np.ndarray  # [n] int64: where in its sequence the sampled token will stand
     num_logprobs: np.ndarray  # [n] int32; -1 where none are asked for
-    barred_rows: np.ndarray  # [m] int64: row barred_rows[i] may not sample barred_ids[i]
-    barred_ids: np.ndarray  # [m] int64
+    masked_rows: np.ndarray  # [m] int64: row masked_rows[i] may not sample masked_ids[i]
+    masked_ids: np.ndarray  # [m] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
 
     On a GPU it is `kernels.sampling.sample_tokens`, which chooses the same.
     """
-    if len(inputs.barred_rows):
-        bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
+    if len(inputs.masked_rows):
+        bars = torch.from_numpy(inputs.masked_rows), torch.from_numpy(inputs.masked_ids)
         logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
     best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
     ok = torch.isfinite(best).numpy()

@@ -86,7 +86,7 @@ class FakeWorker:
     def rows(self) -> FakeRows:
         if self._rows is None:
             method = "initialize_from_config"
-            raise InvalidRequestError(f"the worker is not that far; call {method} first", field="method", value=method)
+            raise InvalidRequestError(f"the worker is not ready; call {method} first", field="method", value=method)
         return self._rows
 
     def _memory_table(self) -> dict[str, int]:

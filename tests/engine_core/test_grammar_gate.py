@@ -254,7 +254,7 @@ def test_an_abort_ends_one_that_waits(make):
 
 
 def test_known_grammars_are_bounded(make, monkeypatch):
-    monkeypatch.setattr(grammar_gate, "MAX_KEPT", 3)
+    monkeypatch.setattr(grammar_gate, "MAX_CACHED", 3)
     core, compiler = make()
     for number in range(4):
         core.add_request(request("a", f"x{number}"))

@@ -19,8 +19,8 @@ from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
 from ringcore.worker.platforms.cpu import CpuPlatform
-from ringcore.worker.start_up import kernels_ahead
-from ringcore.worker.start_up.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
+from ringcore.worker.start_up import kernel_warm_up
+from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp, has_room, set_up_libraries, warm_up_steps
 
 SCRIPT = """
     import sys
@@ -33,13 +33,13 @@ SCRIPT = """
     from ringcore import EngineConfig
     from ringcore.distributed.parallel import SingleRank
     from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.start_up.kernels_ahead import catch_steps
+    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
     ).on_device("cuda")
-    caught = catch_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
     print(*sorted({{variant.kernel.__name__ for variant in caught}}))
     print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
 """
@@ -75,7 +75,7 @@ RANKS_SCRIPT = """
     from ringcore import EngineConfig
     from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
     from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.start_up.kernels_ahead import catch_steps
+    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
 
@@ -84,7 +84,7 @@ RANKS_SCRIPT = """
     )
     peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
     tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)
-    caught = catch_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
     for name, specialization in sorted((variant.kernel.__name__, variant.specialization) for variant in caught):
         if name == "_collective_kernel":
             print(specialization)
@@ -114,7 +114,7 @@ def test_steps_stay_within_the_limits(tiny_llama, max_model_len, max_num_seqs):
         max_num_batched_tokens=max(64, max_num_seqs),
     )
     admitted: dict[int, int] = {}
-    for number, step in enumerate(steps_of_all_kinds(config, [16])):
+    for number, step in enumerate(warm_up_steps(config, [16])):
         assert step.step == number
         for row in step.finished_rows.tolist():
             del admitted[row]
@@ -141,12 +141,12 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
     def fail(*args):
         raise ArithmeticError("in the runner")
 
-    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernels_ahead"):
-        assert KernelsAhead(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
-        assert "compiled as they are met" in caplog.text
+    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
+        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
+        assert "compiled on their first launch" in caplog.text
         assert "in the runner" in caplog.text
         caplog.clear()
-        assert KernelsAhead(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
+        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
     assert has_room(config, SingleRank(), "float32", 1 << 40)
@@ -167,8 +167,8 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
         raise ArithmeticError("in the library")
 
     monkeypatch.setattr(TorchSdpaBackend, "set_up", fail)
-    monkeypatch.setattr(kernels_ahead, "catch_steps", lambda *arguments: [])
-    monkeypatch.setattr(kernels_ahead, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    assert KernelsAhead(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
+    monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
+    monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
+    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text
