@@ -59,7 +59,7 @@ class GlooCommunicator(TensorParallel):
 class NcclCommunicator(TensorParallel):
     """Collectives between GPUs, on the stream that is current. A process group of its own, as gloo's.
 
-    Messages up to some MiB go through mailboxes in each other's memory, where the GPUs reach it: NCCL takes 12 to 19 us
+    Messages up to some MiB go through buffers in each other's memory, where the GPUs reach it: NCCL takes 12 to 19 us
     however few the bytes are (two H200). Shape and dtype decide which way, and so all ranks alike.
     """
 
@@ -90,7 +90,7 @@ class NcclCommunicator(TensorParallel):
         """In place where the tensor is contiguous; in its own dtype, summed in the same order on every rank."""
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
-        if self._peers is not None and self._peers.reduces(contiguous):
+        if self._peers is not None and self._peers.can_reduce(contiguous):
             return self._peers.all_reduce(contiguous)
         self._group.allreduce([contiguous]).wait()
         return contiguous
@@ -99,7 +99,7 @@ class NcclCommunicator(TensorParallel):
         """A small sum is rounded once, with the residual in it; a large one before it is added, too."""
         assert self._group is not None, "closed"
         contiguous = partial.contiguous()
-        if self._peers is not None and self._peers.adds(contiguous, residual):
+        if self._peers is not None and self._peers.can_add(contiguous, residual):
             self._peers.all_reduce(contiguous, residual)
         else:
             super().all_reduce_add(contiguous, residual)
@@ -107,12 +107,14 @@ class NcclCommunicator(TensorParallel):
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
-        if self._peers is not None and self._peers.gathers(contiguous):
+        if self._peers is not None and self._peers.can_gather(contiguous):
             return self._peers.all_gather_last_dim(contiguous, out)
         return _all_gather_last_dim(self._group, self.size, contiguous, out)
 
-    def apart(self) -> TensorParallel:
-        return self._of(self.rank, self.size, _Nobody(), None if self._peers is None else self._peers.apart())
+    def detached(self) -> TensorParallel:
+        return self._of(
+            self.rank, self.size, _NullProcessGroup(), None if self._peers is None else self._peers.detached()
+        )
 
     @classmethod
     def _of(cls, rank: int, size: int, group: Any, peers: PeerCollectives | None) -> NcclCommunicator:
@@ -144,13 +146,13 @@ def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor, out: torch
     return out
 
 
-class _Nobody:
+class _NullProcessGroup:
     """In place of a process group: nothing is sent, and nothing comes."""
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> _Nobody:
+    def allreduce(self, tensors: list[torch.Tensor]) -> _NullProcessGroup:
         return self
 
-    def _allgather_base(self, parts: torch.Tensor, part: torch.Tensor) -> _Nobody:
+    def _allgather_base(self, parts: torch.Tensor, part: torch.Tensor) -> _NullProcessGroup:
         parts.zero_()
         return self
 
@@ -171,24 +173,24 @@ class PeerCollectives:
 
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
         from ringcore.kernels import all_reduce  # needs Triton, as all kernels
-        from ringcore.kernels.dependent_launch import overlaps_launches
+        from ringcore.kernels.dependent_launch import supports_pdl
 
         self._memory = memory
         self._kernels = all_reduce
         size = len(memory.addresses)
-        self._mailboxes = all_reduce.Mailboxes.at(memory.addresses, rank, self.capacity_bytes(size), device)
+        self._buffers = all_reduce.PeerBuffers.at(memory.addresses, rank, self.capacity_bytes(size), device)
         self._max_reduced_bytes = self.max_reduced_bytes(size)
-        self._pdl = overlaps_launches(device)
+        self._pdl = supports_pdl(device)
 
     @classmethod
     def connect(cls, rank: int, size: int, store: FileStore, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, where the GPUs do not all reach each other, or are too many."""
-        from ringcore.kernels.all_reduce import EMPTY_BYTE, MAX_RANKS, Mailboxes
+        from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None
-        num_bytes = Mailboxes.num_bytes(size, cls.capacity_bytes(size))
-        memory = PeerMemory.connect(rank, size, store, num_bytes, EMPTY_BYTE, CudaPeerDriver(device))
+        num_bytes = PeerBuffers.num_bytes(size, cls.capacity_bytes(size))
+        memory = PeerMemory.connect(rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device))
         return None if memory is None else cls(memory, rank, device)
 
     @classmethod
@@ -201,18 +203,20 @@ class PeerCollectives:
         """Of a mailbox."""
         return max(cls.max_reduced_bytes(size), cls._GATHERED_BYTES)
 
-    def apart(self) -> PeerCollectives:
+    def detached(self) -> PeerCollectives:
         """The same with kernels that are compiled or caught, not launched."""
-        apart = copy.copy(self)
-        apart._mailboxes = replace(self._mailboxes, launches=False)
-        return apart
+        detached = copy.copy(self)
+        detached._buffers = replace(self._buffers, launches=False)
+        return detached
 
-    def reduces(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes(tensor) and tensor.nbytes <= self._max_reduced_bytes
+    def can_reduce(self, tensor: torch.Tensor) -> bool:
+        return self._buffers.fits(tensor) and tensor.nbytes <= self._max_reduced_bytes
 
-    def adds(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
+    def can_add(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
         """Whether a sum and the addition to `residual` can be one kernel."""
-        return self.reduces(partial) and residual.is_contiguous() and residual.dtype in (partial.dtype, torch.float32)
+        return (
+            self.can_reduce(partial) and residual.is_contiguous() and residual.dtype in (partial.dtype, torch.float32)
+        )
 
     def all_reduce(self, partial: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`residual` with the sum added, where it is given; else the sum, in `partial` where that can be."""
@@ -220,13 +224,13 @@ class PeerCollectives:
         if residual is not None and residual.data_ptr() % _ALIGNMENT:
             return residual.add_(self.all_reduce(partial))
         out = partial if residual is None else residual
-        return self._kernels.all_reduce(partial, self._mailboxes, out=out, residual=residual, pdl=self._pdl)
+        return self._kernels.all_reduce(partial, self._buffers, out=out, residual=residual, pdl=self._pdl)
 
-    def gathers(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
+    def can_gather(self, tensor: torch.Tensor) -> bool:
+        return self._buffers.fits_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
 
     def all_gather_last_dim(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.all_gather_last_dim(_aligned(part), self._mailboxes, out=out, pdl=self._pdl)
+        return self._kernels.all_gather_last_dim(_aligned(part), self._buffers, out=out, pdl=self._pdl)
 
     def close(self) -> None:
         self._memory.close()

@@ -19,7 +19,7 @@ __all__ = ["NcclBroadcaster", "load_nccl"]
 
 _UINT8 = 1  # ncclDataType_t
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
-_LOOK_S = 5e-5  # between two looks at the device
+_POLL_S = 5e-5  # between two looks at the device
 
 
 class _UniqueId(ctypes.Structure):
@@ -99,11 +99,11 @@ class NcclBroadcaster:
         done.record(stream)
         while not done.query():  # type: ignore[no-untyped-call]
             self._state("ncclBroadcast")
-            _wait_a_moment("ncclBroadcast", deadline)
+            _sleep_until_poll("ncclBroadcast", deadline)
 
     def _settle(self, what: str, deadline: float) -> None:
         while self._state(what) == _IN_PROGRESS:
-            _wait_a_moment(what, deadline)
+            _sleep_until_poll(what, deadline)
 
     def _state(self, what: str) -> int:
         """Of the last call and of the connection: success, or in progress."""
@@ -124,7 +124,7 @@ class NcclBroadcaster:
                 self._library.ncclCommAbort(comm)
 
 
-def _wait_a_moment(what: str, deadline: float) -> None:
+def _sleep_until_poll(what: str, deadline: float) -> None:
     if time.monotonic() >= deadline:
         raise RuntimeError(f"{what} is not done in time")
-    time.sleep(_LOOK_S)
+    time.sleep(_POLL_S)

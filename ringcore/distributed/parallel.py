@@ -31,13 +31,13 @@ class TensorParallel(ABC):
         """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank; in `out`, contiguous
         and of the same dtype, where it is given."""
 
-    def apart(self) -> TensorParallel:
+    def detached(self) -> TensorParallel:
         """A rank of the same number and size with nobody to talk to: the others may be elsewhere.
 
         What its collectives return has the right shape and no meaning; their kernels are compiled or caught, and never
         launched. It needs no `close`, and serves until this one's.
         """
-        return _Apart(self.rank, self.size)
+        return _DetachedRank(self.rank, self.size)
 
     def close(self) -> None:  # noqa: B027  a rank alone has nothing to give up
         """Gives up what connects the ranks, if anything does. Idempotent; no collective may follow."""
@@ -56,7 +56,7 @@ class SingleRank(TensorParallel):
         return tensor if out is None or out is tensor else out.copy_(tensor)
 
 
-class _Apart(TensorParallel):
+class _DetachedRank(TensorParallel):
     """Of a group whose collectives have no kernels of ours."""
 
     def __init__(self, rank: int, size: int) -> None:

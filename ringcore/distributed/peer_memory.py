@@ -19,7 +19,7 @@ __all__ = ["CudaPeerDriver", "KeyValueStore", "PeerDriver", "PeerMemory"]
 _log = logging.getLogger(__name__)
 _OK = "+"
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_TRIAL_BYTES = 16  # that each rank writes into each other's memory
+_PROBE_BYTES = 16  # that each rank writes into each other's memory
 
 
 class PeerDriver(ABC):
@@ -82,12 +82,12 @@ class PeerMemory:
         None on every rank where one of them cannot: rank 0's log says which, and why. Raises RuntimeError where a rank
         is absent.
         """
-        assert num_bytes >= size * _TRIAL_BYTES, (num_bytes, size)
-        attempt = _Attempt(rank, size, store, num_bytes, fill_byte, driver)
-        refusals = attempt.run()
+        assert num_bytes >= size * _PROBE_BYTES, (num_bytes, size)
+        handshake = _Handshake(rank, size, store, num_bytes, fill_byte, driver)
+        refusals = handshake.run()
         if not refusals:
-            return cls(driver, rank, attempt.addresses)
-        attempt.give_up()
+            return cls(driver, rank, handshake.addresses)
+        handshake.give_up()
         if rank == 0:
             _log.warning("no peer memory between the GPUs, so NCCL for messages of all sizes: %s", "; ".join(refusals))
         return None
@@ -101,7 +101,7 @@ class PeerMemory:
                 self._driver.close(address)
 
 
-class _Attempt:
+class _Handshake:
     """Three rounds, each of which ends when every rank has said what it came to."""
 
     def __init__(
@@ -135,12 +135,12 @@ class _Attempt:
     def _round(self, name: str, work: Callable[[], str]) -> tuple[list[str], list[str]]:
         """What every rank's work returned, or else why some failed."""
         try:
-            told = _OK + work()
+            reply = _OK + work()
         except (RuntimeError, ImportError) as error:
-            told = f"rank {self._rank}: {error}"
-        self._store.set(f"peer_memory/{name}/{self._rank}", told)
-        all_told = [self._store.get(f"peer_memory/{name}/{rank}").decode() for rank in range(self._size)]
-        return [one.removeprefix(_OK) for one in all_told], [one for one in all_told if not one.startswith(_OK)]
+            reply = f"rank {self._rank}: {error}"
+        self._store.set(f"peer_memory/{name}/{self._rank}", reply)
+        replies = [self._store.get(f"peer_memory/{name}/{rank}").decode() for rank in range(self._size)]
+        return [one.removeprefix(_OK) for one in replies], [one for one in replies if not one.startswith(_OK)]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
@@ -157,19 +157,21 @@ class _Attempt:
     def _write_to_others(self, handles: Sequence[str]) -> str:
         for peer in self._others():
             self._opened[peer] = self._driver.open(bytes.fromhex(handles[peer]))
-            self._driver.fill(self._opened[peer] + self._rank * _TRIAL_BYTES, self._trial(self._rank), _TRIAL_BYTES)
+            self._driver.fill(
+                self._opened[peer] + self._rank * _PROBE_BYTES, self._probe_byte(self._rank), _PROBE_BYTES
+            )
         return ""
 
     def _check_own(self) -> str:
         assert self._own is not None
         for peer in self._others():
-            found = self._driver.read(self._own + peer * _TRIAL_BYTES, _TRIAL_BYTES)
-            if found != bytes([self._trial(peer)]) * _TRIAL_BYTES:
+            found = self._driver.read(self._own + peer * _PROBE_BYTES, _PROBE_BYTES)
+            if found != bytes([self._probe_byte(peer)]) * _PROBE_BYTES:
                 raise RuntimeError(f"what GPU {peer} wrote did not arrive in the memory of GPU {self._rank}")
         self._driver.fill(self._own, self._fill_byte, self._num_bytes)
         return ""
 
-    def _trial(self, sender: int) -> int:
+    def _probe_byte(self, sender: int) -> int:
         """A byte that no fill leaves."""
         return (self._fill_byte + 1 + sender) % 256
 

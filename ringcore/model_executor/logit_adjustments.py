@@ -36,7 +36,7 @@ def adjust_logits(
     if penalties:
         _penalize(out, adjustments)
     if masks:
-        _bar(out, adjustments)
+        _apply_masks(out, adjustments)
     return out
 
 
@@ -64,7 +64,7 @@ def _penalize(x: torch.Tensor, adjustments: LogitAdjustments) -> None:
     x[rows, tokens] = torch.where(times > 0, lowered, logits)
 
 
-def _bar(x: torch.Tensor, adjustments: LogitAdjustments) -> None:
+def _apply_masks(x: torch.Tensor, adjustments: LogitAdjustments) -> None:
     slots = adjustments.mask_slot[: len(x)].long()
     masked = (slots >= 0).nonzero()[:, 0]
     words = adjustments.masks[slots[masked]]

@@ -1,5 +1,5 @@
 """A matrix product with its weight laid out once for the CPU's kernels; on a GPU it stays as it is, and few rows take
-kernels of ours (`kernel_product`).
+kernels of ours (`kernel_linear`).
 
 All products of one step of SmolLM2-135M in ms, for M tokens, measured in one sitting on two cores of a Xeon with AMX:
 
@@ -32,8 +32,8 @@ from collections.abc import Callable
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_product import KernelProduct
-from ringcore.model_executor.product import Product
+from ringcore.model_executor.kernel_linear import KernelLinear
+from ringcore.model_executor.linear_op import LinearOp
 
 __all__ = ["pack_linear", "pack_logits"]
 
@@ -44,15 +44,15 @@ _CHUNK = 1 << 16  # numbers looked at together: in the cache, and no memory that
 _FEW_ROWS = 12  # up to so many, the weights held in 16 bits are faster
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, stay: bool = False) -> Product:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, updatable: bool = False) -> LinearOp:
     """The product x W^T + b for weight [out, in] and bias [out], in the fastest form that works here.
 
-    The packed form is a copy: a caller that drops `weight` afterwards frees it. stay: there is none; the product is
+    The packed form is a copy: a caller that drops `weight` afterwards frees it. updatable: there is none; the product is
     always that of what `weight` and `bias` hold then.
     """
     if _takes_kernels(weight):
-        return KernelProduct(weight, bias)
-    return Product(_plain(weight, bias) if stay else _pack(weight, bias))
+        return KernelLinear(weight, bias)
+    return LinearOp(_plain(weight, bias) if updatable else _pack(weight, bias))
 
 
 def _takes_kernels(weight: torch.Tensor) -> bool:
@@ -73,15 +73,15 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     return functools.partial(ops.linear, weight=weight, bias=bias)
 
 
-def pack_logits(weight: torch.Tensor, stay: bool = False) -> Product:
+def pack_logits(weight: torch.Tensor, updatable: bool = False) -> LinearOp:
     """The product x W^T for weight [vocab, in]: in float32 where that costs nothing, else in the weight's dtype.
 
     A GPU sums in float32 anyway, and here the sums are not rounded to 16 bits on their way out: two tokens whose
-    logits differ in the third digit stay apart. stay: see `pack_linear`.
+    logits differ in the third digit updatable apart. updatable: see `pack_linear`.
     """
     if _takes_kernels(weight):
-        return KernelProduct(weight, None, torch.float32)
-    return pack_linear(weight, None, stay)
+        return KernelLinear(weight, None, torch.float32)
+    return pack_linear(weight, None, updatable)
 
 
 def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:

@@ -1,4 +1,4 @@
-"""From a row of logits to a token: bars, temperature, filters and one draw, each row by its own parameters.
+"""From a row of logits to a token: masked, temperature, filters and one draw, each row by its own parameters.
 
 The draw is Gumbel-max with numbers that depend on a row's seed and the position of its token and on nothing else, so a
 seeded row draws the same token alone, in any batch, after a preemption, and on every rank.
@@ -17,9 +17,9 @@ from torch.nn import functional
 from ringcore.protocol.requests import TokenLogprobs
 
 __all__ = [
-    "LaunchedLogprobs",
+    "HostLogprobsCopy",
     "LogprobTensors",
-    "MovedLogprobs",
+    "PendingLogprobs",
     "Sampled",
     "SamplingInputs",
     "launch_logprobs",
@@ -46,8 +46,8 @@ class SamplingInputs:
     seed: np.ndarray  # [n] int64
     position: np.ndarray  # [n] int64: where in its sequence the sampled token will stand
     num_logprobs: np.ndarray  # [n] int32; -1 where none are asked for
-    barred_rows: np.ndarray  # [m] int64: row barred_rows[i] may not sample barred_ids[i]
-    barred_ids: np.ndarray  # [m] int64
+    masked_rows: np.ndarray  # [m] int64: row masked_rows[i] may not sample masked_ids[i]
+    masked_ids: np.ndarray  # [m] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
 
     On a GPU it is `kernels.sampling.sample_tokens`, which chooses the same.
     """
-    if len(inputs.barred_rows):
-        bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
-        logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
+    if len(inputs.masked_rows):
+        masked = torch.from_numpy(inputs.masked_rows), torch.from_numpy(inputs.masked_ids)
+        logits = logits.index_put(masked, logits.new_tensor(-torch.inf))
     best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
     ok = torch.isfinite(best).numpy()
     drawn = np.flatnonzero((inputs.temperature > 0) & ok)
@@ -234,7 +234,7 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -
     return LogprobTensors(torch.cat((sampled, top.indices), dim=1), values - normalizer, ranks)
 
 
-class MovedLogprobs:
+class HostLogprobsCopy:
     """`LogprobTensors` on their way to the host."""
 
     def __init__(self, tensors: LogprobTensors) -> None:
@@ -252,25 +252,25 @@ class MovedLogprobs:
         return ids, logprobs, ranks
 
 
-class LaunchedLogprobs:
+class PendingLogprobs:
     """`logprob_tensors` of the rows that asked, on their way to the host."""
 
-    def __init__(self, parts: Sequence[tuple[np.ndarray, MovedLogprobs]], num_logprobs: np.ndarray) -> None:
-        """parts: each with the rows [n] that it is of."""
-        self._parts, self._num_logprobs = parts, num_logprobs
+    def __init__(self, copies: Sequence[tuple[np.ndarray, HostLogprobsCopy]], num_logprobs: np.ndarray) -> None:
+        """copies: each with the rows [n] that it is of."""
+        self._copies, self._num_logprobs = copies, num_logprobs
 
     def result(self) -> list[TokenLogprobs | None]:
         """Of every row, None for one that did not ask. Waits for the device."""
         found: list[TokenLogprobs | None] = [None] * len(self._num_logprobs)
-        for rows, moved in self._parts:
-            ids, logprobs, ranks = (array.tolist() for array in moved.arrays())
+        for rows, copy in self._copies:
+            ids, logprobs, ranks = (array.tolist() for array in copy.arrays())
             for i, row in enumerate(rows.tolist()):
                 n = 1 + int(self._num_logprobs[row])
                 found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
         return found
 
 
-def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> LaunchedLogprobs | None:
+def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> PendingLogprobs | None:
     """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens, below 0 for none; does not wait.
 
     None where no row asked. Rows that ask for many are taken one by one, so that they cost their neighbours nothing.
@@ -281,14 +281,18 @@ def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
     counts = num_logprobs[asked]
     few, many = asked[counts <= _FEW_LOGPROBS], asked[counts > _FEW_LOGPROBS]
     groups = [*([few] if len(few) else []), *many[:, None]]
-    return LaunchedLogprobs([(group, _moved(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs)
+    return PendingLogprobs(
+        [(group, _copy_logprobs(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs
+    )
 
 
-def _moved(logits: torch.Tensor, token_ids: torch.Tensor, asked: np.ndarray, num_logprobs: np.ndarray) -> MovedLogprobs:
+def _copy_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, asked: np.ndarray, num_logprobs: np.ndarray
+) -> HostLogprobsCopy:
     rows = torch.from_numpy(asked)
     if logits.is_cuda:
         rows = rows.pin_memory().to(logits.device, non_blocking=True)
-    return MovedLogprobs(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[asked].max())))
+    return HostLogprobsCopy(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[asked].max())))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ __all__ = ["Copied", "ReaderStreams", "Staging"]
 class Staging:
     """Buffers that are filled by the host and copied to `device`, one after the other.
 
-    A CPU has one, small enough to stay in its cache. A GPU has two of pinned memory, of which one is filled while the
+    A CPU has one, small enough to updatable in its cache. A GPU has two of pinned memory, of which one is filled while the
     other is on its way; a buffer is handed out again only when its copy has ended.
     """
 

@@ -119,8 +119,8 @@ class WeightedLayer(ABC):
     def weights(self) -> Sequence[Weight]: ...
 
     @abstractmethod
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes its tensors out of `tensors`. stay: they have a place for good, and may get other contents there: what
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Takes its tensors out of `tensors`. updatable: they have a place for good, and may get other contents there: what
         is computed is computed from them, and not from a packed copy."""
 
     def refresh(self) -> None:  # noqa: B027 - most derive nothing

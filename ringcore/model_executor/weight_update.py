@@ -1,6 +1,6 @@
 """New contents for the tensors of a model, where they lie: by a checkpoint's names, fused and sliced for one rank.
 
-Nothing moves: tensors, and the graphs that hold their addresses, stay as they are.
+Nothing moves: tensors, and the graphs that hold their addresses, updatable as they are.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor import loader
-from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.loader import load_weights
@@ -109,7 +109,7 @@ def test_weights_arrive_whole(folder_of, monkeypatch, stored, wanted):
     assert torch.equal(ours.embed_tokens.table.cpu(), theirs.embed_tokens.table)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         product = layer.mlp.down_proj._product
-        weight = product.weight if isinstance(product, KernelProduct) else product.multiply.keywords["weight"]
+        weight = product.weight if isinstance(product, KernelLinear) else product.multiply.keywords["weight"]
         x = torch.eye(weight.shape[1], dtype=wanted)
         torch.testing.assert_close(weight.t().cpu().float(), other.mlp.down_proj(x).float(), atol=0, rtol=0)
 

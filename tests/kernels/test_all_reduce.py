@@ -1,4 +1,4 @@
-"""Collectives through mailboxes against sums and concatenations by torch.
+"""Collectives through buffers against sums and concatenations by torch.
 
 Sums of small whole numbers are exact in every format; those of random numbers are rounded once, after float32 (see
 `rounding`), whose own error in adding up to five numbers is far below.
@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from rank_series import CAPACITY, Call, Ranks
 
 from ringcore.kernels.all_reduce import (
-    EMPTY_BYTE,
-    Mailboxes,
+    SENTINEL_BYTE,
+    PeerBuffers,
     all_gather_last_dim_reference,
     all_reduce,
     all_reduce_reference,
 )
-from ringcore.kernels.dependent_launch import overlaps_launches
+from ringcore.kernels.dependent_launch import supports_pdl
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 large = pytest.mark.skipif(not torch.cuda.is_available(), reason="long series take the interpreter minutes")
@@ -157,14 +157,14 @@ def test_a_thousand_calls(ranks):
     shapes = [(1, 8), (2, 4096), (1, 1024), (1, 16384), (1, 64), (3, 512)]
     residuals = (torch.bfloat16, None, torch.float32)
     calls = [reduction(ranks, shapes[seed * 7 % 6], seed, residual=residuals[seed % 3]) for seed in range(1000)]
-    run_and_check(ranks, calls, delay_s=0.0002, pdl=overlaps_launches(ranks.device))
+    run_and_check(ranks, calls, delay_s=0.0002, pdl=supports_pdl(ranks.device))
 
 
 @on_gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_graph_counts_its_calls(ranks, pdl):
     """Replays, with eager calls between, over an odd number of calls: each replay begins with another mailbox."""
-    if pdl and not overlaps_launches(ranks.device):
+    if pdl and not supports_pdl(ranks.device):
         pytest.skip("this GPU has no dependent launch")
     calls = [
         reduction(ranks, (1, 4096), 1),
@@ -190,7 +190,7 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
     """Among them the one that has the bits of an empty place."""
     call, gather = reduction(pair, (1, 32), 1, dtype), gathering(pair, (1, 32), 2, dtype)
     for one in (call, gather):
-        one.parts[0].view(torch.uint8)[0, :8] = EMPTY_BYTE
+        one.parts[0].view(torch.uint8)[0, :8] = SENTINEL_BYTE
         one.parts[1][0, 12] = float("nan")
         one.parts[1][0, 13] = float("inf")
         one.parts[0][0, 14] = -0.0
@@ -213,8 +213,8 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
 
 
 def test_what_can_be_a_message(pair):
-    boxes = pair.mailboxes[0]
-    for shape, dtype, takes, takes_rows in [
+    boxes = pair.buffers[0]
+    for shape, dtype, takes, fits_rows in [
         ((1, 8), torch.bfloat16, True, True),
         ((2, 4), torch.bfloat16, True, False),
         ((2, 4), torch.float32, True, True),
@@ -225,16 +225,16 @@ def test_what_can_be_a_message(pair):
         ((2, CAPACITY // 4), torch.float32, False, False),
     ]:
         tensor = torch.empty(shape, dtype=dtype, device=pair.device)
-        assert (boxes.takes(tensor), boxes.takes_rows(tensor)) == (takes, takes_rows), (shape, dtype)
+        assert (boxes.takes(tensor), boxes.fits_rows(tensor)) == (takes, fits_rows), (shape, dtype)
 
 
 def test_numbers_must_lie_side_by_side(pair):
     wide = pair.empty(4, 32, dtype=torch.float32)
     with pytest.raises(AssertionError, match="side by side"):
-        all_reduce(wide[:, :16], pair.mailboxes[0], out=wide[:, :16])
+        all_reduce(wide[:, :16], pair.buffers[0], out=wide[:, :16])
     apart = pair.empty(9, dtype=torch.float32)[1:]
     with pytest.raises(AssertionError, match="multiple of 16"):
-        all_reduce(apart, pair.mailboxes[0], out=apart)
+        all_reduce(apart, pair.buffers[0], out=apart)
 
 
 def test_dtypes_that_do_not_go_together(pair):
@@ -242,8 +242,8 @@ def test_dtypes_that_do_not_go_together(pair):
     other = pair.empty(1, 32, dtype=torch.float16)
     for partial, out, residual in [(part, wide, None), (part, wide, part), (wide, part, part), (part, other, other)]:
         with pytest.raises(AssertionError, match=r"torch\.float"):
-            all_reduce(partial, pair.mailboxes[0], out=out, residual=residual)
+            all_reduce(partial, pair.buffers[0], out=out, residual=residual)
 
 
 def test_memory_of_a_rank():
-    assert Mailboxes.num_bytes(4, 1024) == 8 * 1024
+    assert PeerBuffers.num_bytes(4, 1024) == 8 * 1024

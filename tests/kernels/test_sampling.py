@@ -36,7 +36,7 @@ def inputs(n: int, **columns: Any) -> SamplingInputs:
     kinds |= {"seed": np.int64, "position": np.int64, "num_logprobs": np.int32}
     given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "position": 5}
     given |= {"seed": np.arange(n), "num_logprobs": -1} | columns
-    barred = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("barred_rows", "barred_ids")}
+    barred = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("masked_rows", "masked_ids")}
     return SamplingInputs(**{k: np.broadcast_to(v, n).astype(kinds[k]) for k, v in given.items()}, **barred)
 
 
@@ -252,7 +252,7 @@ def test_bars(filters: dict[str, float], temperature: float, device: torch.devic
     logits = random_logits(n, 70, seed=6)
     best = logits.topk(2).indices.numpy()
     barred = np.array([(i, t) for i in range(0, n, 2) for t in best[i]] + [(4, best[4, 0]), (1, 69)])[::-1]
-    columns = inputs(n, temperature=temperature, barred_rows=barred[:, 0], barred_ids=barred[:, 1], **filters)
+    columns = inputs(n, temperature=temperature, masked_rows=barred[:, 0], masked_ids=barred[:, 1], **filters)
     tokens = check(logits, columns, device, allowed=0)
     assert not any(int(tokens[row]) == token for row, token in barred.tolist())
 
@@ -261,7 +261,7 @@ def test_all_tokens_of_a_row_barred_but_one(device: torch.device) -> None:
     logits = random_logits(3, 40, seed=7)
     others = [t for t in range(40) if t != 23]
     for filters in ({}, {"top_k": 4, "top_p": 0.5, "min_p": 0.1}):
-        columns = inputs(3, barred_rows=[1] * 39, barred_ids=others, **filters)
+        columns = inputs(3, masked_rows=[1] * 39, masked_ids=others, **filters)
         assert check(logits, columns, device, allowed=0)[1] == 23
 
 
@@ -332,12 +332,12 @@ def test_inputs_that_are_filled_again(device: torch.device) -> None:
     """As for a graph: room for more rows and bars than there are; rows behind the last are harmless."""
     room = DeviceSamplingInputs.allocate(9, 20, device)
     room.buffer.fill_(0xFF)
-    addresses = [getattr(room, name).data_ptr() for name in ("seed", "temperature", "bar_ids")]
+    addresses = [getattr(room, name).data_ptr() for name in ("seed", "temperature", "masked_token_ids")]
     logits = random_logits(9, 120, seed=13)
-    for n, bars in ((5, {}), (9, {"barred_rows": [8, 0], "barred_ids": [3, 4]}), (2, {"top_p": 0.5}), (0, {})):
+    for n, bars in ((5, {}), (9, {"masked_rows": [8, 0], "masked_ids": [3, 4]}), (2, {"top_p": 0.5}), (0, {})):
         columns = inputs(n, temperature=0.8, **bars)
         assert DeviceSamplingInputs.from_host(columns, device, out=room) is room
-        assert [getattr(room, name).data_ptr() for name in ("seed", "temperature", "bar_ids")] == addresses
+        assert [getattr(room, name).data_ptr() for name in ("seed", "temperature", "masked_token_ids")] == addresses
         token_ids, ok = on_device(logits, columns, device, placed=room)
         assert torch.equal(token_ids[:n], sample(logits[:n], columns).token_ids)
         assert torch.equal(token_ids[n:], logits[n:].argmax(-1))
@@ -348,11 +348,11 @@ def test_inputs_say_which_variant_they_need(device: torch.device) -> None:
     def place(**columns: Any) -> DeviceSamplingInputs:
         return DeviceSamplingInputs.from_host(inputs(3, **columns), device)
 
-    barred = place(barred_rows=[2, 0, 2], barred_ids=[5, 6, 7])
-    assert barred.bar_start.tolist() == [0, 1, 1]
-    assert barred.bar_end.tolist() == [1, 1, 3]
-    assert barred.bar_ids.tolist() == [6, 5, 7]
-    assert all(t.data_ptr() % 16 == 0 for t in (barred.seed, barred.top_k, barred.min_p, barred.bar_ids))
+    barred = place(masked_rows=[2, 0, 2], masked_ids=[5, 6, 7])
+    assert barred.masked_start.tolist() == [0, 1, 1]
+    assert barred.masked_end.tolist() == [1, 1, 3]
+    assert barred.masked_token_ids.tolist() == [6, 5, 7]
+    assert all(t.data_ptr() % 16 == 0 for t in (barred.seed, barred.top_k, barred.min_p, barred.masked_token_ids))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_graph_can_hold_it(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample_tokens(logits, room, token_ids=token_ids, ok=ok, workspace=workspace)
-    for filters in ({}, {"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9, "barred_rows": [3], "barred_ids": [17]}):
+    for filters in ({}, {"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9, "masked_rows": [3], "masked_ids": [17]}):
         given, columns = random_logits(n, vocab_size, seed=len(filters)), inputs(n, **filters)
         logits.copy_(given)
         DeviceSamplingInputs.from_host(columns, device, out=room)

@@ -105,7 +105,7 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
         if row in (-1, 5):  # nobody, or one that has stopped
             assert (inputs.input_ids[i], inputs.positions[i], inputs.seq_lens[i]) == (0, 0, 0)
             assert sampling.temperature[i] == 0
-            assert sampling.bar_start[i] == sampling.bar_end[i]
+            assert sampling.masked_start[i] == sampling.masked_end[i]
             assert all(slots[i] == 0 for slots in inputs.slots)
             assert all((blocks[i] == -7).all() for blocks in inputs.block_tables)
             continue
@@ -118,7 +118,7 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
             assert column[i].item() == floats[index.value]
         assert sampling.top_k[i] == words[TOP_K.value]
         assert sampling.seed[i] == -5 - row * (1 << 40)
-        barred = sampling.bar_ids[sampling.bar_start[i] : sampling.bar_end[i]].tolist()
+        barred = sampling.masked_token_ids[sampling.masked_start[i] : sampling.masked_end[i]].tolist()
         is_early = here + 1 - words[NUM_PROMPT.value] < words[MIN_TOKENS.value]
         stops = words[RECORD_HEAD.value : RECORD_HEAD.value + words[NUM_STOPS.value]].tolist()
         assert barred == (stops if is_early else [])

@@ -20,10 +20,10 @@ from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 __all__ = [
     "Prompts",
     "attend_prompts",
+    "batches_of_equal_length",
     "can_fuse",
-    "is_worth_it",
-    "neighbours_of_one_length",
-    "set_up_fused_prompts",
+    "is_profitable",
+    "warm_up_fused_prompts",
 ]
 
 _BACKEND = SDPBackend.CUDNN_ATTENTION
@@ -64,7 +64,7 @@ def can_fuse(spec: KVCacheSpec, device: torch.device) -> bool:
     )
 
 
-def set_up_fused_prompts(
+def warm_up_fused_prompts(
     spec: KVCacheSpec, num_heads: int, num_tokens: int, max_len: int, device: torch.device
 ) -> None:
     """Attends once, to zeros, in as many prompts of `max_len` tokens as a step of `num_tokens` has room for.
@@ -82,13 +82,13 @@ def set_up_fused_prompts(
     attend_prompts(Prompts(0, prompts.batch, query_len), query, key, key, scale=1.0, out=torch.empty_like(query))
 
 
-def is_worth_it(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+def is_profitable(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
     """[num_seqs] bool: sequences that are whole prompts, and long ones."""
     result: np.ndarray = (query_lens == seq_lens) & (query_lens >= _MIN_TOKENS)
     return result
 
 
-def neighbours_of_one_length(first_token: int, query_lens: list[int]) -> list[Prompts]:
+def batches_of_equal_length(first_token: int, query_lens: list[int]) -> list[Prompts]:
     """Prompts of these lengths, one behind the other from `first_token` on, as few calls."""
     prompts: list[Prompts] = []
     for query_len in query_lens:
@@ -110,10 +110,10 @@ def attend_prompts(
     out: torch.Tensor,  # as query
 ) -> None:
     """Causal attention of each prompt to itself."""
-    from ringcore.kernels.prompt_rows import spread_prompts
+    from ringcore.kernels.prompt_padding import pad_prompts
 
     batch, query_len, padded_len = prompts.batch, prompts.query_len, prompts.padded_len
-    dense = spread_prompts(query, query_len, padded_len)
+    dense = pad_prompts(query, query_len, padded_len)
     q, k, v = (rows.transpose(1, 2) for rows in (dense, key, value))
     with sdpa_kernel(_BACKEND):
         attended = functional.scaled_dot_product_attention(

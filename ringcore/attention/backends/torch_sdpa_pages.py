@@ -24,15 +24,15 @@ class PageLayout:
     Layers of one shape, the common case, have a head in each section.
     """
 
-    def __init__(self, spec: KVCacheSpec, neighbours: Sequence[KVCacheSpec]) -> None:
+    def __init__(self, spec: KVCacheSpec, sharing_specs: Sequence[KVCacheSpec]) -> None:
         assert all(
-            (other.page_size_bytes, other.dtype) == (spec.page_size_bytes, spec.dtype) for other in neighbours
+            (other.page_size_bytes, other.dtype) == (spec.page_size_bytes, spec.dtype) for other in sharing_specs
         ), "layers that share memory have pages of other sizes"
         self._spec = spec
-        self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in neighbours))
+        self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
         self._heads_per_section = spec.num_kv_heads // self._num_sections
         # Whether consecutive blocks of a head lie one behind the other, so that they can be read in place.
-        self.has_runs = self._heads_per_section == 1
+        self.has_contiguous_blocks = self._heads_per_section == 1
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
@@ -40,7 +40,7 @@ class PageLayout:
 
     def write(self, kv_cache: torch.Tensor, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         """new: keys and values, [num_tokens, num_kv_heads, head_size] each, for slots [num_tokens] int64."""
-        if self.has_runs:
+        if self.has_contiguous_blocks:
             pool = kv_cache.view(2, self._num_sections, -1, self._spec.head_size)
             for kind, tokens in enumerate(new):
                 pool[kind].index_copy_(1, slots, tokens.transpose(0, 1))

@@ -17,9 +17,9 @@ __all__ = [
     "Chunk",
     "DecodeBatch",
     "DecodeOne",
-    "Part",
     "Planner",
     "Prompts",
+    "WorkItem",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,54 +71,54 @@ class Chunk:
     mask: torch.Tensor  # [rows, columns]: its last n rows and m columns are the mask of any such tile
 
 
-Part = DecodeOne | DecodeBatch | Prompts | Chunk
+WorkItem = DecodeOne | DecodeBatch | Prompts | Chunk
 
 
 class Planner:
-    """Sorts the sequences of a step into parts that are one call (a chunk: a few) each, for layers of one spec.
+    """Sorts the sequences of a step into items that are one call (a chunk: a few) each, for layers of one spec.
 
     window: tokens that a token sees, itself among them; None: all before it.
-    has_runs: whether consecutive blocks can be read where they lie.
+    has_contiguous_blocks: whether consecutive blocks can be read where they lie.
     """
 
-    def __init__(self, spec: KVCacheSpec, window: int | None, has_runs: bool) -> None:
+    def __init__(self, spec: KVCacheSpec, window: int | None, has_contiguous_blocks: bool) -> None:
         self._spec = spec
         self._window = window
         self._dtype = DTYPES[spec.dtype]
-        self._has_runs = has_runs
+        self._has_runs = has_contiguous_blocks
 
-    def plan(self, metadata: AttentionMetadata) -> list[Part]:
+    def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:
         step = _Step(metadata, self._spec.block_size, self._window)
         if metadata.max_query_len == 1:
             return self._plan_decode(step, np.arange(metadata.num_seqs))
         query_lens = step.query_lens
         fresh = metadata.seq_lens_cpu == query_lens
         decoding = query_lens == 1
-        # A prompt is one call unless the window hides a part of it: then tiles leave out what no row of theirs sees.
+        # A prompt is one call unless the window hides a item of it: then tiles leave out what no row of theirs sees.
         whole = fresh if step.window is None else fresh & (query_lens <= step.window)
-        parts: list[Part] = [*self._plan_decode(step, np.flatnonzero(decoding))]
-        parts += self._plan_prompts(step, np.flatnonzero(~decoding & whole))
-        parts += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
-        return parts
+        items: list[WorkItem] = [*self._plan_decode(step, np.flatnonzero(decoding))]
+        items += self._plan_prompts(step, np.flatnonzero(~decoding & whole))
+        items += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
+        return items
 
-    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[Part]:
+    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[WorkItem]:
         if not len(seqs):
             return []
         num_blocks = step.num_blocks(seqs)
         alone = self._reads_in_place(step, seqs, num_blocks)
-        parts: list[Part] = [self._decode_one(step, seq) for seq in seqs[alone].tolist()]
+        items: list[WorkItem] = [self._decode_one(step, seq) for seq in seqs[alone].tolist()]
         seqs, num_blocks = seqs[~alone], num_blocks[~alone]
         for low, high in self._batches(num_blocks):
             members = seqs[(num_blocks >= low) & (num_blocks <= high)]
             one = len(members) == 1
-            parts.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
-        return parts
+            items.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
+        return items
 
     def _reads_in_place(self, step: _Step, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
         """[len(seqs)] bool: worth a call of its own, because its blocks are consecutive and many."""
         long = (num_blocks * self._spec.page_size_bytes > _BATCH_COST_BYTES) & self._has_runs
         for i in np.flatnonzero(long):
-            long[i] = _is_run(step.blocks(seqs[i]))
+            long[i] = _is_contiguous(step.blocks(seqs[i]))
         return long
 
     def _batches(self, num_blocks: np.ndarray) -> list[tuple[int, int]]:
@@ -169,7 +169,7 @@ class Planner:
             num_tokens=int(step.metadata.seq_lens_cpu[seq]) - first_seen,
             num_skipped=num_skipped,
             first_slot=int(blocks[0]) * block_size + num_skipped,
-            gather=None if self._has_runs and _is_run(blocks) else Gather(blocks),
+            gather=None if self._has_runs and _is_contiguous(blocks) else Gather(blocks),
         )
 
     def _plan_prompts(self, step: _Step, seqs: np.ndarray) -> list[Prompts]:
@@ -258,6 +258,6 @@ class _Step:
         return self.first_seen[seqs] - starts, ends - starts
 
 
-def _is_run(blocks: np.ndarray) -> bool:
+def _is_contiguous(blocks: np.ndarray) -> bool:
     """Whether block ids [n] are consecutive."""
     return bool((np.diff(blocks) == 1).all())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.product import Activation
+from ringcore.model_executor.linear_op import Activation
 
 __all__ = ["Activation", "BoundGate", "bind_activation"]
 

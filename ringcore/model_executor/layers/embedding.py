@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_op import LinearOp
 from ringcore.model_executor.packing import pack_logits
-from ringcore.model_executor.product import Product
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
@@ -45,7 +45,7 @@ class VocabParallelEmbedding(WeightedLayer):
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         self.table = tensors.pop(self._weight.name)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -77,20 +77,20 @@ class ParallelLMHead(WeightedLayer):
         self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
         self._tied = tied
         self._tp = tp
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._tied is None else []
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Takes its tensor, or the table of the embedding, which is bound before."""
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
-        self._product = pack_logits(table, stay)
+        self._linear = pack_logits(table, updatable)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank; in `out` where it is
         given, without a copy where every rank has as many of the logits."""
-        part = self._product(hidden, out if self._tp.size == 1 else None)
+        part = self._linear(hidden, out if self._tp.size == 1 else None)
         if out is not None and out.dtype == part.dtype and part.shape[-1] * self._tp.size == self._vocab_size:
             return self._tp.all_gather_last_dim(part, out)
         logits = self._tp.all_gather_last_dim(part)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_op import Gate, LinearOp
 from ringcore.model_executor.packing import pack_linear
-from ringcore.model_executor.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
@@ -81,28 +81,28 @@ class ColumnParallelLinear(WeightedLayer):
     ) -> None:
         self._weight = _stacked(f"{name}.weight", ".weight", outputs, (num_inputs,), dtype)
         self._bias = _stacked(f"{name}.bias", ".bias", outputs, (), dtype) if bias else None
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Takes its tensors; they are freed where they were packed."""
         weight = tensors.pop(self._weight.name)
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        self._product = pack_linear(weight, bias, stay)
+        self._linear = pack_linear(weight, bias, updatable)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
-        return self._product(x)
+        return self._linear(x)
 
     def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
         """self(norm(hidden)), in one pass where there is a kernel for it."""
-        return self._product.after_norm(norm, hidden)
+        return self._linear.after_norm(norm, hidden)
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
         """gate(self(norm(hidden))), likewise: [n, half of this rank's outputs]."""
-        return self._product.gated_after_norm(norm, hidden, gate)
+        return self._linear.gated_after_norm(norm, hidden, gate)
 
 
 def _stacked(
@@ -142,24 +142,24 @@ class RowParallelLinear(WeightedLayer):
             bias_part = WeightPart(f"{checkpoint_name}.bias", (num_outputs,), 0, 0, num_outputs)
             self._bias = Weight(f"{name}.bias", (num_outputs,), dtype, (bias_part,), "bias")
         self._tp = tp
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Takes its tensors; they are freed where they were packed."""
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
         # Added once: by the first rank's share of the sum.
-        self._product = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, stay)
+        self._linear = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, updatable)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
-        return self._tp.all_reduce(self._product(x))
+        return self._tp.all_reduce(self._linear(x))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         """hidden [n, num_outputs] += self(x), rounded once where there is a kernel for it."""
         if self._tp.size == 1:
-            self._product.add_to(hidden, x)
+            self._linear.add_to(hidden, x)
         else:
-            self._tp.all_reduce_add(self._product.partial(x), hidden.rows)
+            self._tp.all_reduce_add(self._linear.partial(x), hidden.rows)

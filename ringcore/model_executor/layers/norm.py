@@ -39,8 +39,8 @@ def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 def _norm_weight(
     name: str, checkpoint_name: str, size: int, dtype: torch.dtype, order: tuple[int, ...] | None = None
 ) -> Weight:
-    part = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size, order=order)
-    return Weight(f"{name}.weight", (size,), dtype, (part,), "norm")
+    split = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size, order=order)
+    return Weight(f"{name}.weight", (size,), dtype, (split,), "norm")
 
 
 class RMSNorm(WeightedLayer):
@@ -61,7 +61,7 @@ class RMSNorm(WeightedLayer):
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         weight = tensors.pop(self._weight.name)
         derived = self._derived = Derived()
         self.gain = derived.make(lambda: 1 + weight.float()) if self._plus_one else weight
@@ -79,14 +79,14 @@ class RMSNorm(WeightedLayer):
     def refresh(self) -> None:
         self._derived.refresh()
 
-    def __call__(self, x: torch.Tensor, parts: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-        parts: [p, n, size] float32; first x += their sum, in place.
+        partials: [p, n, size] float32; first x += their sum, in place.
         """
-        if parts is None:
+        if partials is None:
             return self._normalise(x)
-        return self._normalise(x, parts=parts) if self._has_kernel else self._normalise(x.add_(parts.sum(0)))
+        return self._normalise(x, partials=partials) if self._has_kernel else self._normalise(x.add_(partials.sum(0)))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         """hidden [n, size] += the norm of x [n, size]."""
@@ -130,7 +130,7 @@ class HeadNorm(WeightedLayer):
     def weights(self) -> Sequence[Weight]:
         return self._weights
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         rows = [tensors.pop(weight.name) for weight in self._weights]
         derived = self._derived = Derived()
         by_head = [row.expand(heads, -1) for row, heads in zip(rows, self._num_heads, strict=True)]

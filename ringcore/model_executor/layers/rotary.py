@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ringcore.attention.layer import WrittenPages
+from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm
@@ -40,7 +40,7 @@ class Rotation(Protocol):
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        pages: KVWriteTarget | None = None,
     ) -> Heads:
         """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its memory is used up. pages: where keys
         and values may be written in passing.
@@ -62,7 +62,7 @@ class ComplexRotation:
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        pages: KVWriteTarget | None = None,
     ) -> Heads:
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
         qk, v = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
@@ -85,7 +85,7 @@ class KernelRotation:
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        pages: KVWriteTarget | None = None,
     ) -> Heads:
         from ringcore.kernels.qk_norm_rope import qk_norm_rope
 

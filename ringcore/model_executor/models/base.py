@@ -31,10 +31,10 @@ class CausalLM(ABC):
         """Every tensor of this rank: its final (fused, sliced) shape and the checkpoint slices that fill it."""
 
     @abstractmethod
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say).
 
-        stay: they have a place for good, and may get other contents there; then `refresh` is called.
+        updatable: they have a place for good, and may get other contents there; then `refresh` is called.
         """
 
     @abstractmethod

@@ -86,7 +86,7 @@ class SelfAttention:
     def __call__(self, norm: RMSNorm, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """hidden: [n, hidden_size], which `norm` is for -> what `o_proj` takes: [n, num_heads * head_dim]."""
         qkv = self.qkv_proj.after_norm(norm, hidden)
-        pages = self.attention.pages(ctx)
+        pages = self.attention.kv_write_target(ctx)
         q, k, v = rotation(qkv, self.num_heads, self.num_kv_heads, self.head_norm, pages)
         return self.attention(q, k, v, ctx).reshape(len(hidden), -1)
 
@@ -194,10 +194,10 @@ class DenseDecoder(CausalLM):
     def weights(self) -> list[Weight]:
         return [weight for layer in self._weighted() for weight in layer.weights()]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
         for layer in self._weighted():
-            layer.bind(tensors, stay)
+            layer.bind(tensors, updatable)
         device = self.embed_tokens.table.device
         for rotary in self.rotaries:
             rotary.bind(device)

@@ -143,7 +143,7 @@ class RequestRows:
 
     def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
         """The sampling parameters of `rows` [n], whose next tokens stand at the end of what they have."""
-        barred_rows, barred_ids = self._barred(rows)
+        masked_rows, masked_ids = self._barred(rows)
         return SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -152,8 +152,8 @@ class RequestRows:
             seed=self.seed[rows],
             position=self.num_tokens[rows],
             num_logprobs=self.num_logprobs[rows],
-            barred_rows=barred_rows,
-            barred_ids=barred_ids,
+            masked_rows=masked_rows,
+            masked_ids=masked_ids,
         )
 
     def _barred(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -132,6 +132,6 @@ def _sampling_inputs(n: int) -> SamplingInputs:
         seed=np.arange(n, dtype=np.int64),
         position=np.ones(n, dtype=np.int64),
         num_logprobs=np.zeros(n, dtype=np.int32),
-        barred_rows=np.zeros(0, dtype=np.int64),
-        barred_ids=np.zeros(0, dtype=np.int64),
+        masked_rows=np.zeros(0, dtype=np.int64),
+        masked_ids=np.zeros(0, dtype=np.int64),
     )

@@ -9,7 +9,7 @@ import torch
 
 from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["Activation", "Gate", "Product"]
+__all__ = ["Activation", "Gate", "LinearOp"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -23,7 +23,7 @@ class Gate(Protocol):
     def __call__(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class Product:
+class LinearOp:
     """x W^T + b, and its company one after the other. What can do more at once overrides it."""
 
     def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels import skinny_configs
-from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_parts
+from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_split_k
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.packing import pack_linear, pack_logits
@@ -59,7 +59,7 @@ def assert_close(ours, exact):
 @pytest.mark.parametrize("n", ROWS)
 def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
     product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
-    assert isinstance(product, KernelProduct)
+    assert isinstance(product, KernelLinear)
     kept = x.clone()
     for ours, before in ((product(x), None), (product.after_norm(norm, Residual(x)), norm)):
         assert ours.dtype == torch.float16
@@ -113,8 +113,8 @@ def test_logits_are_float32(device, n):
 
 def test_float32_takes_none_of_them(device):
     weight = randn(8, INPUTS, seed=1, device=device).float()
-    assert not isinstance(pack_linear(weight, None), KernelProduct)
-    assert not isinstance(pack_logits(weight), KernelProduct)
+    assert not isinstance(pack_linear(weight, None), KernelLinear)
+    assert not isinstance(pack_logits(weight), KernelLinear)
 
 
 @pytest.mark.parametrize("n", ROWS)
@@ -137,7 +137,7 @@ def test_a_stream_of_float32(device, weight_and_bias, norm, n):
 
 @pytest.mark.parametrize("reader", ["norm", "product", "gate", "rows"])
 @pytest.mark.parametrize("n", ROWS)
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("split_k")
 def test_parts_for_whoever_reads_next(device, norm, n, reader):
     square = randn(INPUTS, INPUTS, seed=1, device=device) / 8
     product, behind = (
@@ -148,7 +148,7 @@ def test_parts_for_whoever_reads_next(device, norm, n, reader):
     total = stream + expected(x, square, None)
     residual = Residual(stream)
     product.add_to(residual, x)
-    assert (residual._parts is None) == (n in (1, 3, 6))  # kernels of ours add by themselves
+    assert (residual._partials is None) == (n in (1, 3, 6))  # kernels of ours add by themselves
     if reader == "norm":
         assert_close(residual.normed(norm), expected(total, torch.eye(INPUTS, device=device), None, norm))
     elif reader == "product":
@@ -161,23 +161,23 @@ def test_parts_for_whoever_reads_next(device, norm, n, reader):
     torch.testing.assert_close(stream, total, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("split_k")
 def test_who_cannot_leave_parts_adds_at_once(device, weight_and_bias):
     weight, bias = weight_and_bias
     x, narrow = randn(70, INPUTS, seed=0, device=device), randn(70, 2 * OUTPUTS, seed=1, device=device)
     for hidden in (narrow, narrow.float()):
         residual = Residual(hidden)
         pack_linear(weight, bias).add_to(residual, x)
-        assert (residual._parts is not None) == (bias is None and hidden.dtype == torch.float32)
+        assert (residual._partials is not None) == (bias is None and hidden.dtype == torch.float32)
 
 
 def test_how_many_parts():
     """Each of whole pieces of 16 bytes."""
     for outputs, inputs in ((4096, 12288), (4096, 4096), (1024, 3072), (576, 1536), (96, 40), (96, 24), (96, 20)):
         for rows in (65, 128, 256):
-            parts = choose_parts(outputs, inputs, rows)
-            assert parts == 1 or inputs % (8 * parts) == 0
-        assert choose_parts(outputs, inputs, 8192) == 1
-    assert [choose_parts(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
-    assert [choose_parts(1024, 3072, rows) for rows in (65, 256, 257)] == [4, 4, 1]
-    assert [choose_parts(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]
+            splits = choose_split_k(outputs, inputs, rows)
+            assert splits == 1 or inputs % (8 * splits) == 0
+        assert choose_split_k(outputs, inputs, 8192) == 1
+    assert [choose_split_k(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
+    assert [choose_split_k(1024, 3072, rows) for rows in (65, 256, 257)] == [4, 4, 1]
+    assert [choose_split_k(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]
