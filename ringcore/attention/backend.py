@@ -18,7 +18,7 @@ class AttentionBackend(ABC):
     """Paged attention for layers of one KVCacheSpec. Per-step state is in `plan`'s result, not here."""
 
     name: ClassVar[str]
-    # Whether `forward` accepts key=None and value=None when they are in their slots already. Then the cache of a layer is
+    # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer is
     # [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values.
     accepts_prewritten_kv: ClassVar[bool] = False
 

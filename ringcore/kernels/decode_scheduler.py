@@ -44,8 +44,8 @@ RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
 _FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
-# How much longer than the ranges of an even split the splits of a work item may be, in percent and in tiles: storing one
-# more partial and combining it takes about as long.
+# How much longer than the ranges of an even split the splits of a work item may be, in percent and in tiles: one more
+# partial costs about as much.
 _SLACK_PERCENT = tl.constexpr(15)
 _MAX_SLACK_TILES = tl.constexpr(2)
 _MAX_ELEMENTS_PER_THREAD = 32  # in the partials of one combine round: registers

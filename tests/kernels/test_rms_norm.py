@@ -197,5 +197,5 @@ def test_no_rows(device):
 
 
 def test_rows_must_lie_side_by_side(device):
-    with pytest.raises(AssertionError, match="side by side"):
+    with pytest.raises(AssertionError, match="contiguous"):
         rms_norm(randn(4, 64, device=device)[:, :32], torch.ones(32, device=device), EPS)

@@ -1,26 +1,26 @@
 """Paged attention by torch's own kernels on a CPU: the reference of every other backend.
 
 The cache of a layer is head-major (`torch_sdpa_pages.PageLayout`), so that
-- the blocks of any set of sequences are gathered by one lookup of rows of block_size * head_size numbers
-  (measured 3 times as fast as an index_select along the block dimension), and
+- the blocks of any set of sequences are gathered by one lookup of rows of block_size * head_size numbers (measured 3
+times as fast as an index_select along the block dimension), and
 - consecutive blocks of a head are one [tokens, head_size] matrix, which is read in place.
 
-A step's sequences fall into three kinds, told apart once a step by `plan`:
+`plan` sorts a step's sequences into three kinds:
 
-    query_len 1                     decode: sequences of like length are padded into one batch; a long one whose
-                                    blocks are consecutive is read where it lies
-    all of it is new                prompt: this step's keys and values, the cache is not read
-    a item is in the cache          chunk: tiles of query rows, each against the context up to its last row
+    query_len 1               decode: sequences of similar length are padded into one batch; a long one whose blocks
+                              are consecutive is read in place
+    nothing is cached         prompt: this step's keys and values, the cache is not read
+    a part is cached          chunk (chunked prefill): tiles of query rows, each against the context up to its last row
 
-A sliding window of W tokens, itself among them: position p sees p - W + 1 to p. Length is then what a sequence sees,
-and no block that is wholly before the window is read. Each tile of a chunk is against the window of its rows alone, and
-a prompt longer than W is computed as such tiles of this step's keys and values.
+With a sliding window of W tokens position p sees p - W + 1 to p. Length is then the visible length, and blocks wholly
+before the window are not read. Each tile of a chunk attends to the window of its rows alone, and a prompt longer than W
+is computed as such tiles of this step's keys and values.
 
 Nothing masked may be NaN or infinite: softmax gives it the weight 0, and 0 * NaN is NaN. Masked places are the null
-block, slots past a sequence's end and slots before its window in the window's first block. They hold only finite
-numbers, because pages are zero when allocated and nothing but `forward` writes them, keys and values of tokens: finite,
-or the worker that saw a hidden state that is not finite overwrites them before the next step. (In float16 a finite
-hidden state can have a key that overflowed, so there `forward` bounds what it writes.)
+block, slots past a sequence's end, and slots before its window in the window's first block. They hold only finite
+numbers, because pages are zeroed when allocated and only `forward` writes them, with keys and values of tokens: these
+are finite, or the worker that saw a non-finite hidden state overwrites them before the next step. (In float16 a finite
+hidden state can have a key that overflowed, so there `forward` clamps what it writes.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TorchSdpaBackend(AttentionBackend):
         self._layout = PageLayout(spec, sharing_specs)
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self._planner = Planner(spec, self._window, self._layout.has_contiguous_blocks)
-        self._bounded = spec.dtype == "float16"
+        self._clamps = spec.dtype == "float16"
 
     @classmethod
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
@@ -87,7 +87,7 @@ class TorchSdpaBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         assert isinstance(plan, list)
-        assert key is not None, "prompts are computed of the step's own keys and values"
+        assert key is not None, "this backend needs the step's keys and values"
         assert value is not None
         self._write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape)
@@ -104,14 +104,14 @@ class TorchSdpaBackend(AttentionBackend):
         return out
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-        if self._bounded:
+        if self._clamps:
             key, value = torch.nan_to_num(key), torch.nan_to_num(value)
         self._layout.write(kv_cache, slots, (key, value))
 
     def _decode_one_forward(
         self, item: DecodeOne, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
-        # KV heads as the batch and the query heads that share one as rows: what comes out lies as it should.
+        # KV heads as the batch, the query heads that share one as rows: the output has the right layout.
         rows = query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
         keys, values = item.context.read(kv_cache).unbind(0)  # [num_kv_heads, 1, num_tokens, head_size]
         attended = functional.scaled_dot_product_attention(rows, keys, values, scale=scale)

@@ -1,11 +1,11 @@
-"""Paged attention on a GPU by kernels of our own, written in Triton.
+"""Paged attention on a GPU by the Triton kernels of `ringcore.kernels`.
 
-The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one run of bytes, whatever the
-shape, so layers of other shapes may keep their blocks in the same memory.
+The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one contiguous byte range in
+every shape, so layers of other shapes may share the same memory.
 
-The sequences of a step that have one token and come first take the decode kernel, which cuts their contexts evenly over
-the device; the others take the prefill kernel, but for long prompts of which nothing was cached: those take cuDNN's. Of
-a context nothing is read but what its tokens see.
+Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances their contexts over
+the device; other sequences take the prefill kernel, except long prompts without cached tokens, which take cuDNN's fused
+attention. Only the visible part of a context is read.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences that have one token each: sequence i has token i of the step."""
+    """Decoding sequences: sequence i has token i of the step."""
 
     seq_lens: torch.Tensor  # [num_decodes] int32
     block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
-    tile_scheduler: DecodeTileScheduler  # planned for them
+    tile_scheduler: DecodeTileScheduler  # planned for these sequences
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Neighbouring sequences of any number of tokens; their query_start_loc counts from the first of `tokens`."""
+    """Neighbouring sequences of any number of tokens; their query_start_loc is relative to the first of `tokens`."""
 
     tensors: StepTensors
     tokens: slice
@@ -64,7 +64,7 @@ class _Step:
 
 
 class TritonBackend(AttentionBackend):
-    """`ringcore.kernels`, which are imported with the first backend: a machine without a GPU has no Triton."""
+    """Imports `ringcore.kernels` with the first instance: a machine without a GPU has no Triton."""
 
     name: ClassVar[str] = "triton"
     accepts_prewritten_kv: ClassVar[bool] = True
@@ -113,16 +113,18 @@ class TritonBackend(AttentionBackend):
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
         tile_ranges, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
-        runs = self._split_by_kernel(metadata, count, device)
+        groups = self._split_by_kernel(metadata, count, device)
         chunks = [
-            (tile_ranges[a : b + 1] - tile_ranges[a], lens[a:b], table[a:b]) for a, b, is_fused in runs if not is_fused
+            (tile_ranges[a : b + 1] - tile_ranges[a], lens[a:b], table[a:b])
+            for a, b, is_fused in groups
+            if not is_fused
         ]
         uploaded = iter(
             upload([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
         decode_lens, decode_table = next(uploaded), next(uploaded)
         others: list[_Chunks | Prompts] = []
-        for first, end, is_fused in runs:
+        for first, end, is_fused in groups:
             if is_fused:
                 others += batches_of_equal_length(int(tile_ranges[first]), lens[first:end].tolist())
             else:
@@ -133,7 +135,7 @@ class TritonBackend(AttentionBackend):
     def _split_by_kernel(
         self, metadata: AttentionMetadata, first: int, device: torch.device
     ) -> list[tuple[int, int, bool]]:
-        """The sequences from `first` on, as (first, end, whether cuDNN has them) of sharing_specs that go one way."""
+        """The sequences from `first` on, as (first, end, whether cuDNN takes them) of neighbours with one kernel."""
         if first == metadata.num_seqs:
             return []
         fused = is_profitable(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
@@ -161,8 +163,8 @@ class TritonBackend(AttentionBackend):
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
     ) -> _Decodes:
-        """skips_empty: the kernel leaves the rows of sequences of no tokens alone that come last, and takes no time for
-        them: the programs that got them would be the last to end."""
+        """skips_empty: trailing empty sequences get no tiles, and their output rows are not written: the programs that
+        had them would be the last to end."""
         tile_scheduler = self._tile_scheduler_for(len(seq_lens), seq_lens.device)
         tile_scheduler.plan(seq_lens, skips_empty=skips_empty)
         return _Decodes(seq_lens, block_table, tile_scheduler)
