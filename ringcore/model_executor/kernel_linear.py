@@ -1,4 +1,4 @@
-"""A product of 16-bit weights on a GPU: few rows by kernels of ours, with their company; many by cuBLAS."""
+"""The linear of 16-bit weights on a GPU: few rows by fused kernels (`skinny_linear`), many rows by cuBLAS."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class KernelLinear(LinearOp):
-    """As `LinearOp`. What it computes in one kernel is rounded once, at its end."""
+    """As `LinearOp`. A fused kernel rounds once, at its end."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-        """out_dtype: of a product alone, which has no bias then; without it, the weight's."""
+        """out_dtype: of `__call__`, for a linear without bias; None: the weight's."""
         from ringcore.kernels import skinny_configs, skinny_linear
 
         super().__init__(self._by_cublas)
@@ -35,19 +35,19 @@ class KernelLinear(LinearOp):
         self._skinny = skinny_linear.skinny_linear
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """out: of the dtype that a product alone has."""
+        """out: of the dtype that `__call__` returns."""
         if out is None and self._out_dtype is not None:
             out = x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
-        done = self._by_kernel(x, out=out)
-        return self._by_cublas(x, out) if done is None else done
+        fused = self._by_kernel(x, out=out)
+        return self._by_cublas(x, out) if fused is None else fused
 
     def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
-        done = self._by_kernel(hidden, norm)
-        return self.multiply(hidden.normed(norm)) if done is None else done
+        fused = self._by_kernel(hidden, norm)
+        return self.multiply(hidden.normed(norm)) if fused is None else fused
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
-        done = self._by_kernel(hidden, norm, gate.activation)
-        return gate(self.multiply(hidden.normed(norm))) if done is None else done
+        fused = self._by_kernel(hidden, norm, gate.activation)
+        return gate(self.multiply(hidden.normed(norm))) if fused is None else fused
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         rows = hidden.rows
@@ -64,8 +64,8 @@ class KernelLinear(LinearOp):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
-        done = self._by_kernel(x, out=out)
-        return self.multiply(x) if done is None else done
+        fused = self._by_kernel(x, out=out)
+        return self.multiply(x) if fused is None else fused
 
     def _by_kernel(
         self,
@@ -76,7 +76,8 @@ class KernelLinear(LinearOp):
         add_to: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """None, and nothing done, where cuBLAS is faster. x: the stream, and that alone, is normalised first."""
+        """None, and nothing computed, where cuBLAS is faster. x: the residual stream, and that alone, is normalised
+        first."""
         num_weights, num_inputs = self.weight.shape
         num_outputs = num_weights if activation is None else num_weights // 2
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
@@ -111,7 +112,7 @@ class KernelLinear(LinearOp):
 
 
 def _split_k_linear(x: torch.Tensor, weight: torch.Tensor, num_splits: int) -> torch.Tensor:
-    """x [n, in] times weight [out, in], over an equal part of the inputs each: [num_splits, n, out] float32."""
+    """x [n, in] times weight [out, in], split over the inputs: partials [num_splits, n, out] float32."""
     size = x.shape[1] // num_splits
     rows = x.view(-1, num_splits, size).transpose(0, 1)
     columns = weight.view(-1, num_splits, size).permute(1, 2, 0)
@@ -120,8 +121,8 @@ def _split_k_linear(x: torch.Tensor, weight: torch.Tensor, num_splits: int) -> t
 
 @functools.cache
 def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's cuBLAS multiplies 16 bits to float32, also adding to float32 numbers in place. Tried once a
-    process: the operations are young, and a build without them does the product and the sum one after the other."""
+    """Whether torch's cuBLAS multiplies 16-bit inputs to float32, and adds to float32 in place. Tried once per process:
+    the operations are recent, and a build without them does the product and the sum separately."""
     if device.type != "cuda":
         return False
     x = torch.ones(8, 16, dtype=dtype, device=device)
@@ -130,6 +131,8 @@ def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
         torch.addmm(total, x, x.t(), out_dtype=torch.float32, out=total)
         partials = _split_k_linear(x, x, 2)
     except (RuntimeError, TypeError) as error:
-        _log.warning("sums of products are added in a pass of their own, which is slower: %s", error)
+        _log.warning(
+            "no fused float32 accumulation in cuBLAS, so residual adds are separate kernels, which is slower: %s", error
+        )
         return False
     return bool((total == 17).all() and (partials == 8).all())

@@ -1,4 +1,4 @@
-"""The residual stream, and what is still to be added to it."""
+"""The residual stream, and its deferred split-K partials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Norm", "Residual"]
 
 
 class Norm(Protocol):
-    """x / sqrt(mean(x^2) + eps) * gain of every row, to which the sum of partials is added first, in place."""
+    """x / sqrt(mean(x^2) + eps) * gain of every row; the sum of `partials` is added to x first, in place."""
 
     eps: float
 
@@ -23,14 +23,14 @@ class Norm(Protocol):
 class Residual:
     """Rows [n, size], to which every layer adds in place.
 
-    A matrix product may leave its result in partials instead: the norm that reads the stream next adds them up in the
-    same pass over memory, and a kernel that does nothing else is saved.
+    A linear may defer the add of its split-K partials: the next norm that reads the stream reduces them in the same
+    pass over memory, which saves a reduction kernel.
     """
 
     __slots__ = ("_partials", "_rows")
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """rows: written to from now on."""
+        """rows: written in place from now on."""
         self._rows = rows
         self._partials: torch.Tensor | None = None
 
@@ -39,18 +39,19 @@ class Residual:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[n, size], all in it."""
+        """[n, size], after any deferred add."""
         if self._partials is not None:
             self._rows.add_(self._partials.sum(0))
             self._partials = None
         return self._rows
 
     def defer_add(self, partials: torch.Tensor) -> None:
-        """rows += the sum of partials [p, n, size], by whoever reads them next; nobody else may write to partials."""
-        assert self._partials is None, "read before it is added to again"
+        """rows += the sum of partials [p, n, size], done by the next read of the stream; the caller must not write to
+        partials."""
+        assert self._partials is None, "an add is already deferred: read the stream first"
         self._partials = partials
 
     def normed(self, norm: Norm) -> torch.Tensor:
-        """The norm of all rows: [n, size]."""
+        """The norm of all rows: [n, size], after any deferred add."""
         partials, self._partials = self._partials, None
         return norm(self._rows, partials)

@@ -27,7 +27,8 @@ def device() -> torch.device:
 
 @pytest.fixture
 def split_k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library leaves splits; on a CPU, which has no product of 16 bits to 32, they are of float32."""
+    """cuBLAS defers split-K partials; on a CPU, which has no product of 16-bit inputs to float32, they are computed in
+    float32."""
     from ringcore.kernels import skinny_configs
     from ringcore.model_executor import kernel_linear
 

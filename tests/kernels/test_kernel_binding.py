@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))  # the tiny models and their attention
 
 from dense_attention import DenseAttention, DenseRun
-from ringcore.model_executor.product import LinearOp
 from rounding import rounding
 from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
 
@@ -24,6 +23,7 @@ from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
 from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
+from ringcore.model_executor.linear_op import LinearOp
 from ringcore.model_executor.residual import Residual
 
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ def in_good_time(device, monkeypatch):
         monkeypatch.setattr(skinny_configs, "choose", few_programs)
 
 
-class WrittenAttention(DenseAttention):
-    """Takes keys and values from pages of the kernels' layout, where they stand already."""
+class PrewrittenAttention(DenseAttention):
+    """Takes keys and values from pages of the kernels' layout, where they are written already."""
 
     accepts_prewritten_kv = True
 
@@ -91,7 +91,7 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
     folder = folder_of(family, head_dim=24)
     expected = logits(folder, "cpu", torch.float32)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    for attention in (DenseAttention, WrittenAttention):
+    for attention in (DenseAttention, PrewrittenAttention):
         ours = logits(folder, device, torch.float32, attention)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
@@ -101,7 +101,7 @@ def assert_no_further_off(folder, device, monkeypatch):
     exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
     without = logits(folder, "cpu", torch.float16).log_softmax(-1)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
+    ours = logits(folder, device, torch.float16, PrewrittenAttention).log_softmax(-1)
     assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
 
 
@@ -114,15 +114,17 @@ def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, mo
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
 @pytest.mark.usefixtures("split_k")
-def test_models_whose_products_leave_parts(folder_of, device, monkeypatch, family):
-    """All products are the library's. Whoever reads the stream, the last norm too, has what was left for it."""
+def test_models_whose_linears_defer_split_k_partials(folder_of, device, monkeypatch, family):
+    """All linears are cuBLAS's. Every reader of the stream, the last norm too, sees the deferred adds."""
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: None)
-    left = []
-    leave = Residual.leave
-    monkeypatch.setattr(Residual, "leave", lambda self, splits: (left.append(splits), leave(self, splits)))
+    deferred = []
+    defer_add = Residual.defer_add
+    monkeypatch.setattr(
+        Residual, "defer_add", lambda self, partials: (deferred.append(partials), defer_add(self, partials))
+    )
     assert_no_further_off(folder_of(family, torch.float16), device, monkeypatch)
     # 3 steps of 2 layers, each with o_proj and down_proj; Gemma normalises them before they are added.
-    assert len(left) == (0 if family == "Gemma3" else 12)
+    assert len(deferred) == (0 if family == "Gemma3" else 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -187,7 +187,7 @@ def test_out_may_be_the_input(device):
     expected = rms_norm(x, weight, EPS)
     assert rms_norm(x, weight, EPS, out=x) is x
     assert torch.equal(x, expected)
-    with pytest.raises(AssertionError, match="one place"):
+    with pytest.raises(AssertionError, match="not both"):
         rms_norm(x, weight, EPS, out=x, add_to=x)
 
 

@@ -25,8 +25,8 @@ __all__ = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A batch of decodes costs about 20 us of calls per layer, a single decode about 15 us, and a gathered and padded MiB of
-# keys and values about 90 us (2 cores, float32). So padding up to this is cheaper than another batch, and a sequence with
-# more than this is cheaper alone if that saves gathering it.
+# keys and values about 90 us (2 cores, float32). So padding up to this is cheaper than another batch, and a sequence
+# with more than this is cheaper alone if that saves gathering it.
 _BATCH_COST_BYTES = 256 * 1024
 
 # Query rows of a chunk that share a mask and a context length: 256 is the fastest of 32 to 512 (512 rows, context

@@ -112,13 +112,9 @@ class TritonBackend(AttentionBackend):
     def plan(self, metadata: AttentionMetadata) -> _Step:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
-        tile_ranges, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
+        starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
         groups = self._split_by_kernel(metadata, count, device)
-        chunks = [
-            (tile_ranges[a : b + 1] - tile_ranges[a], lens[a:b], table[a:b])
-            for a, b, is_fused in groups
-            if not is_fused
-        ]
+        chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in groups if not is_fused]
         uploaded = iter(
             upload([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
@@ -126,10 +122,10 @@ class TritonBackend(AttentionBackend):
         others: list[_Chunks | Prompts] = []
         for first, end, is_fused in groups:
             if is_fused:
-                others += batches_of_equal_length(int(tile_ranges[first]), lens[first:end].tolist())
+                others += batches_of_equal_length(int(starts[first]), lens[first:end].tolist())
             else:
                 tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), metadata.max_query_len)
-                others.append(_Chunks(tensors, slice(int(tile_ranges[first]), int(tile_ranges[end]))))
+                others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
         return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
     def _split_by_kernel(

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""RMS normalisation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
 def bind_rms_norm(
     weight: torch.Tensor, eps: float, *, plus_one: bool = False, derived: Derived | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`ops.rms_norm` with this weight, in the fastest form that works for its shape, dtype and device.
+    """`ops.rms_norm` with this weight, in the fastest form for its shape, dtype and device.
 
-    plus_one: by 1 + weight, as Gemma has it, and rounded once: x and the sum are taken in float32 whatever the dtype.
-    derived: gets what is computed from the weight.
+    plus_one: multiplies by 1 + weight, as Gemma does, rounded once: x and 1 + weight are float32 whatever the dtype.
+    derived: collects what is computed from the weight.
     """
     derived = derived or Derived()
     if plus_one:
@@ -44,8 +44,8 @@ def _norm_weight(
 
 
 class RMSNorm(WeightedLayer):
-    """Normalises rows of `size`, of the residual stream say, which is float32 also where `dtype` is not; the result is
-    of `dtype`, rounded once. Whole on every rank. `plus_one`: see `bind_rms_norm`."""
+    """Normalises rows of `size`, such as the residual stream, which is float32 for every `dtype`; the result is of
+    `dtype`, rounded once. Replicated on every rank. `plus_one`: see `bind_rms_norm`."""
 
     def __init__(
         self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False
@@ -82,7 +82,7 @@ class RMSNorm(WeightedLayer):
     def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-        partials: [p, n, size] float32; first x += their sum, in place.
+        partials: [p, n, size] float32; first x += their sum, in place (deferred split-K reduction).
         """
         if partials is None:
             return self._normalise(x)
@@ -99,7 +99,7 @@ class RMSNorm(WeightedLayer):
 
 
 class HeadNorm(WeightedLayer):
-    """Normalises each head of q and k, side by side in one tensor, q and k with a weight of their own.
+    """Normalises each head of q and k, concatenated in one tensor, q and k with a weight of their own (QK norm).
 
     `order`: of the entries of a head, as in `WeightPart`. `plus_one`: see `bind_rms_norm`.
     """
