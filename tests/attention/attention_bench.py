@@ -180,8 +180,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: in
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
-    behind = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # how far a key is behind
-    scores.masked_fill_(((behind < 0) | (behind >= window)).to(q.device), -torch.inf)
+    distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # from query to key
+    scores.masked_fill_(((distance < 0) | (distance >= window)).to(q.device), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 

@@ -23,7 +23,7 @@ from ringcore.kernels.all_reduce import SENTINEL_BYTE, PeerBuffers, all_gather_l
 
 CAPACITY = 1 << 16
 _DEADLINE_S = 60
-_CYCLES_A_SECOND = 1.5e9
+_CYCLES_PER_SECOND = 1.5e9
 
 
 @dataclass
@@ -31,21 +31,21 @@ class Call:
     """One collective: what each rank gives, and where each finds the result, which is NaN before."""
 
     gathers: bool
-    parts: list[torch.Tensor]
+    shards: list[torch.Tensor]
     residuals: list[torch.Tensor] | None
     outs: list[torch.Tensor]
 
     def run(self, rank: int, buffers: PeerBuffers, pdl: bool) -> None:
-        part, out = self.parts[rank], self.outs[rank]
+        shard, out = self.shards[rank], self.outs[rank]
         if self.gathers:
-            all_gather_last_dim(part, buffers, out=out, pdl=pdl)
+            all_gather_last_dim(shard, buffers, out=out, pdl=pdl)
         else:
             residual = None if self.residuals is None else self.residuals[rank]
-            all_reduce(part, buffers, out=out, residual=residual, pdl=pdl)
+            all_reduce(shard, buffers, out=out, residual=residual, pdl=pdl)
 
 
 class Ranks:
-    """Ranks that have buffers for each other. A series may be run after another one."""
+    """Ranks that have buffers for each other. Series may follow one another."""
 
     def __init__(self, size: int, device: torch.device, programs: int, capacity: int = CAPACITY) -> None:
         self.size, self.device = size, device
@@ -76,7 +76,7 @@ class Ranks:
         for buffers in self.buffers:
             assert buffers.calls.unique().numel() == 1, "programs differ in what they have counted"
         for memory in self._memory:
-            assert (memory == SENTINEL_BYTE).all(), "a word was left in a mailbox"
+            assert (memory == SENTINEL_BYTE).all(), "a word was left in a buffer"
 
     def _run_rank(self, rank: int, calls: Sequence[Call], delay_s: float) -> None:
         pauses = random.Random(rank)
@@ -92,7 +92,7 @@ class Ranks:
             for rank, stream in enumerate(self._streams):
                 with torch.cuda.stream(stream):
                     if delay_s and pauses[rank].random() < 0.3:
-                        torch.cuda._sleep(int(pauses[rank].random() * delay_s * _CYCLES_A_SECOND))
+                        torch.cuda._sleep(int(pauses[rank].random() * delay_s * _CYCLES_PER_SECOND))
                     call.run(rank, self.buffers[rank], pdl)
             if number % 50 == 49:  # a stream that is full would block the next launch, where no deadline is seen
                 self._wait()
@@ -116,14 +116,14 @@ class Ranks:
         self._wait()
 
     def _wait(self) -> None:
-        """For all streams. At the deadline what still waits is let go, so that the GPU is free for other tests."""
+        """For all streams. At the deadline waiting kernels are released, so that the GPU is free for others."""
         ends = time.monotonic() + _DEADLINE_S
         while not all(stream.query() for stream in self._streams):
             if time.monotonic() > ends:
-                self._let_go()
+                self._release()
                 raise AssertionError("a rank waited in vain")
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             while not all(stream.query() for stream in self._streams):
                 for memory in self._memory:

@@ -1,4 +1,4 @@
-"""The decode kernel against attention sequence by sequence in float32, and the cut of its tile_scheduler by itself."""
+"""The decode kernel against attention sequence by sequence in float32, and its tile scheduler alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler) -> torch.Tens
     out = batch.poisoned_out()
     tables = (batch.block_table, batch.seq_lens)
     assert paged_attention_decode(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale, out=out) is out
-    assert (tile_scheduler.partials == UNWRITTEN.value).all(), "the scratch is not ready for the next launch"
+    assert (tile_scheduler.partials == UNWRITTEN.value).all(), "the workspace is not reset for the next launch"
     return out
 
 
@@ -78,15 +78,15 @@ def test_edges_of_blocks_and_tiles(device, seq_len) -> None:
 
 
 @pytest.mark.parametrize("num_programs", [2, 100])
-def test_many_parts_of_one_sequence(device, num_programs) -> None:
-    """100: more programs than tiles, more parts than are merged in one go, and programs without tile_scheduler."""
+def test_many_partials_of_one_sequence(device, num_programs) -> None:
+    """100: more programs than tiles, more partials than one combine round, and programs without work."""
     check([64 * 35 + 3], num_programs, device=device, num_heads=2, num_kv_heads=1, head_size=16)
 
 
 @pytest.mark.parametrize("num_programs", [4, 8, 9, 20])
 @pytest.mark.parametrize("lens", [[200] * 4, [190, 260, 230, 200], [700, 640], [100, 1, 0, 90]])
 def test_sequences_of_about_one_length(device, lens, num_programs) -> None:
-    """Cut pair by pair, into one part or several, where there are programs enough."""
+    """Split by work item, into one split or several, where there are programs enough."""
     check(lens, num_programs, device=device, num_heads=2, num_kv_heads=2, head_size=16)
 
 
@@ -135,7 +135,7 @@ TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, 
     "lens",
     [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40], [640] * 4, [640, 700, 660], [1280] * 2],
 )
-def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens) -> None:
+def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, window, lens) -> None:
     tile_scheduler = DecodeTileScheduler.allocate(
         6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs
     )
@@ -163,7 +163,7 @@ def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens
             assert seq_len == lens[sequence]
             assert first_program == program_of[at - tile]
             if num_partials <= num_programs:
-                assert tiles[at + count - 1][:2] == (sequence, head), "the run is of one pair"
+                assert tiles[at + count - 1][:2] == (sequence, head), "the range is of one work item"
         else:
             assert seq_len == 0
         at += count
@@ -175,8 +175,8 @@ def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens
 )
 @pytest.mark.parametrize("num_programs", [5, 40])
 def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_programs) -> None:
-    """Their rows are left alone, for whoever has them. Before the last sequence that has tokens they give zeros: a row
-    that has stopped stands where it stood, and those behind it go on."""
+    """Their rows are not written. Before the last non-empty sequence they give zeros: a stopped row keeps its place,
+    and the rows after it decode on."""
     batch = PagedBatch.make([(1, n) for n in lens], device=device, head_size=16)
     tile_scheduler, decoding = (
         scheduler_of(batch, num_programs),
@@ -196,7 +196,7 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
 @pytest.mark.parametrize(
     ("group", "head_size"), [(1, 16), (1, 64), (1, 128), (2, 80), (2, 128), (4, 128), (7, 64), (128, 256)]
 )
-def test_each_thread_merges_a_place_or_more_and_no_more_than_it_has_room_for(group, head_size, num_seqs) -> None:
+def test_each_thread_combines_an_element_or_more_within_its_registers(group, head_size, num_seqs) -> None:
     tiling = DecodeTiling.choose(num_seqs, head_size, torch.bfloat16)
     tile_scheduler = DecodeTileScheduler.allocate(group, 1, head_size, tiling, torch.device("cpu"))
     places = tile_scheduler.combine_rows() * padded_head_size(head_size) // (32 * tiling.num_warps)
@@ -212,7 +212,7 @@ def _pack(numbers, weights, out):
     tl.store(out + index, pack_partial(tl.load(numbers + index), tl.load(weights + index)))
 
 
-def test_no_two_numbers_pass_for_an_unwritten_place(device) -> None:
+def test_no_element_equals_the_sentinel(device) -> None:
     bits = torch.tensor([-1, -1, 0x7FC00000, 0x40490FDB], dtype=torch.int32, device=device)
     weights = torch.tensor([-1, 0x3F800000, -1, -0x3FB6F025], dtype=torch.int32, device=device)
     out = torch.empty(4, dtype=torch.int64, device=device)
@@ -226,8 +226,8 @@ def test_no_two_numbers_pass_for_an_unwritten_place(device) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
 @pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF])
-def test_numbers_that_look_unwritten_keep_nobody_waiting(device, bits) -> None:
-    """NaN is merged like any number, and stays with its sequence."""
+def test_numbers_that_look_like_the_sentinel_do_not_hang(device, bits) -> None:
+    """NaN is combined like any number, and stays with its sequence."""
     batch = PagedBatch.make([(1, 200), (1, 200)], device=device, head_size=16)
     batch.query.view(torch.int32)[0] = bits
     tile_scheduler = scheduler_of(batch, 5)

@@ -29,7 +29,7 @@ def ranks():
 
 
 def part(rank, length):
-    """[1, length], begun 8 bytes behind a multiple of 16."""
+    """[1, length], begun 8 bytes after a multiple of 16."""
     values = torch.arange(length + 4) * (rank + 1) % 13
     return values.bfloat16()[None, 4:]
 
@@ -44,10 +44,10 @@ def test_tensors_that_begin_between_two_multiples(ranks):
         assert peers.can_gather(part(rank, 64))
         outs[0, rank] = peers.all_reduce(part(rank, 64))
         residual = torch.full((1, 68), 5.0).bfloat16()
-        aside, aligned = residual[:, 4:], residual[:, :64].clone()
-        assert peers.all_reduce(part(rank, 64), aside) is aside
+        unaligned, aligned = residual[:, 4:], residual[:, :64].clone()
+        assert peers.all_reduce(part(rank, 64), unaligned) is unaligned
         assert peers.all_reduce(part(rank, 64), aligned) is aligned
-        outs[1, rank], outs[2, rank] = aside, aligned
+        outs[1, rank], outs[2, rank] = unaligned, aligned
         gathered[rank] = peers.all_gather_last_dim(part(rank, 64))
 
     in_processes(SIZE, work, 60)
@@ -60,7 +60,7 @@ def test_tensors_that_begin_between_two_multiples(ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_sum_goes_into_the_float32_stream_without_nccl(ranks, dtype):
-    """In one kernel: the group, which is none, is not asked. A residual between two multiples takes two."""
+    """In one kernel, without the process group. An unaligned residual takes two kernels."""
     parts = [part(rank, 64).to(dtype) for rank in range(SIZE)]
     streams = shared(SIZE * 2 * 272, CPU).view(torch.float32).view(SIZE, 2, 68)
     streams.fill_(1 / 3)

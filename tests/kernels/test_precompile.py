@@ -1,4 +1,5 @@
-"""Catching what launches would compile, and compiling it: in a process of its own, where Triton does not interpret."""
+"""Intercepting what launches would compile, and compiling it: in a separate process, where Triton does not
+interpret."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def run(script: str, cache: Path) -> str:
     return done.stdout
 
 
-def test_launches_are_caught_once_and_compiled_for_the_next_process(tmp_path):
+def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_path):
     script = """
         import torch, triton_for_sm90
         from ringcore.kernels.activation import silu_and_mul

@@ -1,4 +1,4 @@
-"""Prompts are padded out bit by bit, with zeros behind each."""
+"""Prompts are padded bit by bit, with zeros after each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = [(1, 5, 8), (3, 5, 8), (2, 8, 8), (4, 1, 2)]
 def test_rows(device, dtype, num_prompts, query_len, padded_len, num_heads, head_size) -> None:
     torch.manual_seed(0)
     fused = torch.randn(num_prompts * query_len + 1, num_heads + 2, head_size, device=device).to(dtype)
-    fused[-1] = float("nan")  # what stands behind the last prompt
+    fused[-1] = float("nan")  # after the last prompt
     rows = fused[:-1, 1:-1]
     padded = pad_prompts(rows, query_len, padded_len)
     assert torch.equal(padded, pad_prompts_reference(rows, query_len, padded_len))

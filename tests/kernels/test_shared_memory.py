@@ -1,4 +1,4 @@
-"""The part of an SM's memory that is set aside for a kernel's programs."""
+"""The shared-memory carve-out that is set for a kernel's programs."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_no_room_for_more_programs_than_there_are(driver, shared, n_regs, num_wa
     assert [asked for _, _, asked in driver.asked] == ([] if percent is None else [percent])
 
 
-def test_no_kernel_has_no_wish(driver):
+def test_no_kernel_no_carveout(driver):
     prefer_carveout(None, 1, GPU)
     assert not driver.asked
 
 
-def test_what_the_driver_says_is_told(driver):
+def test_errors_of_the_driver_are_raised(driver):
     driver.code[0] = 400
     with pytest.raises(RuntimeError, match="carve-out of 62%: 400"):
         prefer_carveout(kernel(143360), 1, GPU)

@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
 
 def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     told = []
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
     config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
     set_up_libraries(config, CpuPlatform(), SingleRank(), "float32")
     assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
@@ -166,7 +166,7 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     def fail(*numbers):
         raise ArithmeticError("in the library")
 
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", fail)
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernels_ahead, "catch_steps", lambda *arguments: [])
     monkeypatch.setattr(kernels_ahead, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
     assert KernelsAhead(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
