@@ -1,6 +1,6 @@
 """A linear layer for few rows (a skinny GEMM) with a fused prologue and epilogue: RMS norm; bias, gate, residual add.
 
-With few rows the weights are bound by memory bandwidth, and a kernel by its launch latency. So the weights are
+With few rows a GEMM is bound by reading the weights from memory, and a kernel by its launch latency. So the weights are
 prefetched while the kernel before still runs, and prologue and epilogue need no kernels of their own.
 """
 

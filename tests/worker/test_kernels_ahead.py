@@ -93,14 +93,14 @@ RANKS_SCRIPT = """
 
 @pytest.mark.parametrize("has_peers", [True, False])
 def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
-    """Of the embedding, and of parts of either kind into the stream. A launch would wait for ever."""
+    """Of the embedding, and of messages of either dtype into the residual stream. A launch would wait forever."""
     told = run(RANKS_SCRIPT.format(model=tiny_llama[0], has_peers=has_peers), tmp_path).splitlines()
     assert list(tmp_path.iterdir()) == [], "something was compiled"
     variants = [json.loads(line) for line in told]
     if not has_peers:
         assert variants == []
         return
-    types = {tuple(one["signature"][name] for name in ("part", "residual", "out")) for one in variants}
+    types = {tuple(one["signature"][name] for name in ("message", "residual", "out")) for one in variants}
     assert types == {("*bf16", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp32"), ("*fp32", "*fp32", "*fp32")}
 
 
