@@ -93,14 +93,14 @@ RANKS_SCRIPT = """
 
 @pytest.mark.parametrize("has_peers", [True, False])
 def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
-    """Of the embedding, and of parts of either kind into the stream. A launch would wait for ever."""
+    """Of the embedding, and of messages of either dtype into the residual stream. A launch would wait forever."""
     told = run(RANKS_SCRIPT.format(model=tiny_llama[0], has_peers=has_peers), tmp_path).splitlines()
     assert list(tmp_path.iterdir()) == [], "something was compiled"
     variants = [json.loads(line) for line in told]
     if not has_peers:
         assert variants == []
         return
-    types = {tuple(one["signature"][name] for name in ("part", "residual", "out")) for one in variants}
+    types = {tuple(one["signature"][name] for name in ("message", "residual", "out")) for one in variants}
     assert types == {("*bf16", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp32"), ("*fp32", "*fp32", "*fp32")}
 
 
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
 
 def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     told = []
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
     config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
     set_up_libraries(config, CpuPlatform(), SingleRank(), "float32")
     assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
@@ -166,7 +166,7 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     def fail(*numbers):
         raise ArithmeticError("in the library")
 
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", fail)
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
     monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
     assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0

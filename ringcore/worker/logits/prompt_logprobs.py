@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ringcore.model_executor.sampler import LogprobTensors, MovedLogprobs, logprob_tensors
+from ringcore.model_executor.sampler import HostLogprobsCopy, LogprobTensors, logprob_tensors
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.rows.upload import upload
@@ -28,7 +28,7 @@ def positions_at_once(vocab_size: int, count: int) -> int:
 class _PendingPrompt:
     count: int  # top-k entries of each position
     num_prompt_tokens: int
-    pieces: list[MovedLogprobs] = field(default_factory=list)  # in the order of the positions
+    pieces: list[HostLogprobsCopy] = field(default_factory=list)  # in the order of the positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LaunchedPromptLogprobs:
 
     row: int
     count: int
-    pieces: Sequence[MovedLogprobs]
+    pieces: Sequence[HostLogprobsCopy]
 
     def result(self) -> PromptLogprobs:
         """Waits for the D2H copies."""
@@ -103,7 +103,7 @@ class PromptLogprobRows:
                 logits = self._compute_logits(hidden[first + begin - start : first + past - start])
                 if is_output:
                     targets = upload(token_ids[row, begin + 1 : past + 1].astype(np.int64), logits.device)
-                    pending.pieces.append(MovedLogprobs(_narrow_logprobs(logits, targets, pending.count)))
+                    pending.pieces.append(HostLogprobsCopy(_narrow_logprobs(logits, targets, pending.count)))
 
     def finished(self, rows: np.ndarray, ends: np.ndarray, is_output: bool) -> list[LaunchedPromptLogprobs]:
         """Removes and returns the rows [n] whose whole prompt is computed; ends [n]: their computed tokens."""

@@ -16,7 +16,7 @@ from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kv_cache.spec import KVCacheConfig
-from ringcore.model_executor.sampler import LaunchedLogprobs, launch_logprobs
+from ringcore.model_executor.sampler import PendingLogprobs, launch_logprobs
 from ringcore.protocol.steps import ModelRunnerOutput, RowError, SchedulerOutput
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
@@ -54,7 +54,7 @@ class LaunchedStep:
     starts: np.ndarray  # [n] int64: the position of each row's first token in the step
     admissions: np.ndarray  # [n]: identifies the row's request, see `RequestRows.num_admissions`
     sampling: np.ndarray  # [num_sampled]: batch indices of the rows that sample, in the message's order
-    logprobs: LaunchedLogprobs | None  # in the order of the batch
+    logprobs: PendingLogprobs | None  # in the order of the batch
     errors: dict[int, RowError]  # of the whole message, by row
     ends: np.ndarray  # [n] int64: one past the position of each row's last token in the step
     is_adjusted: bool  # whether any row's logits were adjusted before sampling
@@ -77,7 +77,7 @@ class _LaunchedSamples(NamedTuple):
 
     token_ids: torch.Tensor  # [num_sampled] int64
     ok: torch.Tensor  # [num_sampled] bool
-    logprobs: LaunchedLogprobs | None
+    logprobs: PendingLogprobs | None
     is_adjusted: bool
 
 

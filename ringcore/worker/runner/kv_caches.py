@@ -42,8 +42,10 @@ def choose_backends(
     backends = []
     for index, spec in enumerate(specs):
         (num_heads,) = {layer.num_heads for layer, group in zip(layers, of_layer, strict=True) if group == index}
-        neighbours = specs[:index] + specs[index + 1 :]
-        backends.append(choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, neighbours))
+        sharing_specs = specs[:index] + specs[index + 1 :]
+        backends.append(
+            choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, sharing_specs)
+        )
     return backends
 
 

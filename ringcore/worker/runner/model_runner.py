@@ -67,7 +67,7 @@ class LoadedModel:
         files, seed = config.model.files, config.model.seed
         with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
             final = tensors.final
-            model.bind(tensors, stay=final is not None)
+            model.bind(tensors, updatable=final is not None)
         platform.synchronize()
         return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start, final)
 

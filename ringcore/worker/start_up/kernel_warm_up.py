@@ -24,7 +24,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.precompile import Variant, catch_launches, compile_variants
+from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
@@ -99,7 +99,7 @@ def has_room(config: EngineConfig, tp: TensorParallel, dtype: str, free_bytes: i
 
 
 def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
-    return sum(weight.nbytes for weight in _without_weights(config, tp.apart(), dtype).weights())
+    return sum(weight.nbytes for weight in _without_weights(config, tp.detached(), dtype).weights())
 
 
 def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
@@ -112,10 +112,10 @@ def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParalle
     """One-time initialization of the attention libraries. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
-    model = _without_weights(config, tp.apart(), dtype)
+    model = _without_weights(config, tp.detached(), dtype)
     plan = planned_cache(config, LoadedModel(model, dtype, 0, 0.0).kv_cache_spec(config.cache.block_size))
     for backend in choose_backends(config.device.attention_backend, plan, model.attention_layers, platform):
-        backend.set_up(config.scheduler.token_budget, config.model.context_len, platform.device)
+        backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
 
 @torch.inference_mode()
@@ -126,8 +126,8 @@ def intercept_steps(
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config = _few_layers(config)
-    model = _without_weights(config, tp.apart(), dtype)
-    with catch_launches() as intercepted:
+    model = _without_weights(config, tp.detached(), dtype)
+    with intercept_launches() as intercepted:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)
             for weight in model.weights()
