@@ -70,13 +70,6 @@ class GGUFHeader(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensorInfo]
 
-    def array_length(self, key: str) -> int | None:
-        """The length of a metadata array, read or not; None where it is absent."""
-        value = self.metadata.get(key)
-        if isinstance(value, LongArray):
-            return value.length
-        return len(value) if isinstance(value, list) else None
-
 
 def read_gguf_header(path: str | os.PathLike[str], *, long_arrays: bool = False) -> GGUFHeader:
     """The header of a GGUF file of version 2 or 3.

@@ -202,10 +202,6 @@ class SamplingParams:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
 
 def _reject_unknown_options() -> None:
     """Replaces Python's TypeError for an unknown keyword by an error that names the nearest valid one."""

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import psutil
+
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError
 from ringcore.executor.child_process import ChildProcess
@@ -17,17 +19,20 @@ from ringcore.protocol.codec import encode_start
 
 __all__ = ["Outcome", "QueuedJob", "TokenizerLane"]
 
-_DETACH_AFTER_S = 0.5  # a job that takes longer while others queue is detached: it would cause head-of-line blocking
-_ABANDONED_S = 0.5  # the process is killed if a cancelled job takes longer
+# A slow job is detached if others queue behind it (head-of-line blocking), and costs its process if it was cancelled.
+# It is slow after _SLOW_S, in which the process has had _SLOW_CPU_S: one that is starved of CPU time is not to blame,
+# and a new process, whose imports need more of it, would make its neighbours wait longer.
+_SLOW_S, _SLOW_CPU_S = 0.5, 0.2
 _START_S = 120.0  # the imports, on a loaded machine
 # The tokenizers library's threads would exceed the limit of address space; without a backtrace a panic logs one line.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
 
 
 class QueuedJob:
-    """A job. started_s: when the process had answered all earlier ones. num_deaths: processes that died at it."""
+    """A job. started_s: when the process had answered all earlier ones. cpu_s: of the process, when the job began to be
+    slow. num_deaths: processes that died at it."""
 
-    __slots__ = ("body", "field", "future", "is_abandoned", "num_deaths", "started_s")
+    __slots__ = ("body", "cpu_s", "field", "future", "is_abandoned", "num_deaths", "started_s")
 
     def __init__(self, job: TextJob, body: bytes) -> None:
         self.body = body
@@ -35,6 +40,7 @@ class QueuedJob:
         self.future: Future[TextAnswer] = Future()
         self.num_deaths = 0
         self.started_s = 0.0
+        self.cpu_s: float | None = None
         self.is_abandoned = False
 
 
@@ -123,8 +129,18 @@ class TokenizerLane:
                         "send less, or raise tokenizer_timeout_s",
                     ),
                 )
-            elif entry.is_abandoned and age_s > _ABANDONED_S:
+            elif self._is_slow(process, entry) and entry.is_abandoned:
                 self.drop_process()
+
+    def _is_slow(self, process: JobProcess, entry: QueuedJob) -> bool:
+        """Of the first job in flight."""
+        age_s = time.monotonic() - entry.started_s
+        if age_s < _SLOW_S / 2:
+            return False
+        cpu_s = _cpu_s(process.child.pid)
+        if entry.cpu_s is None:
+            entry.cpu_s = cpu_s
+        return age_s > _SLOW_S and cpu_s - entry.cpu_s > _SLOW_CPU_S
 
     def _died(self, how: str) -> Iterator[Outcome]:
         first = self.in_flight[0] if self.in_flight else None
@@ -165,7 +181,7 @@ class TokenizerLane:
         job is slow."""
         if len(self.in_flight) + len(self.queue) < 2 or not self.in_flight:
             return None
-        if time.monotonic() - self.in_flight[0].started_s < _DETACH_AFTER_S:
+        if self.process is None or not self._is_slow(self.process, self.in_flight[0]):
             return None
         detached = TokenizerLane(self._config, self._killed, depth=1)
         detached.process, detached._started_s = self.process, self._started_s
@@ -177,3 +193,12 @@ class TokenizerLane:
 
 def _not_started(how: str) -> RingcoreError:
     return RingcoreError(f"the tokenizer's process did not start: {how}")
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds that the process has had; 0 if it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
