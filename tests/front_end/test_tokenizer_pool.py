@@ -18,6 +18,7 @@ from ringcore import EngineConfig
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, RingcoreError
+from ringcore.front_end.tokenization.lane import _SLOW_S
 from ringcore.front_end.tokenization.pool import _SHORT_BYTES, MAX_QUEUE_BYTES, TokenizerPool
 from ringcore.front_end.tokenization.text_jobs import Decode, Encode, EncodeChat, Encoded, RenderChat, Rendered
 
@@ -273,3 +274,17 @@ def test_options(folder, options):
 def test_jobs_are_plain_data(folder):
     """A conversation has no object of the caller's in it."""
     assert json.loads(chat("a").conversation)["messages"] == [{"role": "user", "content": "a"}]
+
+
+def test_a_process_without_cpu_time_is_not_slow(folder, make_pool):
+    """A cancelled job does not cost the process, which would be replaced by one that needs more CPU time."""
+    pool = make_pool(folder)
+    pool.submit(HI).result(WAIT_S)
+    (pid,) = pids_of(pool)
+    os.kill(pid, signal.SIGSTOP)
+    cancelled, other = pool.submit(HI), pool.submit(HI)
+    cancelled.cancel()
+    time.sleep(3 * _SLOW_S)
+    os.kill(pid, signal.SIGCONT)
+    assert isinstance(other.result(WAIT_S), Encoded)
+    assert pids_of(pool) == [pid]
