@@ -1,10 +1,10 @@
-"""New weights for a running engine, from the side of whoever has them: a trainer, say.
+"""Weight updates of a running engine, on the sender's side, for instance a trainer.
 
     with weight_source(model.state_dict()) as source:        # or a path; the host's tensors, or a GPU's
         llm.update_weights(source)
 
-Tensors have a checkpoint's names and are whole. torch is imported when it is used, by name, as a worker's entry is: a
-front end imports this module too.
+Tensors have a checkpoint's names and are not sharded. torch is imported lazily, by name: a front end imports this
+module too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["SharedTensors", "WeightGroup", "ipc_handles", "weight_source"]
 # By the dtype's name in torch, its name in the safetensors format.
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_NUM_WRITERS = 8  # threads: a few fill what the memory of a host gives
+_NUM_WRITERS = 8  # threads: a few saturate the host's memory bandwidth
 
 
 @contextmanager
 def weight_source(weights: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What `update_weights` takes, as long as the context lasts: of a safetensors file, a folder of them, or of torch
-    tensors by name, all of the host or all of GPUs.
+    """A source for `update_weights`, valid inside the context: of a safetensors file, a folder of them, or of torch
+    tensors by name, all on the host or all on GPUs.
 
-    Tensors of the host are copied into shared memory; those of a GPU are looked at where they lie, by the rank that
-    computes there, and must not change meanwhile. Raises `InvalidRequestError`, and `CapacityError` where the host's
+    Copies host tensors into shared memory; exports GPU tensors as IPC handles, which the rank on that GPU reads in
+    place, so that they must not change meanwhile. Raises `InvalidRequestError`, and `CapacityError` if the host's
     shared memory is too small.
     """
     if isinstance(weights, str | os.PathLike):
@@ -55,22 +55,21 @@ def weight_source(weights: str | os.PathLike[str] | Mapping[str, Any]) -> Iterat
         try:
             yield {"kind": "ipc", "tensors": ipc_handles(weights)}
         finally:
-            _torch().cuda.ipc_collect()  # memory that was freed meanwhile is given back
+            _torch().cuda.ipc_collect()  # frees memory that receivers have released
         return
     with SharedTensors(weights) as shared:
         yield {"kind": "files", "path": shared.path}
 
 
 class SharedTensors(AbstractContextManager["SharedTensors"]):
-    """Tensors in memory that other processes of this user can read, laid out as a safetensors file.
+    """Tensors in memory that other processes of this user can read, in the layout of a safetensors file.
 
-    It has no name: it is gone when the context ends, or this process, and whoever has it open is done with it. Where
-    the kernel allows it nobody can write there any more.
+    A memfd without a name: freed once the context or this process has ended and all readers have closed it. Sealed
+    against writes if the kernel allows it.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        """Copies them. Raises `InvalidRequestError` for what is no tensor of numbers that weights can be, and
-        `CapacityError`."""
+        """Copies the tensors. Raises `InvalidRequestError` for an unsupported dtype, and `CapacityError`."""
         header, offsets, num_bytes = _layout(tensors)
         self._fd = shared_memory("weights", num_bytes)
         try:
@@ -87,7 +86,7 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
         try:
             seal(self._fd, _SEALS)
         except OSError as error:
-            if error.errno != errno.EBUSY:  # the kernel holds a page, to move or to age it: then it stays unsealed
+            if error.errno != errno.EBUSY:  # the kernel holds a page, to migrate or to age it: it stays unsealed
                 raise
 
     def _write_tensor(self, offset: int, tensor: Any) -> None:
@@ -95,7 +94,7 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
 
     @property
     def path(self) -> str:
-        """For other processes of this host and this one."""
+        """The path of the memory for other processes of this host and this one."""
         if self._fd < 0:
             raise InvalidRequestError("the shared tensors are closed", field="path", value=None)
         return f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -114,7 +113,7 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[bytes, dict[str, int], int]:
     """(the header with its length, where each tensor begins in the file, the file's bytes), by the format's
-    specification: data in one piece, without gaps, behind a header that ends at a multiple of 8."""
+    specification: contiguous data after a header that ends at a multiple of 8."""
     entries, begin = {}, 0
     for name, tensor in tensors.items():
         _checked(name, tensor)
@@ -136,15 +135,15 @@ def _write(fd: int, offset: int, data: memoryview) -> None:
 
 
 def ipc_handles(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each tensor of a GPU what another process opens its memory by, once, while this one keeps the tensor: the
-    "tensors" of a source of kind "ipc", as builtin values. Raises `InvalidRequestError`."""
+    """CUDA IPC handles of GPU tensors, the "tensors" of a source of kind "ipc", as builtin values. Another process can
+    open each once, while this process keeps the tensor. Raises `InvalidRequestError`."""
     return [_ipc_handle(name, _checked(name, tensor).detach()) for name, tensor in tensors.items()]
 
 
 def _ipc_handle(name: str, tensor: Any) -> dict[str, Any]:
     if tensor.device.type != "cuda" or not tensor.numel():
         raise _refused(name, f"has no memory on a GPU: it is on {tensor.device}, of shape {list(tensor.shape)}")
-    # As `torch.multiprocessing` shares it. The first is the device's number, which may be another one there.
+    # As `torch.multiprocessing` shares it. The first item is the device's index, which may differ in the receiver.
     _, handle, *storage = tensor.untyped_storage()._share_cuda_()
     storage_bytes, storage_offset_bytes, ref_counter, ref_counter_offset, event, event_sync_required = storage
     return {
@@ -174,7 +173,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
         # and so with each chunk: `group.broadcast(tensors)` here, and elsewhere
         llm.update_weights({"kind": "group", "tensors": group.describe(tensors)})
 
-    Whoever reaches the port can join. Where a rank is lost, the group is closed and the next call says so.
+    Any process that reaches the port can join. If a rank is lost, the group is closed and the next call raises.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
 
         world_size: this process and all workers. backend: "nccl" sends from the current GPU, which must be none of the
         workers' (on theirs, give the tensors to `update_weights` instead); "gloo" sends from the host.
-        timeout_s: of meeting, and of each piece of a tensor. Raises `InvalidRequestError`.
+        timeout_s: of the rendezvous, and of each chunk of a tensor. Raises `InvalidRequestError`.
         """
         torch = _torch()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -193,7 +192,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         return int(self._group.port)
 
     def connect(self) -> None:
@@ -228,7 +227,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
 
 
 def _checked(name: str, tensor: Any) -> Any:
-    """The tensor, if weights can be such. Raises `InvalidRequestError`."""
+    """The tensor, if it can be a weight. Raises `InvalidRequestError`."""
     if not isinstance(tensor, _torch().Tensor):
         raise _refused(name, f"is a {type(tensor).__name__}; give a torch tensor")
     if torch_name(tensor.dtype) not in _DTYPES:

@@ -19,9 +19,9 @@ _EXECUTORS = {
 
 
 def executor_class(name: str) -> type[Executor]:
-    """The executor of this name: "multiproc", "uniproc" or "module:Class". Imported here, not before.
+    """The executor of this name: "multiproc", "uniproc" or "module:Class". Imported on demand.
 
-    Raises `ConfigError` for a name that leads to no subclass of `Executor`.
+    Raises `ConfigError` for a name that resolves to no subclass of `Executor`.
     """
     from ringcore.executor.base import Executor
 

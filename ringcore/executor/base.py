@@ -1,4 +1,4 @@
-"""The seam between the engine and its workers."""
+"""The interface between the engine and its workers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["EncodedCall", "Executor", "RpcFuture", "check_reply_rank"]
 class EncodedCall:
     """A call of a worker method with its arguments encoded, for `Executor.forward`.
 
-    method: the name, also that of a callable. parts: what `value_codec.encode_request` gave. is_callable: `parts` hold
-    a packed function in place of a name. timeout: seconds from the submission; None waits for result or death.
-    unique_reply_rank: every rank executes the call, this one alone replies; None: all do. by_engine: the engine itself
-    makes the call, and so may call what is declared with `@rpc(scope="engine")`; never set for a call from outside.
+    method: the name, also that of a callable. parts: the result of `value_codec.encode_request`. is_callable: `parts`
+    hold a packed function in place of a name. timeout: seconds from the submission; None waits for result or death.
+    unique_reply_rank: every rank executes the call, only this one replies; None: all reply. by_engine: the engine
+    itself makes the call, so it may call `@rpc(scope="engine")` methods; never set for a client's call.
     """
 
     method: str
@@ -48,8 +48,7 @@ class EncodedCall:
         unique_reply_rank: int | None = None,
         by_engine: bool = False,
     ) -> EncodedCall:
-        """Raises `InvalidRequestError` for a method that is none, a timeout that is none, and for arguments that cannot
-        be sent."""
+        """Raises `InvalidRequestError` for an invalid method or timeout, and for arguments that cannot be sent."""
         check_timeout("timeout", timeout)
         parts = encode_request(method, args, kwargs)
         name = method if isinstance(method, str) else callable_name(method)
@@ -62,35 +61,35 @@ class EncodedCall:
 
 
 class RpcFuture(Protocol):
-    """A call under way."""
+    """A call in flight."""
 
     def done(self) -> bool:
-        """Whether `result` would return (or raise) at once. Takes in what has arrived; never blocks."""
+        """Whether `result` would return (or raise) at once. Applies the replies that have arrived; never blocks."""
         ...
 
     def result(self, timeout: float | None = None) -> Any:
         """The call's value. Ends on the result, the death of a worker, or the deadline, whichever is first.
 
-        Raises the error of the lowest rank that failed, whose `failures` have those of all; `EngineDeadError`; or
+        Raises the error of the lowest failed rank, with the errors of all ranks in `failures`; `EngineDeadError`; or
         `RpcTimeoutError`. A value that cannot be decoded is a `WorkerError`.
         """
         ...
 
     def encoded_result(self) -> list[list[Buffer]]:
-        """The buffers of each value, in the order of the replying ranks, undecoded. Waits and raises as `result`."""
+        """The encoded buffers of each value, in rank order. Waits and raises as `result`."""
         ...
 
 
 class Executor(ABC):
     """Starts the workers of one engine and calls their methods.
 
-    Every call is one broadcast and a gather of replies in rank order. Calls are executed by each worker in the
-    order in which they were submitted, except those of read-only methods, which need not wait for the others.
+    Every call is one broadcast and a gather of replies in rank order. Each worker executes calls in the order of
+    submission, except read-only methods, which use a control channel.
     `timeout` is in seconds from the submission; None waits for result or death.
 
-    methods: what every worker declares with `@rpc`, by name; set by `start` and `restart`. What is not in it cannot be
-    called from outside.
-    on_wait: called again and again while a call waits for room in the queue to the workers, who are busy.
+    methods: the methods that every worker declares with `@rpc`, by name; set by `start` and `restart`. Clients cannot
+    call other ones.
+    on_wait: called repeatedly while a call waits for room in the full queue to the workers (back-pressure).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -100,18 +99,18 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self) -> dict[str, float]:
-        """Starts every worker and returns when all have their device and model. Raises what stopped a worker.
+        """Starts every worker and returns when all have their device and model. Raises the error that stopped a worker.
 
-        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model"; behind each, as
-        "load_model.weights", what the workers tell of its parts, which may overlap.
+        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model"; after each, as
+        "load_model.weights", the parts that the workers report, which may overlap.
         """
 
     @abstractmethod
     def restart(self) -> dict[str, float]:
-        """Ends what is left of the workers at once and starts new ones, as `start` does.
+        """Kills the remaining workers and starts new ones, as `start` does.
 
-        Futures of before stay failed, or fail now. Other descriptors are in `wait_fds` then. Raises what stopped a
-        new worker, after which it may be called again; `EngineDeadError` after `shutdown`.
+        Earlier futures fail. `wait_fds` changes. Raises the error that stopped a new worker, after which it may be
+        called again; `EngineDeadError` after `shutdown`.
         """
 
     def submit(
@@ -122,20 +121,19 @@ class Executor(ABC):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> RpcFuture:
-        """Broadcasts a call of the engine's own; the future's result is a list, one value a rank, or the
-        `unique_reply_rank`'s value.
+        """Broadcasts a call that the engine makes; the future's result is a list, one value a rank, or the value of
+        `unique_reply_rank`.
 
         `method` is the name of an `@rpc` method, or a function, called in each worker as f(worker, *args, **kwargs).
-        Values arrive as builtins and arrays, whatever they were; `msgspec.convert` makes a type of them again.
-        Raises `InvalidRequestError` for what cannot be sent, `EngineDeadError`.
+        Values arrive as builtins and arrays; `msgspec.convert` restores a type.
+        Raises `InvalidRequestError` for arguments that cannot be sent, `EngineDeadError`.
         """
         return self.forward(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank, by_engine=True))
 
     @abstractmethod
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`submit` with the arguments encoded already; `call.by_engine` says whether it is a call of the engine's own.
-        Their buffers may be changed as soon as it returns. What only the engine may call, each worker refuses to any
-        other call."""
+        """`submit` with encoded arguments; `call.by_engine` says whether the engine itself makes the call. The caller
+        may change the buffers after it returns. Workers refuse engine-scope methods to any other call."""
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -158,7 +156,7 @@ class Executor(ABC):
 
     @abstractmethod
     def pids(self) -> dict[str, int]:
-        """The processes by name, e.g. {"worker 0": 4711}; empty where the worker lives in this one."""
+        """The processes by name, e.g. {"worker 0": 4711}; empty if the worker is in this process."""
 
     @abstractmethod
     def check(self) -> None:
@@ -166,23 +164,23 @@ class Executor(ABC):
 
     @abstractmethod
     def health(self) -> list[RankHealth]:
-        """How each worker does, as far as can be seen without asking it. Never waits."""
+        """The health of each worker, without a call to it. Never waits."""
 
     @abstractmethod
     def oldest_step_s(self) -> float | None:
-        """How long the oldest step under way has taken so far, in seconds; None where there is none. Never waits."""
+        """The age of the oldest step in flight, in seconds; None if there is none. Never waits."""
 
     @abstractmethod
     def diagnose(self) -> str:
-        """What each worker does and where in its code it is, for a person. Disturbs none; takes up to 0.5 s a rank."""
+        """A report for a person: each worker's current call and Python stacks. Takes up to 0.5 s a rank."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees what they held. Idempotent; pending futures raise `EngineDeadError`."""
+        """Ends the workers and frees their resources. Idempotent; pending futures raise `EngineDeadError`."""
 
 
 def check_reply_rank(rank: int | None, num_ranks: int) -> None:
-    """Raises `InvalidRequestError` for a `unique_reply_rank` that is no rank."""
+    """Raises `InvalidRequestError` for an invalid `unique_reply_rank`."""
     if rank is None or (type(rank) is int and 0 <= rank < num_ranks):
         return
     raise InvalidRequestError(

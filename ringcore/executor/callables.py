@@ -1,7 +1,7 @@
 """Python functions as bytes, for `collective_rpc` where the configuration allows them (`allow_callables`).
 
-Whoever writes these bytes runs code where they are read. So they go one way only, from a client to its own engine's
-workers, over descriptors that were inherited from a parent; and this file alone loads a pickle.
+The writer of these bytes runs code in their reader. So they go one way only, from a client to its own engine's workers,
+over inherited descriptors; and only this file loads a pickle.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["call_packed", "callable_name", "pack_callable"]
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """What a callable is called in messages: the name of a function or class, the type's of any other."""
+    """The name of a callable in messages: of a function or class, else of its type."""
     named = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     return named.__qualname__
 
 
 def pack_callable(function: Callable[..., Any]) -> bytes:
-    """A function, with what it closes over, for `call_packed`.
+    """A function, with its closure, for `call_packed`.
 
-    One of `__main__`, a lambda and a nested function travel whole; one of another module by its name, and the worker
-    must be able to import it. Raises `InvalidRequestError`.
+    Functions of `__main__`, lambdas and nested functions are sent by value; functions of other modules by name, and
+    the worker must be able to import them. Raises `InvalidRequestError`.
     """
     if not callable(function):
         raise InvalidRequestError(
@@ -39,7 +39,7 @@ def pack_callable(function: Callable[..., Any]) -> bytes:
     name = callable_name(function)
     try:
         blob: bytes = cloudpickle.dumps(function)
-    except Exception as error:  # whatever an object it refers to raises
+    except Exception as error:  # any error of an object that it refers to
         raise InvalidRequestError(
             f"{name} cannot be sent to a worker: {error}; let it refer to nothing that belongs to this process "
             f"(open files, locks, sockets), and take values as arguments",
@@ -50,9 +50,9 @@ def pack_callable(function: Callable[..., Any]) -> bytes:
 
 
 def call_packed(worker: object, blob: bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`function(worker, *args, **kwargs)` with tensors as torch tensors. Runs whatever code is in the bytes.
+    """`function(worker, *args, **kwargs)` with tensors as torch tensors. Runs the code in the bytes.
 
-    Raises what loading the function raises (ModuleNotFoundError, say), and whatever the function raises.
+    Raises the errors of loading the function, as ModuleNotFoundError, and of the function.
     """
     function = cloudpickle.loads(blob)
     return function(worker, *to_torch(list(args)), **to_torch(dict(kwargs)))

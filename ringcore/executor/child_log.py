@@ -1,4 +1,4 @@
-"""What a child process prints: copied to this process's stderr line by line, the last lines kept."""
+"""Copies the output of a child process to this process's stderr line by line, and keeps the last lines."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class ChildLog:
         return list(self._lines)
 
     def finish(self, timeout_s: float) -> None:
-        """Waits for the rest of an ended child's output. A grandchild that holds the pipe open is not waited for."""
+        """Waits for the rest of an ended child's output, at most `timeout_s`: a grandchild may hold the pipe open."""
         self._thread.join(timeout_s)
 
     def close(self, timeout_s: float = 0.2) -> None:
-        """Takes in what is there, then ends the copying. Idempotent."""
+        """Copies the remaining output, then ends the thread. Idempotent."""
         if self._stop_fd < 0:
             return
         self.finish(timeout_s)
         os.eventfd_write(self._stop_fd, 1)
-        # The thread may be stuck in writing to a stderr that nobody reads: it is left behind then, with its descriptor.
+        # The thread may block in a write to a stderr without a reader: thread and descriptor are leaked then.
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             os.close(self._stop_fd)
@@ -73,5 +73,5 @@ def _emit(prefix: str, new: list[bytes], lines: deque[str]) -> None:
     texts = [line.decode(errors="replace").rstrip("\r") for line in new]
     lines.extend(texts)
     with contextlib.suppress(OSError):  # this process's stderr may be closed; the lines are kept anyway
-        # The descriptor, not sys.stderr: its lock may be held by nobody at the end of the interpreter.
+        # The descriptor, not sys.stderr: at interpreter exit a dead thread may still hold the lock of sys.stderr.
         os.write(STDERR, "".join(f"{prefix}{text}\n" for text in texts).encode(errors="replace"))

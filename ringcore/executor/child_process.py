@@ -1,7 +1,7 @@
-"""Starts and ends one child process of ours.
+"""Starts and ends one child process.
 
-Not `multiprocessing`: the user's `__main__` is never imported again, so a script without a guard just works, and
-there is no resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
+Not `multiprocessing`: the user's `__main__` is never imported again, so a script without a guard works, and there is no
+resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
 through inherited memory, and dies with its parent (see `child_main`).
 """
 
@@ -31,7 +31,7 @@ __all__ = ["ChildProcess", "terminate_all"]
 TERM_GRACE_S = 2.0
 KILL_GRACE_S = 5.0
 
-# Only what sets sys.path: everything else is in child_main, which can be imported then.
+# Only sets sys.path: everything else is in child_main, which can then be imported.
 _BOOT = """\
 import json, os, sys
 with os.fdopen(int(sys.argv[1]), "rb") as boot:
@@ -54,7 +54,7 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)  # before anybody reaps it: the pid is still its own
+        self.pidfd = os.pidfd_open(popen.pid)  # before a wait() reaps it: the pid is still valid
         self._popen = popen
         try:
             self._log = ChildLog(name, log_fd)
@@ -79,10 +79,10 @@ class ChildProcess:
     ) -> ChildProcess:
         """Starts a Python process that calls `entry` ("module:function") as `entry(payload, fds)`.
 
-        `fds` are inherited under the same numbers, by name; the child finds two more: "parent_death", that hangs up
-        when this process ends, and "stacks" (see `python_stacks`). `env` is laid over this process's environment. The
-        child ignores SIGINT, has no stdin, and what it prints comes out on this process's stderr. Raises
-        `RingcoreError` where it cannot be started, `CapacityError` where the system has too little for it.
+        `fds` are inherited under the same numbers, by name; the child gets two more: "parent_death", which hangs up
+        when this process ends, and "stacks" (see `python_stacks`). `env` updates this process's environment. The child
+        ignores SIGINT, has no stdin, and its output is copied to this process's stderr. Raises `RingcoreError` if it
+        cannot be started, `CapacityError` if the system lacks resources for it.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
@@ -103,11 +103,11 @@ class ChildProcess:
             ours.callback(popen.wait)
             ours.callback(popen.kill)
             child = cls(name, popen, death_write, log_read, stacks)
-            ours.pop_all()  # it owns them now
+            ours.pop_all()  # the child object owns them now
             return child
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the end; whether it has come. A process that has ended is reaped."""
+        """Waits for the process to end, and reaps it; whether it has ended."""
         if self._popen.returncode is None and not self._is_closed:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -121,7 +121,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or None while it runs or where a signal ended it."""
+        """The exit code, or None while it runs or if a signal ended it."""
         code = self._popen.returncode
         return code if code is not None and code >= 0 else None
 
@@ -151,7 +151,7 @@ class ChildProcess:
         return self._log.lines()
 
     def dead_error(self, rank: int | None = None) -> EngineDeadError:
-        """The error that says how this process ended; `rank` where it is a worker."""
+        """The error that reports how this process ended; `rank` if it is a worker."""
         last_log = self.last_log()
         message = f"the process {self.name!r} (pid {self.pid}) ended: {self.describe_end()}"
         if last_log:
@@ -167,11 +167,11 @@ class ChildProcess:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it, and was not forked from the one that did."""
+        """Whether this process started it, and is no fork of the process that did."""
         return os.getpid() == self._owner_pid
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended, or this process was forked from its parent."""
+        """Sends a signal, unless the child has ended, or this process is a fork of its parent."""
         if not self.is_ours:
             return
         with self._lock:
@@ -180,13 +180,13 @@ class ChildProcess:
                     signal.pidfd_send_signal(self.pidfd, number)
 
     def process_state(self) -> str:
-        """What the kernel says of it: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
+        """The kernel's state of it: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
         return process_state(self.pid) if self._popen.returncode is None else "gone"
 
     def python_stacks(self, timeout_s: float = 0.5) -> str:
-        """The Python stack of each of its threads, as text; asked for by a signal, of which it takes no other notice.
+        """The Python stack of each of its threads, as text; requested by a signal, without other effect on the child.
 
-        Also while native code holds the GIL. Where there is none, it says why: "stopped: no stack".
+        Works while native code holds the GIL. Without a stack it gives the reason: "stopped: no stack".
         """
         with self._lock:  # the descriptors stay open
             state = self.process_state()
@@ -195,7 +195,7 @@ class ChildProcess:
             return self._stacks.ask(self.signal, timeout_s)
 
     def terminate(self, grace_s: float = 0.0) -> None:
-        """Ends it and frees what it held here: see `terminate_all`. Idempotent."""
+        """Ends it and frees its descriptors here: see `terminate_all`. Idempotent."""
         terminate_all([self], grace_s)
 
     def _close(self) -> None:
@@ -205,7 +205,7 @@ class ChildProcess:
                 return
             self._is_closed = True
             if self._abandoned.detach() is None:
-                return  # the interpreter ends, and has run it before the owner came to this
+                return  # the finalizer ran first, at interpreter exit
             self._log.close()
             self._stacks.close()
             for fd in self._fds:
@@ -213,10 +213,9 @@ class ChildProcess:
 
 
 def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
-    """Ends processes together: `grace_s` seconds to leave by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
+    """Ends processes together: `grace_s` seconds to exit by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
 
-    Returns when all are reaped and their descriptors and threads are gone. Where this process was forked from their
-    parent it does nothing.
+    Returns when all are reaped and their descriptors and threads are freed. In a fork of their parent it does nothing.
     """
     left = [child for child in children if not child._is_closed and child.is_ours]
     ended = list(left)
@@ -229,7 +228,7 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
             left = [child for child in left if not child.wait(deadline - time.monotonic())]
             if not left:
                 break
-    finally:  # an interrupt ends the patience, not the work
+    finally:  # an interrupt shortens the wait, and the processes still end
         for child in ended:
             child.signal(signal.SIGKILL)
             child.wait(KILL_GRACE_S)
@@ -239,9 +238,9 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
 def _abandon(
     popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
 ) -> None:
-    """The last resort for a child whose owner is gone without `terminate`."""
+    """Finalizer of a child whose owner was collected without `terminate`."""
     if os.getpid() != owner_pid:
-        return  # this process was forked from the owner, whose child it is
+        return  # a fork of the owner: not its child
     popen.kill()
     popen.wait()
     log.close()
@@ -267,7 +266,7 @@ def _popen(
 
 
 def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
-    """Memory with what the child reads first: a line of JSON, then the payload."""
+    """A memfd with the child's boot data: a line of JSON, then the payload."""
     path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
     header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
     fd = unnamed_file("boot")
@@ -283,7 +282,7 @@ def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) 
 
 
 def _interpreter_flags() -> list[str]:
-    """The options of this interpreter that a child must share, since they change what its code means; and UTF-8."""
+    """The interpreter options that a child must share, since they change the meaning of its code; and UTF-8."""
     options = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -293,6 +292,6 @@ def _interpreter_flags() -> list[str]:
         "-OO": sys.flags.optimize >= 2,
     }
     flags = [name for name, is_on in options.items() if is_on]
-    flags += ["-X", "utf8"]  # names of files come as UTF-8, and what it prints is taken as that
+    flags += ["-X", "utf8"]  # file names and output are UTF-8
     flags += [f"-W{option}" for option in sys.warnoptions]
     return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

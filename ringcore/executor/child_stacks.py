@@ -1,4 +1,4 @@
-"""Where a child process is in its code, and what the kernel says of it, seen from its parent."""
+"""A child process's Python stacks and its process state, read by its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ChildStacks", "process_state"]
 
 MAX_BYTES = 64 << 10
 LOOK_S = 2e-3
-QUIET_S = 20e-3  # a dump that has not grown for this long is whole: it is written in one go
+QUIET_S = 20e-3  # a dump that has not grown for this long is complete: one handler run writes it
 
 _STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": "disk sleep", "T": "stopped", "t": "stopped"}
 
@@ -27,19 +27,19 @@ def process_state(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    letter = stat.rsplit(")", 1)[1].split()[0]  # the name before it may hold anything
+    letter = stat.rsplit(")", 1)[1].split()[0]  # the process name before it may contain any character
     return _STATES.get(letter, "zombie" if letter == "Z" else "gone")
 
 
 class ChildStacks:
-    """The memory into which one child writes its stacks. Not thread-safe.
+    """The memfd into which one child writes its stacks. Not thread-safe.
 
-    A file object and no bare descriptor: used after `close`, it raises, and touches nobody else's file.
+    A file object and no bare descriptor: used after `close` it raises, and cannot touch a reused descriptor.
     """
 
     def __init__(self) -> None:
         self._file = io.FileIO(unnamed_file("stacks"), "rb+")
-        # The child's offset is this one's own, so that it must be at the end whatever is cut off here.
+        # Parent and child share the file offset: append mode lets the child write at the end after a truncate here.
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_APPEND)
         self._is_armed = False
@@ -48,7 +48,7 @@ class ChildStacks:
         return self._file.fileno()
 
     def ask(self, send_signal: Callable[[int], None], timeout_s: float) -> str:
-        """The stacks, or why there are none. `send_signal` sends the child a signal."""
+        """The stacks, or the reason why there are none. `send_signal` sends the child a signal."""
         try:
             self._is_armed = self._is_armed or self._size() >= len(STACKS_ARMED)
             if not self._is_armed:

@@ -1,4 +1,4 @@
-"""A child process that executes one job after another, so that a job can be stopped without stopping its caller."""
+"""A child process that executes one job after another, so that the caller can kill a job that takes too long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES_PER_READ = 1 << 16
 
 
 class JobProcess:
-    """The parent's end of `protocol.job_channel`. Nothing here waits; one thread at a time.
+    """The parent's end of `protocol.job_channel`. Non-blocking; not thread-safe.
 
     `child` is the process, `channel` the socket to poll: for reading, and for writing while `has_backlog`.
     """
@@ -23,8 +23,8 @@ class JobProcess:
     def __init__(
         self, name: str, entry: str, payload: bytes, channel_name: str, env: Mapping[str, str] | None = None
     ) -> None:
-        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socket; `env` is laid
-        over this process's environment. Raises `RingcoreError` where no process can be started."""
+        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socket; `env` updates
+        this process's environment. Raises `RingcoreError` if the process cannot be started."""
         self.channel, theirs = socket.socketpair()
         with theirs:
             try:
@@ -42,13 +42,13 @@ class JobProcess:
         return bool(self._unsent)
 
     def send(self, body: bytes) -> None:
-        """Queues a job and writes what the socket takes."""
+        """Appends a job to the backlog and writes what the socket accepts."""
         assert self.is_ready
         self._unsent += framed(body)
         self.write()
 
     def write(self) -> None:
-        """Writes what the socket takes. Where the other end is gone, the death of `child` tells."""
+        """Writes what the socket accepts of the backlog. A closed other end is noticed by the death of `child`."""
         while self._unsent:
             try:
                 del self._unsent[: self.channel.send(self._unsent)]
@@ -58,7 +58,7 @@ class JobProcess:
                 self._unsent.clear()
 
     def poll_ready(self) -> bool:
-        """Whether it is ready for jobs. Raises the error that it told instead."""
+        """Whether it is ready for jobs. Raises the error that it reported instead."""
         if not self.is_ready and (body := self._read()) is not None:
             error = start_error(body)
             if error is not None:
@@ -67,7 +67,7 @@ class JobProcess:
         return self.is_ready
 
     def poll_answer(self) -> bytes | None:
-        """The answer to the oldest job, if it has arrived whole."""
+        """The answer to the oldest job, if it has arrived in full."""
         assert self.is_ready
         return self._read()
 
@@ -87,14 +87,14 @@ class JobProcess:
         return body
 
     def kill(self) -> ChildProcess:
-        """Kills the process without waiting for its end; the child, which its owner reaps by `terminate`."""
+        """Kills the process without waiting for its end; returns the child, for the caller to reap by `terminate`."""
         self.channel.close()
         self.child.signal(signal.SIGKILL)
         return self.child
 
 
 def reap(killed: list[ChildProcess]) -> None:
-    """Frees and takes out those of `killed` that have ended; never waits."""
+    """Frees and removes the children in `killed` that have ended; never waits."""
     for child in [child for child in killed if not child.is_alive()]:
         child.terminate()
         killed.remove(child)

@@ -1,4 +1,4 @@
-"""Steps that were launched on a device and are finished later: what an executor's worker side does about them."""
+"""Asynchronously launched steps (`PendingOutput`): launching, polling and finishing them on the worker side."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
 
-__all__ = ["StepOver", "is_done", "launch_step", "look_out", "step_result"]
+__all__ = ["FinishedStep", "is_done", "launch_step", "poll_until", "step_result"]
 
-# One spins so many times as long for a device as for a message: 5 ms where each process has a core. Most decoding steps
-# end within that.
-DEVICE_PATIENCE = 25
-NAP_S = 20e-6  # with what the kernel adds, a look every 0.1 ms: 1 to 2% of a core, 1% of a step of 10 ms
+# Spin for a device so many times as long as for a message: 5 ms if each process has its own core. Most decode steps end
+# within that.
+DEVICE_SPIN_FACTOR = 25
+POLL_SLEEP_S = 20e-6  # with timer slack a poll every 0.1 ms: 1 to 2% of a core, 1% of a step of 10 ms
 
 
-class StepOver:
-    """The `PendingOutput` of a step that is over already."""
+class FinishedStep:
+    """The `PendingOutput` of a step that has finished already."""
 
     def __init__(self, output: ModelRunnerOutput | None = None, error: Exception | None = None) -> None:
         self._output, self._error = output, error
@@ -33,19 +33,19 @@ class StepOver:
 
 
 def launch_step(worker: Any, scheduler_output: SchedulerOutput) -> PendingOutput:
-    """Has the worker begin a step. What it raises in that is raised by the step's `result`."""
+    """Launches a step on the worker. An error in the launch is raised by the step's `result`."""
     try:
         output = worker.execute_model(scheduler_output)
     except Exception as error:
-        return StepOver(error=error)
+        return FinishedStep(error=error)
     if output is None or isinstance(output, ModelRunnerOutput):
-        return StepOver(output)
+        return FinishedStep(output)
     pending: PendingOutput = output
     return pending
 
 
 def is_done(step: PendingOutput) -> bool:
-    """Whether `result` would not wait; also where the step cannot even be asked, for `result` to say why."""
+    """Whether `result` would not wait; also True if `done` raises: `result` then raises the reason."""
     try:
         return step.done()
     except Exception:
@@ -53,23 +53,23 @@ def is_done(step: PendingOutput) -> bool:
 
 
 def step_result(step: PendingOutput) -> ModelRunnerOutput:
-    """The output of the rank that owes one. Raises whatever the step raised, and TypeError where there is none."""
+    """The output of the output rank. Raises the step's error, and TypeError if there is no output."""
     output = step.result()
     if output is None:
         raise TypeError("execute_model returned None on the output rank")
     return output
 
 
-def look_out(
+def poll_until(
     ready: Callable[[], bool],
     spin_s: float,
     deadline: float | None = None,
     check: Callable[[], None] | None = None,
 ) -> bool:
-    """Looks again and again until `ready()`: no descriptor tells of a device's work. False at `deadline` (monotonic).
+    """Polls until `ready()`: no descriptor signals the end of device work. False at `deadline` (monotonic).
 
-    It yields the core between two looks for `DEVICE_PATIENCE` times `spin_s`, and naps between them from then on, with
-    a call of `check` before each look, which may raise what ends the wait.
+    Yields the core between two polls for `DEVICE_SPIN_FACTOR` times `spin_s`, then sleeps between them and calls
+    `check` before each poll, which may raise to end the wait.
     """
     now = time.monotonic
     began = now()
@@ -77,10 +77,10 @@ def look_out(
         moment = now()
         if deadline is not None and moment >= deadline:
             return False
-        if moment - began < DEVICE_PATIENCE * spin_s:
+        if moment - began < DEVICE_SPIN_FACTOR * spin_s:
             os.sched_yield()
             continue
-        time.sleep(NAP_S)
+        time.sleep(POLL_SLEEP_S)
         if check is not None:
             check()
     return True

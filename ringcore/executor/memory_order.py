@@ -1,4 +1,4 @@
-"""The one fence that lock-free shared memory needs where the processor may reorder stores."""
+"""The memory fence for lock-free shared memory, on processors that may reorder stores."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 __all__ = ["IS_STRONGLY_ORDERED", "make_fence"]
 
-# x86-64 keeps stores in order and loads in order, so "bytes first, then the word that publishes them" needs nothing.
+# x86-64 keeps stores in order and loads in order, so "bytes first, then the word that publishes them" needs no fence.
 IS_STRONGLY_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 _SEQ_CST = 5  # memory_order_seq_cst of C11
 
 
 def make_fence(is_strongly_ordered: bool = IS_STRONGLY_ORDERED) -> Callable[[], None] | None:
-    """A full fence to put between the bytes and the word that publishes them, on both sides; None where none is needed.
+    """A full fence between the bytes and the word that publishes them, for producer and consumer; None if not needed.
 
-    Elsewhere it is C11's own, out of libatomic. Without that library a lock is taken and given back: its
-    read-modify-write is what CPython itself relies on there, and waiters do not spin (see `waiting.spin_budget_s`), so
-    that every message they take was announced through the kernel as well.
+    It is C11's `atomic_thread_fence` from libatomic. Without that library, acquiring and releasing a lock: CPython
+    itself relies on its read-modify-write, and waiters do not spin (see `waiting.spin_budget_s`), so that every message
+    that they read was also announced through the kernel.
     """
     if is_strongly_ordered:
         return None

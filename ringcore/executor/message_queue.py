@@ -1,6 +1,6 @@
-"""Messages over a ring: several byte buffers a message, of any size up to `MAX_MESSAGE_BYTES`, in the order of sending.
+"""A message queue over a ring buffer: messages of several byte buffers, up to `MAX_MESSAGE_BYTES`, in order.
 
-What is too large for the ring goes by `side_channel`, while a stub in the ring keeps the message's place.
+A message too large for the ring goes by the out-of-band `side_channel`, and a stub in the ring keeps its place.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "Qu
 MAX_MESSAGE_BYTES = 1 << 30
 
 # Kinds of records.
-_INLINE, _SIDE = 1, 2
+_INLINE, _LARGE = 1, 2
 _PADDING = memoryview(bytes(LINE))
 
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """The descriptors of one queue, owned by whoever made the handle.
+    """The descriptors of one queue, owned by the creator of the handle.
 
-    The ring's, and for each reader a socketpair for large messages. A process that inherited one end builds its own
-    handle with `from_fds` and has only that end's.
+    Those of the ring, and for each reader a socketpair for large messages. A process that inherited one end builds its
+    own handle with `from_fds`, with the descriptors of that end only.
     """
 
     ring: RingHandle
@@ -40,14 +40,14 @@ class QueueHandle:
     receive_fds: dict[int, int] = field(default_factory=dict)
 
     def fds_of_reader(self, index: int) -> dict[str, int]:
-        """What reader `index` inherits."""
+        """The descriptors that reader `index` inherits."""
         return self._shared() | {
             f"wake.{index}": self.ring.wake_fds[index],
             f"receive.{index}": self.receive_fds[index],
         }
 
     def fds_of_writer(self) -> dict[str, int]:
-        """What the writer inherits."""
+        """The descriptors that the writer inherits."""
         wakes = {f"wake.{i}": fd for i, fd in self.ring.wake_fds.items()}
         return self._shared() | wakes | {f"send.{i}": fd for i, fd in self.send_fds.items()}
 
@@ -56,7 +56,7 @@ class QueueHandle:
 
     @classmethod
     def from_fds(cls, fds: Mapping[str, int]) -> QueueHandle:
-        """The handle of an end that was inherited by these names."""
+        """The handle of an end from its inherited descriptors, by name."""
 
         def numbered(prefix: str) -> dict[int, int]:
             return {int(name.removeprefix(prefix)): fd for name, fd in fds.items() if name.startswith(prefix)}
@@ -65,11 +65,11 @@ class QueueHandle:
         return cls(ring, numbered("send."), numbered("receive."))
 
     def close_receiving(self) -> None:
-        """Closes what only readers use, in the process that has the writer. They inherited theirs."""
+        """Closes the readers' descriptors in the writer's process, after the readers inherited them."""
         _close_all(self.receive_fds)
 
     def close_sending(self) -> None:
-        """Closes what only the writer uses, in a process that has a reader."""
+        """Closes the writer's descriptors in a reader's process."""
         _close_all(self.send_fds)
 
     def close(self) -> None:
@@ -96,10 +96,10 @@ def create_queue(capacity: int, num_readers: int) -> QueueHandle:
 
 
 class Message:
-    """A received message on lease: `parts` are read-only shared memory, valid inside the `with` block alone.
+    """A received message on lease: `parts` are read-only shared memory, valid only inside the `with` block.
 
-    Leaving the block gives the memory back to the writer, so whatever is kept must have been copied or decoded into
-    objects of its own. A view made by numpy would survive the block and change under its owner.
+    Leaving the block releases the memory to the writer, so the reader must copy or decode what it keeps. A numpy view
+    would survive the block, and its contents would change.
     """
 
     __slots__ = ("_release", "parts")
@@ -115,13 +115,13 @@ class Message:
         for part in self.parts:
             try:
                 part.release()
-            except BufferError:  # somebody still looks through it; the memory goes back all the same
+            except BufferError:  # an exported view still exists; the memory is released all the same
                 continue
         self._release()
 
 
 def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """A message for the side channel, as buffers to put one after the other, and their bytes.
+    """Framing of a message for the side channel: buffers to concatenate (scatter-gather), and their total bytes.
 
     First a table (count u32, then the bytes of each part u32), then the parts, each at a multiple of 64.
     """
@@ -138,7 +138,7 @@ def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
 
 
 def _split(payload: memoryview) -> list[memoryview]:
-    """The parts of a laid-out message; every length is checked. Raises `RingCorruptError`."""
+    """Parses a framed message into its parts, with every length checked. Raises `RingCorruptError`."""
     size = len(payload)
     count = int.from_bytes(payload[:4], "little")
     offset = 4 * (1 + count)
@@ -155,34 +155,34 @@ def _split(payload: memoryview) -> list[memoryview]:
 
 
 class MessageWriter:
-    """The sending end. Not thread-safe.
+    """The producer. Not thread-safe.
 
     deaths: descriptors that become readable when a reader ends; a blocked `send` watches them.
     """
 
     def __init__(self, handle: QueueHandle, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingWriter(handle.ring)
-        self._aside = SideSender(handle.send_fds[i] for i in sorted(handle.send_fds))
+        self._side = SideSender(handle.send_fds[i] for i in sorted(handle.send_fds))
         self._waiter = Waiter([handle.ring.space_fd], deaths, spin_s)
 
     def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
-        """Sends one message, waiting for room. The parts are copied: they may be changed as soon as this returns.
+        """Sends one message, waiting for room (back-pressure). Copies the parts: the caller may change them afterwards.
 
         `parts`: at most `MAX_PARTS` one-dimensional byte buffers.
         Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message that is too large,
-        `CapacityError` where there is no memory for a large one.
+        `CapacityError` if there is no memory for a large one.
         """
         if not self.try_send(parts):
             self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        """Sends one message if there is room at once."""
+        """Sends one message if there is room, without waiting."""
         try:
             return self._ring.try_write(_INLINE, parts)
         except RecordTooLarge:
-            return self._try_send_aside(parts)
+            return self._try_send_large(parts)
 
-    def _try_send_aside(self, parts: Sequence[Buffer]) -> bool:
+    def _try_send_large(self, parts: Sequence[Buffer]) -> bool:
         laid, size = _layout(parts)
         if size > MAX_MESSAGE_BYTES:
             raise InvalidRequestError(
@@ -192,33 +192,33 @@ class MessageWriter:
             )
         if not self._ring.has_room(STUB_BYTES):
             return False
-        stub = self._aside.try_send(laid, size)
-        return stub is not None and self._ring.try_write(_SIDE, [stub])
+        stub = self._side.try_send(laid, size)
+        return stub is not None and self._ring.try_write(_LARGE, [stub])
 
     def lagging(self) -> list[int]:
-        """The readers that have not taken in every message."""
+        """The readers that have not released every message."""
         return self._ring.lagging()
 
     def close(self) -> None:
-        """Tells the readers that nothing follows. Idempotent; the handle stays open."""
+        """Marks the queue as closed for the readers. Idempotent; the handle stays open."""
         self._ring.close()
-        self._aside.close()
+        self._side.close()
 
 
 class MessageReader:
-    """The receiving end `index`. Not thread-safe.
+    """The consumer `index`. Not thread-safe.
 
     deaths: descriptors that become readable when the writer ends; a blocked `receive` watches them.
     """
 
     def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingReader(handle.ring, index)
-        self._aside = SideReceiver(handle.receive_fds[index])
+        self._side = SideReceiver(handle.receive_fds[index])
         self._budget = SpinBudget(spin_s)
-        self.slept = self._budget.slept  # to be told of sleeps that were spent waiting for this reader elsewhere
+        self.slept = self._budget.slept  # the caller reports sleeps in its own waits for this reader
         self._waiter = Waiter([handle.ring.wake_fds[index]], deaths)
-        self._inline = Message(self._ring.release)  # one is enough: the ring has one record on lease at a time
-        self.has_message = self._ring.has_record  # whether `try_receive` would give something, be it `RingClosed`
+        self._inline = Message(self._ring.release)  # reused: the ring leases one record at a time
+        self.has_message = self._ring.has_record  # whether `try_receive` would return a message or raise `RingClosed`
 
     def receive(self, deadline: float | None = None) -> Message:
         """The next message, on lease. Raises `DeadlinePassed`, `PeerDied`, `RingClosed`, `RingCorruptError`."""
@@ -230,12 +230,12 @@ class MessageReader:
         return message
 
     def spin(self, deadline: float | None = None) -> bool:
-        """Whether a message is there now, or comes within the time of spinning and before the deadline."""
+        """Whether a message has arrived, or arrives within the spin budget and before the deadline."""
         until = time.monotonic() + self._budget.seconds
         return self._ring.spin(until if deadline is None else min(until, deadline))
 
     def try_receive(self) -> Message | None:
-        """The next message, on lease, or None where none has arrived."""
+        """The next message, on lease, or None if none has arrived."""
         record = self._ring.try_read()
         if record is None:
             return None
@@ -243,23 +243,23 @@ class MessageReader:
         if kind == _INLINE:
             self._inline.parts = parts
             return self._inline
-        if kind != _SIDE or len(parts) != 1:
+        if kind != _LARGE or len(parts) != 1:
             raise RingCorruptError(f"a record of kind {kind} with {len(parts)} parts is no message")
         stub = bytes(parts[0])
         parts[0].release()
         self._ring.release()
-        # Unmapping is left to the last view: one that outlives the lease keeps its memory, which nobody writes again.
+        # The last view unmaps the memory: a view that outlives the lease stays valid, as the memory is sealed.
         message = Message(lambda: None)
-        message.parts = _split(memoryview(self._aside.receive(stub)))
+        message.parts = _split(memoryview(self._side.receive(stub)))
         return message
 
     def check_peer(self) -> None:
-        """Raises `PeerDied` if the writer has ended; for who looks at `has_message` in place of a wait."""
+        """Raises `PeerDied` if the writer has ended; for callers that poll `has_message` instead of waiting."""
         dead_fd = self._waiter.take_events()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
 
     def close(self) -> None:
-        """Tells the writer that nobody reads here any more. Idempotent; the handle stays open."""
+        """Marks this reader as closed for the writer. Idempotent; the handle stays open."""
         self._ring.close()
-        self._aside.close()
+        self._side.close()

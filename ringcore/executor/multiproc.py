@@ -1,4 +1,4 @@
-"""The executor with a process for each worker: one queue to all of them, one back from each."""
+"""The executor with a process for each worker: a call queue and a control queue to all, a reply queue from each."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ T = TypeVar("T")
 START_TIMEOUT_S = 1800.0  # for each of: the processes, their devices, their weights
 
 
-class _Outlet(NamedTuple):
-    """A queue to the workers, and how to wait for room in it."""
+class _SendQueue(NamedTuple):
+    """A queue to the workers, and the waiter for room in it."""
 
     writer: MessageWriter
     room: Waiter
 
 
 class MultiprocExecutor(Executor):
-    """Workers in processes of their own, `tensor_parallel_size` of them.
+    """`tensor_parallel_size` workers, each in its own process.
 
-    Several calls may be under way, and their futures may be asked in any order. A worker's death settles every call
-    under way, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer than
-    `step_timeout_s`. Calls from several threads take turns: one that waits for a result makes the others wait, except
-    `shutdown`, which ends its wait, and `health`, `oldest_step_s` and `diagnose`, which need no turn.
+    Several calls may be in flight, and the caller may wait for their futures in any order. A worker's death settles
+    every call in flight, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer
+    than `step_timeout_s`. A lock serializes calls of several threads: a thread that waits for a result blocks the
+    others, except `shutdown`, which ends that wait, and `health`, `oldest_step_s` and `diagnose`, which take no lock.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -109,24 +109,24 @@ class MultiprocExecutor(Executor):
         add_parts(phases, "start_workers", parts)
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                told = self.collective_rpc(method, timeout=START_TIMEOUT_S)
-            add_parts(phases, method, told)
+                reports = self.collective_rpc(method, timeout=START_TIMEOUT_S)
+            add_parts(phases, method, reports)
         return phases
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:
-        """Everything of this side that belongs to one group of workers."""
+        """Makes the executor's state for this group of workers: waiters, queues and the watchdog."""
         pidfds = [child.pidfd for child in group.children]
         deaths = [*pidfds, group.closing_fd]
         events = [*group.wake_fds, group.due_fd]
         self._wait_fds = [*events, *pidfds]
         self._reply_waiter = Waiter(events, deaths)
-        self._in_order = _Outlet(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
-        self._aside = _Outlet(group.aside, Waiter([group.aside_space_fd, *events], deaths, spin_s))
+        self._calls = _SendQueue(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
+        self._control = _SendQueue(group.control, Waiter([group.control_space_fd, *events], deaths, spin_s))
         self._watch = StallWatch(self._table, group, self.config.parallel)
         group.on_close(self._watch.stop)
 
     def _end_group(self, error: EngineDeadError) -> None:
-        """Ends what is left of the workers, at once. Calls under way get the error of their death, or this one."""
+        """Kills the remaining workers. Calls in flight get the error of their death, or this one."""
         self._die(error)
         if self._group is not None:
             self._group.kill()
@@ -136,13 +136,13 @@ class MultiprocExecutor(Executor):
         self._owner.check()
         check_reply_rank(call.unique_reply_rank, self._num_ranks)
         declared = None if call.is_callable else self.methods.get(call.method)
-        is_aside = declared is not None and declared.read_only
+        is_control = declared is not None and declared.read_only
         with self._lock:
             self._check_alive()
-            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_aside)
+            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_control)
             head = call.head(opened.call_id)
             parts = pack_call(head.call_id, head.kind, call.parts, head.method, head.unique_reply_rank, head.by_engine)
-            self._send(self._aside if is_aside else self._in_order, opened, parts)
+            self._send(self._control if is_control else self._calls, opened, parts)
             return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -152,9 +152,9 @@ class MultiprocExecutor(Executor):
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
             if not call.errors:
-                self._send(self._in_order, call, pack_call(call.call_id, STEP, [body]))
+                self._send(self._calls, call, pack_call(call.call_id, STEP, [body]))
             else:
-                self._watch.look_soon()
+                self._watch.wake()
             return call
 
     def wait_fds(self) -> list[int]:
@@ -166,11 +166,11 @@ class MultiprocExecutor(Executor):
 
     @property
     def num_late_replies(self) -> int:
-        """Replies that came after their call had failed or timed out, and were dropped."""
+        """Dropped replies that arrived after their call had failed or timed out."""
         return self._table.num_late_replies
 
     def check(self) -> None:
-        self.take_in()
+        self.poll_replies()
         self._check_alive()
 
     def health(self) -> list[RankHealth]:
@@ -189,51 +189,51 @@ class MultiprocExecutor(Executor):
         is_first, self._is_shut = not self._is_shut, True
         group = self._group
         if is_first and group is not None:
-            group.interrupt()  # who waits gives up the lock
+            group.interrupt()  # a waiting thread releases the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:
                 self._close_group()
 
     # -----------------------------------------------------------------------------------------------------------
-    # Out.
+    # Sending.
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise copy.copy(self._dead)
 
-    def _send(self, outlet: _Outlet, call: Call, parts: Sequence[Buffer]) -> None:
-        """Sends a call to every worker. Replies are taken in meanwhile: a worker that is stuck with one that nobody
-        takes would never make room."""
+    def _send(self, queue: _SendQueue, call: Call, parts: Sequence[Buffer]) -> None:
+        """Sends a call to every worker. Collects replies while the queue is full: a worker that blocks on a full reply
+        queue would never read the call."""
 
         def sent() -> bool:
-            if outlet.writer.try_send(parts):
+            if queue.writer.try_send(parts):
                 return True
             self.on_wait()
             self._collect()
             return call.is_settled
 
         try:
-            self._wait(outlet.room, sent, call.deadline, SPACE_TICK_S)
+            self._wait(queue.room, sent, call.deadline, SPACE_TICK_S)
         except BaseException:
             self._table.abandon(call)
             raise
 
     # -----------------------------------------------------------------------------------------------------------
-    # In. `Driver` of the calls.
+    # Receiving. `Driver` of the calls.
 
-    def take_in(self) -> None:
+    def poll_replies(self) -> None:
         self._owner.check()
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread holds the lock and collects replies
         try:
             if self._dead is None:
-                self._guarded(self._take_in_now)
+                self._guarded(self._poll_replies_now)
         finally:
             self._lock.release()
 
-    def _take_in_now(self) -> None:
-        dead_fd = self._reply_waiter.take_events()  # first, so that whatever is announced later stays announced
+    def _poll_replies_now(self) -> None:
+        dead_fd = self._reply_waiter.take_events()  # first, so that a later event stays signalled
         self._collect()
         self._table.expire()
         if dead_fd is not None:
@@ -242,7 +242,7 @@ class MultiprocExecutor(Executor):
     def wait_for(self, call: Call, deadline: float | None) -> None:
         self._owner.check()
         with self._lock:
-            while self._dead is None and not call.is_settled:  # a death settles it
+            while self._dead is None and not call.is_settled:  # a death settles the call
                 due = call.due
                 bound = min((at for at in (deadline, due) if at is not None), default=None)
 
@@ -259,7 +259,7 @@ class MultiprocExecutor(Executor):
                     return
 
     def _spin(self, call: Call, bound: float | None) -> None:
-        """Looks out for a moment for a reply that is missing; most come soon, and this is the quickest look."""
+        """Spins briefly for a missing reply: most arrive soon, and this is the fastest check."""
         rank = next(iter(call.missing), None)
         if rank is not None and self._group is not None:
             reader = self._group.replies[rank]
@@ -268,9 +268,9 @@ class MultiprocExecutor(Executor):
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
     ) -> float | None:
-        """Waits until `ready`, the deadline (which settles calls that were due) or a death (which settles all).
+        """Waits until `ready`, the deadline (which settles due calls) or a death (which settles all).
 
-        Returns the seconds for which it slept, if it was until `ready`.
+        Returns the seconds that it slept, or None if the wait did not end by `ready`.
         """
         try:
             return self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
@@ -279,7 +279,7 @@ class MultiprocExecutor(Executor):
             return None
 
     def _collect(self) -> None:
-        """Takes in every reply that has arrived."""
+        """Applies every reply that has arrived."""
         if self._dead is not None or self._group is None:
             return
         for rank, reader in enumerate(self._group.replies):
@@ -288,7 +288,7 @@ class MultiprocExecutor(Executor):
                     self._take_reply(rank, parts)
 
     def _take_reply(self, rank: int, parts: Sequence[memoryview]) -> None:
-        """Gives a call its reply. A value stays encoded, in buffers of its own; who asks for it decodes it."""
+        """Gives a call its reply. A value stays encoded, in copied buffers; the caller of `result` decodes it."""
         call_id, kind, is_error, reply = unpack_reply(parts, rank)
         if not is_error:
             self._table.take_value(call_id, rank, [bytes(part) for part in reply])
@@ -299,13 +299,13 @@ class MultiprocExecutor(Executor):
         except Exception as undecodable:
             error = portable_error(undecodable, rank, method)
         self._table.take_error(call_id, rank, error, kind == STEP)
-        self._watch.look_soon()
+        self._watch.wake()
 
     # -----------------------------------------------------------------------------------------------------------
     # Death.
 
     def _guarded(self, action: Callable[[], T]) -> T | None:
-        """Runs what reads shared memory and descriptors; what ends a worker, or us, settles every call."""
+        """Runs an action on shared memory and descriptors; a death, corruption or shutdown settles every call."""
         try:
             return action()
         except PeerDied as death:
@@ -315,14 +315,14 @@ class MultiprocExecutor(Executor):
             if self._group is not None:
                 self._group.kill()
         except (RingClosed, OSError, ValueError):
-            if not self._is_shut:  # a signal handler may shut down in the middle of this very wait
+            if not self._is_shut:  # a signal handler may shut down during this wait
                 raise
             self._die(_was_shut_down())
         return None
 
     def _error_of_death(self, fd: int) -> tuple[EngineDeadError, int | None]:
-        """What the end behind this descriptor means, and the rank that died of itself. The others are of no use then,
-        and may wait for that one for ever: they are killed."""
+        """The error for the event of this descriptor, and the rank that died first. Kills the other workers, which may
+        wait for that one forever in a collective."""
         group = self._group
         assert group is not None
         if group.killed_for is not None:
@@ -330,13 +330,13 @@ class MultiprocExecutor(Executor):
         if all(child.pidfd != fd for child in group.children):
             return _was_shut_down(), None
         ended = {rank: child for rank, child in enumerate(group.children) if not child.is_alive()}
-        # Of several, the one that a signal ended: others may have raised because of that, and left.
+        # Of several, the one that a signal ended: the others may have failed and exited because of it.
         rank = min(ended, key=lambda rank: (ended[rank].signal_name is None, rank))
         group.kill()
         return ended[rank].dead_error(rank), rank
 
     def _die(self, error: RingcoreError, dead_rank: int | None = None) -> None:
-        """Every call under way, and every later one, gets this error; the first one stays."""
+        """Settles every call in flight, and every later one, with this error; the first error stays."""
         if self._dead is None or self._group is None:
             self._dead = error
         self._table.fail_all(self._dead, dead_rank)

@@ -1,4 +1,4 @@
-"""A byte ring in shared memory: one writer, a fixed set of readers, no lock and no name."""
+"""A lock-free ring buffer in shared memory: one producer (writer), a fixed set of consumers (readers), no name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAIL, _READER_CLOSED = 0, 8
 # A record's header: own position u64, bytes of the record u32, kind u16, parts u16, then the bytes of each part u32.
 _HEADERS = [struct.Struct(f"<QIHH{n}I") for n in range(MAX_PARTS + 1)]
 _HEADER_BYTES = [-(-header.size // LINE) * LINE for header in _HEADERS]
-_WRAP = 0  # the kind of the marker that ends a lap; a caller's kinds start at 1
+_WRAP = 0  # the kind of the wrap-around marker that ends a lap; a caller's kinds start at 1
 
 
 class RingClosed(Exception):
@@ -35,20 +35,20 @@ class RingClosed(Exception):
 
 
 class RecordTooLarge(Exception):
-    """A record of more than half the ring: it could wait for room forever."""
+    """A record larger than half the ring: it could wait for room forever."""
 
 
-# Who writes what. A word has one writer, is aligned, and is stored and loaded whole.
+# The words. Each has one writer, is aligned, and is stored and loaded atomically.
 #
 #   word            where             writer    meaning
 #   --------------  ----------------  --------  ----------------------------------------------------------------
 #   head            control page      writer    bytes ever published; position % capacity is a place in the data
 #   tail            reader's page     reader    bytes ever released by it: tail <= head <= tail + capacity
-#   closed          control page      writer    no record follows; readers take what is there, then `RingClosed`
-#   closed          reader's page     reader    it reads no more; the writer gets `RingClosed` in place of a wait
+#   closed          control page      writer    no record follows; readers read the rest, then `RingClosed`
+#   closed          reader's page     reader    it reads no more; a writer without room gets `RingClosed`
 #   space_wanted    control page      writer    it waits for space: a reader that releases writes `space_fd`
 #
-# What happens in which order, and who may be where:
+# The order of accesses by the producer (writer) and a consumer (reader), by state of a place in the data:
 #
 #   state of a place    writer                              reader                        next
 #   ------------------  ----------------------------------  ----------------------------  -------------------------
@@ -60,16 +60,16 @@ class RecordTooLarge(Exception):
 #
 # So a reader never sees a byte of an unpublished record, a writer never overwrites a byte that a reader still needs,
 # and the death of either leaves no half record. On x86-64 stores become visible in their order and loads are made in
-# theirs, so the fences are nothing there. ARM may reorder both: there each is a full fence (see memory_order).
+# theirs, so no fence is needed there. ARM may reorder both: there each is a full memory fence (see memory_order).
 #
 # Records begin at multiples of 64 and never wrap: a header of one line (more for many parts), then each part at a
-# multiple of 64. Where a record does not fit before the end of the data, the rest of the lap is a marker (kind 0) and
-# the record begins at 0. The marker's bytes are counted in the positions like a record's, so the slowest reader gates
-# both.
+# multiple of 64. Wrap-around: if a record does not fit before the end of the data, the rest of the lap is a marker
+# (kind 0) and the record begins at 0. The marker's bytes count in the positions like a record's, so the slowest reader
+# limits the writer for both.
 #
-# A store (tail, or space_wanted) followed by a load of the other side's word may be reordered even on x86-64. So a
-# wake of the *writer* may be missed, once; whoever waits for space therefore sleeps at most `SPACE_TICK_S` at a time.
-# A wake of a reader cannot be missed: it is written always, after the head, by a system call that orders both.
+# A store (tail, or space_wanted) followed by a load of the other side's word may be reordered even on x86-64. So a wake
+# of the *writer* may be missed, once; a writer that waits for space sleeps at most `SPACE_TICK_S` at a time.
+# A wake of a reader cannot be missed: the writer always signals it, after the head, by a system call that orders both.
 
 
 def _bytes_of(sizes: Sequence[int]) -> int:
@@ -81,9 +81,9 @@ def _bytes_of(sizes: Sequence[int]) -> int:
 
 
 class RingWriter:
-    """The writing end. Not thread-safe.
+    """The producer. Not thread-safe.
 
-    Invariant: where head <= _limit, the data from head to _limit is free and in one piece. So most records cost one
+    Invariant: if head <= _limit, the data from head to _limit is free and contiguous. So most records cost one
     comparison; `_find_room` moves the limit.
     """
 
@@ -100,16 +100,16 @@ class RingWriter:
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest single part that goes into a record."""
+        """The largest single part that fits into a record."""
         return self._capacity // 2 - LINE
 
     def try_write(self, kind: int, parts: Sequence[Buffer]) -> bool:
-        """Publishes one record. False where the slowest reader leaves no room.
+        """Publishes one record. False if the slowest reader leaves no room (back-pressure).
 
-        `parts` are at most `MAX_PARTS` one-dimensional byte buffers; they are copied. After a False the readers write
-        `space_fd` as they release. Raises `RecordTooLarge`, `RingClosed`, `RingCorruptError`.
+        `parts` are at most `MAX_PARTS` one-dimensional byte buffers; they are copied. After a False the readers signal
+        `space_fd` when they release. Raises `RecordTooLarge`, `RingClosed`, `RingCorruptError`.
         """
-        if len(parts) == 1:  # most are: it is worth half of the time
+        if len(parts) == 1:  # the common case, in half of the time
             (part,) = parts
             size = len(part)
             need = LINE + ((size + 63) & -64)
@@ -162,17 +162,17 @@ class RingWriter:
         return self._head + skip
 
     def _next_limit(self, need: int) -> int:
-        """How far to go before asking again: for the lap's end, for half the ring, and for a restart at 0."""
+        """The head at which `_find_room` is needed again: lap end, half the ring, a restart at 0, or the last tails."""
         at = self._head % self._capacity
         restart = RESTART_BYTES if at < RESTART_BYTES else at + RESTART_BYTES // 16
         far = min(max(at + need, restart), at + self._capacity // 2, self._capacity)
         return min(self._free_until, self._head - at + far)
 
     def _lap_rest(self, need: int) -> int:
-        """Bytes to leave unused so that a record of `need` bytes begins at 0; 0 where it goes on here.
+        """Bytes to skip so that a record of `need` bytes wraps around to 0; 0 if it fits at the head.
 
-        A ring that everybody has emptied starts again at 0 after each `RESTART_BYTES`, which stays in the cache and
-        keeps a quiet ring's resident memory small. The record must not reach the marker that sends the readers there.
+        A ring that all readers have emptied wraps around after each `RESTART_BYTES`, which stays in the CPU cache and
+        keeps an idle ring's resident memory small. The record must not reach the marker that sends the readers to 0.
         """
         at = self._head % self._capacity
         rest = self._capacity - at
@@ -181,7 +181,7 @@ class RingWriter:
         return 0
 
     def _is_free(self, head: int) -> bool:
-        """Whether everything below this head is free; asks the readers to signal where it is not."""
+        """Whether everything below this head is free; if not, requests a signal from the readers."""
         if head <= self._free_until:
             return True
         self._words[_SPACE_WANTED] = 1  # before the tails are read
@@ -204,7 +204,7 @@ class RingWriter:
         return min(self._tails)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_write` of one part of so many bytes would succeed now; asks the readers to signal if not."""
+        """Whether `try_write` of one part of so many bytes would succeed; if not, requests a readers' signal."""
         need = _bytes_of([num_bytes])
         return self._head + need <= self._limit or self._find_room(need) >= 0
 
@@ -214,13 +214,13 @@ class RingWriter:
         return [i for i, tail in enumerate(self._tails) if tail < self._head]
 
     def close(self) -> None:
-        """Tells the readers that no record follows, and lets go of the memory. Idempotent."""
+        """Marks the ring as closed for the readers, and unmaps the memory. Idempotent."""
         if self.closed:
             return
         self.closed = True
-        self._limit = -1  # the next write finds no room, and why
+        self._limit = -1  # the next write calls `_find_room`, which raises
         if self._fence:
-            self._fence()  # whoever sees the word sees the last head
+            self._fence()  # a reader that sees the word sees the last head
         self._words[_CLOSED] = 1
         for fd in self._wake_fds:
             signal_event(fd)
@@ -228,7 +228,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end `index`. Not thread-safe."""
+    """The consumer `index`. Not thread-safe."""
 
     def __init__(self, handle: RingHandle, index: int) -> None:
         self._map = RingMapping(handle, is_writer=False)
@@ -237,15 +237,15 @@ class RingReader:
         self._space_fd = handle.space_fd
         self._fence = make_fence()
         self._position = self._ack[_TAIL]
-        self._end = 0  # of the record that is on lease, else 0
+        self._end = 0  # of the record on lease, else 0
         self.closed = False
 
     def has_record(self) -> bool:
-        """Whether `try_read` would give something, be it `RingClosed`."""
+        """Whether `try_read` would return a record or raise `RingClosed`."""
         return self.closed or self._words[_HEAD] != self._position or self._words[_CLOSED] != 0
 
     def spin(self, until: float) -> bool:
-        """Looks again and again, yielding the core each time, until a record is there; False at `until` (monotonic)."""
+        """Spins, yielding the core each time, until a record has arrived; False at `until` (monotonic)."""
         words, position, now, let_others_run = self._words, self._position, time.monotonic, os.sched_yield
         while words[_HEAD] == position:
             if now() >= until:
@@ -254,12 +254,12 @@ class RingReader:
         return True
 
     def try_read(self) -> tuple[int, list[memoryview]] | None:
-        """The next record's kind and parts, or None where there is none.
+        """The next record's kind and parts, or None if there is none.
 
-        The parts are read-only shared memory and hold until `release`, which must come before the next read.
-        Raises `RingClosed` after the last record of a closed ring, `RingCorruptError` for what cannot be.
+        The parts are read-only shared memory, valid until `release`, which must precede the next read.
+        Raises `RingClosed` after the last record of a closed ring, `RingCorruptError` for invalid contents.
         """
-        assert not self._end, "the record before was not released"
+        assert not self._end, "the previous record was not released"
         if self.closed:
             raise RingClosed
         position, head = self._position, self._words[_HEAD]
@@ -270,12 +270,12 @@ class RingReader:
             self._fence()
         if not position < head <= position + self._capacity:
             raise RingCorruptError(f"the ring's head is {head}, this reader is at {position}")
-        # A header is a line or more: the first length can be read before it is known how many there are.
+        # A header is at least a line, so the first part length can be read before the number of parts is known.
         data, at = self._data, position % self._capacity
         own, num_bytes, kind, num_parts, size = _HEADERS[1].unpack_from(data, at)
         if own != position or not LINE <= num_bytes <= head - position or at + num_bytes > self._capacity:
             raise RingCorruptError(f"record at {position} says {own}, {num_bytes} bytes; head is {head}")
-        if num_parts == 1 and num_bytes == LINE + ((size + 63) & -64):  # most are
+        if num_parts == 1 and num_bytes == LINE + ((size + 63) & -64):  # the common case
             self._end = position + num_bytes
             return kind, [data[at + LINE : at + LINE + size]]
         if kind == _WRAP:
@@ -285,7 +285,7 @@ class RingReader:
         return kind, parts
 
     def _read_next_lap(self, position: int) -> tuple[int, list[memoryview]]:
-        """The record after a marker that ends at `position`."""
+        """The record after a wrap-around marker that ends at `position`."""
         if position % self._capacity or self._position % self._capacity == 0:
             raise RingCorruptError(f"a marker at {self._position} ends at {position}, which begins no lap")
         self._position = position
@@ -298,12 +298,12 @@ class RingReader:
         if self._words[_CLOSED]:
             if self._fence:
                 self._fence()
-            # The head once more, after the word: what was published before the close is still delivered.
+            # Load the head again, after the word: records published before the close are still delivered.
             if self._words[_HEAD] == self._position:
                 raise RingClosed
 
     def _many_parts(self, at: int, num_bytes: int, num_parts: int) -> list[memoryview]:
-        """The parts of the record at this place, which has not exactly one. Every length is checked."""
+        """The parts of the record at this place, for other than one part. Every length is checked."""
         if num_parts > MAX_PARTS or num_bytes < _HEADERS[num_parts].size:
             raise RingCorruptError(f"a record of {num_bytes} bytes cannot have {num_parts} parts")
         place = at + _HEADER_BYTES[num_parts]
@@ -316,7 +316,7 @@ class RingReader:
         return parts
 
     def release(self) -> None:
-        """Gives the bytes of the last record back to the writer."""
+        """Releases the bytes of the last record to the writer."""
         assert self._end, "no record is on lease"
         if self.closed:
             return
@@ -328,7 +328,7 @@ class RingReader:
             signal_event(self._space_fd)
 
     def close(self) -> None:
-        """Tells the writer that nobody reads here any more, and lets go of the memory. Idempotent."""
+        """Marks this reader as closed for the writer, and unmaps the memory. Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -1,9 +1,9 @@
-"""The memory of a ring: made in full, sealed, without a name, and mapped by those who inherit its descriptors.
+"""The shared memory of a ring: a memfd, fully allocated, sealed, and mapped by processes that inherit its descriptors.
 
-It is a memfd, so nobody else can open it and nothing is left behind when every process is killed. It is allocated in
-full at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size.
-Where the kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm that loses its name as
-soon as it is open. Such a file cannot be sealed; all else is the same.
+A memfd has no name: no other process can open it, and it is freed when every process is killed. It is allocated in full
+at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size. If the
+kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm, unlinked as soon as it is open.
+Such a file cannot be sealed; all else is the same.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
 
 
 class RingCorruptError(RingcoreError):
-    """Shared memory holds what no writer or reader of ours writes. Fatal: nothing is resynchronised."""
+    """Shared memory has contents that no ring writer or reader writes. Fatal: the ring is not resynchronised."""
 
 
 @dataclass(frozen=True)
 class RingHandle:
-    """The descriptors of one ring. They belong to whoever made the handle, who calls `close`.
+    """The descriptors of one ring. The creator of the handle owns them, and calls `close`.
 
     memory_fd: the control page and the data. acks_fd: one page a reader. space_fd: an eventfd that wakes the writer.
     wake_fds: the eventfds that wake the readers, by index; a reader's own process has only its own.
@@ -76,7 +76,7 @@ HAS_MEMFD = _has_memfd()
 
 
 def unnamed_file(name: str) -> int:
-    """A descriptor of an empty file in memory that only its holders and heirs reach. The name is for /proc alone."""
+    """The descriptor of an empty memfd, reachable only through it and its duplicates. The name is shown in /proc."""
     if HAS_MEMFD:
         fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
@@ -88,13 +88,13 @@ def unnamed_file(name: str) -> int:
 
 
 def seal(fd: int, seals: int) -> None:
-    """Forbids what `seals` say, for every holder and for ever, where the memory can be sealed."""
+    """Adds `seals` permanently, for every holder, if the memory can be sealed."""
     deadline = time.monotonic() + BUSY_S
     while HAS_MEMFD:
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
-            # The kernel holds a page of it for a moment, to move it, say.
+            # The kernel holds a page of it for a moment, for instance to migrate it.
             if error.errno != errno.EBUSY or time.monotonic() >= deadline:
                 raise
             time.sleep(BUSY_S / 100)
@@ -103,12 +103,12 @@ def seal(fd: int, seals: int) -> None:
 
 
 def is_sealed(fd: int, seals: int) -> bool:
-    """Whether `seal` was called with these, as far as it can be known."""
+    """Whether the memory has these seals; True without memfd, where it cannot be checked."""
     return not HAS_MEMFD or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
 
 
 def shared_memory(name: str, num_bytes: int) -> int:
-    """An unnamed file of this size whose pages exist. Raises `CapacityError`."""
+    """An unnamed file of this size with all pages allocated. Raises `CapacityError`."""
     with ExitStack() as undo:
         try:
             fd = unnamed_file(name)
@@ -125,7 +125,7 @@ def shared_memory(name: str, num_bytes: int) -> int:
 
 
 def create_ring(capacity: int, num_readers: int) -> RingHandle:
-    """A ring of `capacity` bytes (a multiple of the page size). Raises `CapacityError` where memory is short."""
+    """A ring of `capacity` bytes (a multiple of the page size). Raises `CapacityError` if memory is short."""
     assert capacity > 0
     assert capacity % PAGE == 0
     assert num_readers > 0
@@ -147,7 +147,7 @@ def create_ring(capacity: int, num_readers: int) -> RingHandle:
 
 
 class RingMapping:
-    """A ring's memory in this process; the data is writable for the writer alone."""
+    """A ring's memory mapping in this process; the data is writable only for the writer."""
 
     def __init__(self, handle: RingHandle, is_writer: bool) -> None:
         if not is_sealed(handle.memory_fd, SEALS):
@@ -175,5 +175,5 @@ class RingMapping:
             view.release()
         try:
             self.memory.close()
-        except BufferError:  # a caller still holds a view of a message: the mapping goes when that view does
+        except BufferError:  # a caller still holds a view of a message: its release unmaps the memory
             return

@@ -1,8 +1,9 @@
-"""Messages that are too large for the ring: each in a memfd of its own, whose descriptor goes over a socketpair.
+"""Out-of-band transfer of messages too large for the ring: each in its own memfd, whose descriptor is passed over a
+socketpair (SCM_RIGHTS).
 
 A ZMQ socket would need a name in some directory, an I/O thread in every process and one copy by the kernel for each
-reader. The memfd has no name, is written once however many read it, cannot be changed afterwards (it is sealed), and
-is gone with its last reader.
+reader. The memfd has no name, is written once for all readers, is sealed against changes, and is freed with its last
+reader.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ def side_socketpair() -> tuple[int, int]:
     send, receive = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     send.setblocking(False)
     receive.setblocking(False)
-    # As little as the kernel takes: one or two large messages are under way at a time, so that a slow reader bounds
-    # the memory, as it does in the ring.
+    # The smallest buffer that the kernel allows: one or two large messages are in flight at a time, so that a slow
+    # reader causes back-pressure, as in the ring.
     send.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     return send.detach(), receive.detach()
 
 
 class SideSender:
-    """The sending end, to every reader of a queue. It duplicates the descriptors that it is given."""
+    """The sending end, to every reader of a queue. Duplicates the given descriptors."""
 
     def __init__(self, fds: Iterable[int]) -> None:
         self._sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
         self._num_transfers = 0
 
     def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
-        """Sends `size` bytes, the buffers one after the other; the stub to put in the ring, or None where a reader
-        has not taken the ones before.
+        """Sends `size` bytes, the buffers one after the other; the stub to put in the ring, or None if a reader has
+        not received the previous ones.
 
-        Descriptors go first and the stub last, so that a reader that sees the stub finds its descriptor waiting. Where
-        a socket refuses after all, the descriptors that went out have a number that no stub will ever have, and their
+        Descriptors are sent first and the stub last, so that a reader that sees the stub finds its descriptor. If a
+        socket refuses all the same, the sent descriptors have a transfer number that no stub will ever have, and their
         readers drop them. Raises `CapacityError`.
         """
         if not self._have_room():
@@ -64,7 +65,7 @@ class SideSender:
         try:
             self._send_all(stub, fd)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            return None  # of a reader that has ended, the caller learns by its death
+            return None  # the caller notices an ended reader by its death
         finally:
             os.close(fd)
         return stub
@@ -90,9 +91,9 @@ class SideSender:
 
 
 def _sealed_memory(buffers: Sequence[Buffer], size: int) -> int:
-    """A file in memory with the buffers, one after the other, that nobody can change any more.
+    """A sealed memfd with the concatenated buffers.
 
-    Pages that the kernel holds, to move or to age them, cannot be sealed as long as it does; new ones can.
+    While the kernel holds pages, to migrate or to age them, sealing fails; a new memfd has new pages.
     """
     for tries_left in reversed(range(_NUM_TRIES)):
         fd = shared_memory("message", size)
@@ -120,12 +121,12 @@ def _write_all(fd: int, buffer: Buffer) -> None:
 def _mapped(fd: int, number: int, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    except OSError as error:  # its descriptor is taken in and will not come again
+    except OSError as error:  # its descriptor has been received and will not come again
         raise RingCorruptError(f"message {number}, {size} bytes, cannot be mapped: {error.strerror}") from error
 
 
 class SideReceiver:
-    """One reader's receiving end. It duplicates the descriptor that it is given."""
+    """One reader's receiving end. Duplicates the given descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=os.dup(fd))
@@ -139,7 +140,7 @@ class SideReceiver:
             found, fd = self._next(number)
             try:
                 if found < number:
-                    continue  # of a transfer that was given up
+                    continue  # of an abandoned transfer
                 if found > number:
                     raise RingCorruptError(f"message {found} came where {number} was announced")
                 if not is_sealed(fd, _SEALS) or os.fstat(fd).st_size != size:

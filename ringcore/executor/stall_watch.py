@@ -1,13 +1,13 @@
-"""Looks after calls that take too long: says where they are, and ends the workers of a step that hangs.
+"""Watchdog of calls that take too long: logs a report of them, and kills the workers of a step that hangs.
 
-    age of the oldest call under way      what is done
+    age of the oldest call in flight      action
     ------------------------------------  --------------------------------------------------------------
     stall_warning_s, 2x, 4x, ...          a warning with `stall_report` in the log
     step_timeout_s, and it is a step      the report in the log, SIGKILL to all workers, `EngineDeadError`
-    engine_timeout_s with a rank stopped  the same, whatever the call, the start among them
+    engine_timeout_s with a rank stopped  the same, for any call, start-up included
 
-Age begins when the call before was settled, so a step is not blamed for the one before it. A reply that lies there,
-not taken in yet, means that it is the caller who is away: nothing is said then.
+Age counts from the end of the previous call, so a step is not blamed for the previous step. An uncollected reply in a
+ring means that the caller is late, and not a worker: the watchdog then does nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from ringcore.config import ParallelConfig
 from ringcore.errors import EngineDeadError
 from ringcore.executor.calls import Call, CallTable, StepCall
+from ringcore.executor.control_thread import BEAT_S
 from ringcore.executor.unchanged import UnchangedFor
 from ringcore.executor.waiting import signal_event
-from ringcore.executor.worker_aside import BEAT_S
 from ringcore.executor.worker_group import WorkerGroup
 from ringcore.protocol.messages import RankHealth
 
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """Watches one group of workers with a daemon thread, from construction to `stop`.
+    """The watchdog of one group of workers: a daemon thread, from construction to `stop`.
 
-    It takes no lock of the executor, who may hold it while it waits for the very call that hangs, and keeps neither
-    the executor nor its table alive.
+    It takes no lock of the executor, which may hold it while it waits for the call that hangs, and holds no strong
+    reference to the executor or its table.
     """
 
     def __init__(self, table: CallTable, group: WorkerGroup, config: ParallelConfig) -> None:
@@ -53,22 +53,22 @@ class StallWatch:
         self._stop_timeout_s = config.engine_timeout_s
         limits = (config.stall_warning_s, config.step_timeout_s, config.engine_timeout_s)
         self._period_s = max(MIN_PERIOD_S, min(limit or math.inf for limit in limits) / 4)
-        self._stopped = [UnchangedFor(2 * self._period_s) for _ in group.children]  # each rank that is, during calls
+        self._stopped = [UnchangedFor(2 * self._period_s) for _ in group.children]  # by rank, during calls
         self._warned: tuple[int, float] = (-1, 0.0)  # the id of the call, and the age at which to warn again
         self._is_stopping = False
-        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # put may be called from anywhere
+        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is reentrant
         self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
         self._thread.start()
 
-    def look_soon(self) -> None:
-        """A call has failed on a rank, and will settle by itself: `due_fd` shall be written when it does."""
+    def wake(self) -> None:
+        """Wakes the thread: a call has failed on a rank, and `due_fd` must be signalled when the call is due."""
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """Ends the thread; a report that is being made is broken off. Idempotent."""
+        """Ends the thread, and cancels a report in progress. Idempotent."""
         self._is_stopping = True
         self._inbox.put(None)
-        if threading.current_thread() is not self._thread:  # which may have dropped the executor's last reference
+        if threading.current_thread() is not self._thread:  # this thread may drop the executor's last reference
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
@@ -82,15 +82,15 @@ class StallWatch:
                 self.look(table)
                 next_look = time.monotonic() + self._period_s
             until = self._announce_due(table, next_look)
-            del table  # it must not be kept alive from here
+            del table  # no strong reference while waiting
             try:
                 self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 continue
 
     def _announce_due(self, table: CallTable, next_look: float) -> float:
-        """Wakes who sleeps on the executor's descriptors for a call that settles by itself. Returns when to come back;
-        again and again until somebody has looked, since the wake may come a moment before the call is due."""
+        """Signals `due_fd`, which wakes sleepers on the executor's descriptors, for a call that is due. Returns when to
+        call again: repeatedly until the call is settled, since the wake may come shortly before the call is due."""
         due = table.next_due()
         if due is None:
             return next_look
@@ -102,17 +102,17 @@ class StallWatch:
         return min(now + MIN_PERIOD_S, next_look)
 
     def look(self, table: CallTable) -> None:
-        """One look: warns, or ends the workers, where it is time to."""
-        calls = table.under_way()
-        stopped_s = self._look_for_stopped(bool(calls))
+        """One check: logs a warning, or kills the workers, if a limit has passed."""
+        calls = table.in_flight()
+        stopped_s = self._stopped_seconds(bool(calls))
         if not calls or self._group.killed_for is not None or any(r.has_message() for r in self._group.replies):
             return
         step = next((call for call in calls if isinstance(call, StepCall)), None)
         if step is not None and self._step_timeout_s is not None and table.age_s(step) >= self._step_timeout_s:
-            self._end(table, step, _hung(self._group, step, table.age_s(step)))
+            self._kill(table, step, _hung(self._group, step, table.age_s(step)))
             return
         if self._stop_timeout_s is not None and max(stopped_s) >= self._stop_timeout_s:
-            self._end(table, calls[0], _stopped(self._group, calls[0], stopped_s, self._stop_timeout_s))
+            self._kill(table, calls[0], _stopped(self._group, calls[0], stopped_s, self._stop_timeout_s))
             return
         call = max(calls, key=table.age_s)
         age = table.age_s(call)
@@ -124,9 +124,9 @@ class StallWatch:
         self._warned = call.call_id, warn_at
         _log.warning("%s", self._report(table))
 
-    def _look_for_stopped(self, is_asked: bool) -> list[float]:
-        """For how long each rank has been stopped by a signal while something was asked of the workers, by rank. One
-        that merely has no time, or imports for long, is no such rank."""
+    def _stopped_seconds(self, is_asked: bool) -> list[float]:
+        """Seconds for which each rank has been stopped by a signal while a call was in flight, by rank. A rank that is
+        starved, or imports for long, is not stopped."""
         now = time.monotonic()
         states = [rank.process_state for rank in self._group.health()] if is_asked else [""] * len(self._stopped)
         return [
@@ -134,8 +134,8 @@ class StallWatch:
             for unchanged, state in zip(self._stopped, states, strict=True)
         ]
 
-    def _end(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
-        """Kills the workers; every wait for them, now or later, raises this error."""
+    def _kill(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
+        """Kills the workers; every current and later wait for them raises this error."""
         report = self._report(table)
         if self._is_stopping or call.is_settled:
             return
@@ -147,8 +147,8 @@ class StallWatch:
 
 
 def _hung(group: WorkerGroup, step: StepCall, age_s: float) -> EngineDeadError:
-    """The ranks that did not finish the step. Most of them may only wait for one, in a collective: where the kernel or
-    the heartbeat shows which do not run, these alone are named."""
+    """The error of a hung step. It names the ranks that did not finish it. Most may wait for one rank in a collective:
+    if process state or heartbeat shows which ranks do not run, it blames only these."""
     unfinished = [rank for rank, status in enumerate(group.statuses()) if not status.has_finished(step.call_id)] or [0]
     ranks = [rank.rank for rank in group.health() if rank.rank in unfinished and _stands_still(rank)] or unfinished
     waiting = [rank for rank in unfinished if rank not in ranks]
@@ -173,7 +173,7 @@ def _stopped(group: WorkerGroup, call: Call, stopped_s: Sequence[float], timeout
     return _dead(
         group,
         ranks,
-        f"{_ranks(ranks)} was stopped for {max(stopped_s):.1f} s while {call.method!r} was under way "
+        f"{_ranks(ranks)} was stopped for {max(stopped_s):.1f} s while {call.method!r} was in flight "
         f"(engine_timeout_s={timeout_s}; raise it if that may take longer, None means never)",
         hung_ranks=ranks,
         hung_s=max(stopped_s),
@@ -185,7 +185,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _dead(group: WorkerGroup, ranks: Sequence[int], what: str, **details: Any) -> EngineDeadError:
-    """The error that the killed workers' death makes. It blames a process where it is one alone."""
+    """The error of the killed workers' death. It names a process if it is a single one."""
     health = group.health()
     children = [group.children[rank] for rank in ranks]
     seen = [
@@ -205,15 +205,15 @@ def _dead(group: WorkerGroup, ranks: Sequence[int], what: str, **details: Any) -
 
 
 def stall_report(table: CallTable, group: WorkerGroup, is_cancelled: Callable[[], bool] = lambda: False) -> str:
-    """The calls under way, and for each rank: what it executes, for how long, what the kernel says of it, the age of
-    its heartbeat, and the Python stacks of its threads. Takes up to 0.5 s a rank."""
-    calls = table.under_way()
+    """The calls in flight, and for each rank: its current call, for how long, its process state, the age of its
+    heartbeat, and the Python stacks of its threads. Takes up to 0.5 s a rank."""
+    calls = table.in_flight()
     names = {call.call_id: _name(call) for call in calls}
-    lines = [f"calls under way: {len(calls)}"]
+    lines = [f"calls in flight: {len(calls)}"]
     if calls:
         oldest = max(calls, key=table.age_s)
-        owing = ", ".join(map(str, sorted(oldest.missing))) or "none"
-        lines[0] += f"; the oldest, for {table.age_s(oldest):.1f} s, is {_name(oldest)}, owed by ranks {owing}"
+        missing = ", ".join(map(str, sorted(oldest.missing))) or "none"
+        lines[0] += f"; the oldest, for {table.age_s(oldest):.1f} s, is {_name(oldest)}, missing ranks: {missing}"
     for rank, status, child in zip(group.health(), group.statuses(), group.children, strict=True):
         if is_cancelled():
             break

@@ -1,5 +1,5 @@
-"""A page of shared memory on which each worker writes what it does, for its parent to read without asking. An engine
-process has one too: see `engine_core.heartbeat`.
+"""The status board: a page of shared memory with each worker's heartbeat and current call, which the parent reads
+without a call. An engine process has one too: see `engine_core.heartbeat`.
 
 One line of 64 bytes a rank, written by that rank alone, each word whole:
 
@@ -7,9 +7,8 @@ One line of 64 bytes a rank, written by that rank alone, each word whole:
            heartbeat    busy since      current or last call     calls executed     the method's name, if no step
            ns           ns, 0: idle     4 * id + kind            count              UTF-8, cut to 32 bytes
 
-Times are on the monotonic clock, which all processes of a host share. The words are not read at one instant: a reader
-may see the call of one moment beside the count of the next. That is good enough for a person and for a watch that
-looks again.
+Times are on the monotonic clock, which all processes of a host share. The words are not read atomically together:
+a reader may see one call with the count of the next. That suffices for a report, and for a watchdog that checks again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NAME = 32  # the byte at which the name begins
 
 
 class RankStatus(NamedTuple):
-    """One rank's line. `call_id` is of the current call, or of the last one where it is idle."""
+    """One rank's line. `call_id` is of the current call, or of the last one if the rank is idle."""
 
     heartbeat_ns: int
     busy_since_ns: int | None
@@ -51,7 +50,7 @@ def create_board(num_ranks: int) -> int:
 
 
 class StatusBoard:
-    """The parent's side: reads every line. The memory lasts as long as this object; the descriptor is not kept."""
+    """The parent's side: reads every line. This object keeps the mapping, and not the descriptor."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
@@ -59,7 +58,7 @@ class StatusBoard:
         self._created_ns = time.monotonic_ns()
 
     def read(self, rank: int) -> RankStatus:
-        """A worker that has not written yet counts from the board's creation."""
+        """The rank's status. A worker without a heartbeat yet counts from the board's creation."""
         line = self._lines[rank]
         words = line.cast("Q")
         name = bytes(line[_NAME:]).rstrip(b"\0").decode(errors="replace")
@@ -74,7 +73,7 @@ class StatusBoard:
 
 
 class StatusLine:
-    """A worker's own line. The heartbeat belongs to its side thread, the rest to the thread that executes calls."""
+    """A worker's own line. Its control thread writes the heartbeat, the thread that executes calls the rest."""
 
     def __init__(self, fd: int, rank: int) -> None:
         memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
@@ -87,29 +86,29 @@ class StatusLine:
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def turn(self) -> None:
-        """Busy from now on; of one that was busy, a new turn."""
+        """Sets busy since now; if it was busy already, a new turn begins."""
         self._words[_BUSY] = time.monotonic_ns()
 
     def go_on(self) -> None:
-        """One that is busy, and waits for others, still does so."""
+        """Progress of a busy process that waits for others: restarts its busy time."""
         if self._words[_BUSY]:
             self.turn()
 
     def begin(self, call_id: int, kind: int, method: str) -> None:
-        """A call begins. Its name is not written for a step, which needs none."""
+        """Begins a call. Writes no name for a step: its kind implies it."""
         words = self._words
         if kind != STEP:
             self._line[_NAME:] = method.encode(errors="replace")[: LINE - _NAME].ljust(LINE - _NAME, b"\0")
-        words[_BUSY] = time.monotonic_ns()  # first: a call that is named but not begun would look executed
+        words[_BUSY] = time.monotonic_ns()  # first: a call id without busy time would look finished
         words[_CALL] = 4 * call_id + kind
 
     def end(self) -> None:
-        """The call is over, and its reply is sent."""
+        """Ends the call, after its reply was sent."""
         self._count()
         self._words[_BUSY] = 0
 
     def end_and_begin(self, call_id: int, kind: int, method: str) -> None:
-        """The call is over, and another one was begun before it ended: at no moment is this rank idle."""
+        """Ends the call and begins one that was launched before its end: the rank is never idle in between."""
         self._count()
         self.begin(call_id, kind, method)
 

@@ -11,16 +11,16 @@ __all__ = ["add_parts", "timed"]
 
 @contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Enters the seconds that the body takes under `name`."""
+    """Stores the seconds that the body takes under `name`."""
     started = time.monotonic()
     yield
     phases[name] = time.monotonic() - started
 
 
-def add_parts(phases: dict[str, float], name: str, told: Iterable[object]) -> None:
-    """Enters what the phase `name` consists of, as its workers tell: a mapping from each, in which what ends in "_s" is
-    seconds. "weights_s" becomes "name.weights", of the rank that took longest for it."""
-    for of_rank in told:
+def add_parts(phases: dict[str, float], name: str, reports: Iterable[object]) -> None:
+    """Stores the parts of the phase `name` from the workers' reports: one mapping a rank, in which keys ending in "_s"
+    are seconds. "weights_s" becomes "name.weights", of the slowest rank."""
+    for of_rank in reports:
         if not isinstance(of_rank, Mapping):
             continue
         for key, seconds in of_rank.items():

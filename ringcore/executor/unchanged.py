@@ -1,4 +1,4 @@
-"""For how long something has not changed, by a clock that stands still while its reader does."""
+"""For how long a value has not changed, by a clock that stops while its reader is suspended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["UnchangedFor"]
 
 
 class UnchangedFor:
-    """The seconds for which a value has been the same, from look to look.
+    """The seconds for which a value has been the same, from one look to the next.
 
-    Of the time between two looks at most `max_gap_s` counts: a reader that was suspended or starved meanwhile, perhaps
-    with the whole machine, does not take its own absence for another process's. None is no value: nothing is counted.
+    Of the time between two looks at most `max_gap_s` counts: a reader that was suspended or starved, perhaps with the
+    whole machine, does not blame another process for its own absence. None is no value, and counts as 0 seconds.
     """
 
     def __init__(self, max_gap_s: float) -> None:

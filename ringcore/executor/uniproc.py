@@ -1,6 +1,6 @@
-"""The executor with its one worker in this process: nothing is sent, a call is done when it is submitted.
+"""The executor with its one worker in this process: no messages, a call is executed when it is submitted.
 
-A step may only be launched then (`PendingOutput`): it is finished when somebody asks for it, or before the next call.
+A step may only be launched then (`PendingOutput`): it is finished when its future is polled, or before the next call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, RpcTime
 from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
 from ringcore.executor.calls import joined_error
 from ringcore.executor.child_stacks import process_state
-from ringcore.executor.launched_steps import is_done, launch_step, look_out, step_result
+from ringcore.executor.launched_steps import is_done, launch_step, poll_until, step_result
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, decode_value, portable_error
@@ -44,11 +44,11 @@ RANK = 0
 class UniProcExecutor(Executor):
     """One worker, in the caller's process and thread. Values and errors are those of `MultiprocExecutor`.
 
-    A call cannot be interrupted: one that outlasts its `timeout` is finished first and raises `RpcTimeoutError` then.
-    Nor can it be overtaken: a read-only method, too, is executed when its turn comes; and no step is ended for hanging.
+    A call cannot be interrupted: one that exceeds its `timeout` finishes first and then raises `RpcTimeoutError`. There
+    is no control channel: read-only methods, too, are executed in order; and no watchdog ends a step that hangs.
 
-    Invariant: `_launched` holds the steps that are not finished, oldest first. While there are any, the one descriptor
-    of `wait_fds` is readable: nothing tells when a device is done, so whoever would sleep on it has to ask.
+    Invariant: `_launched` holds the unfinished steps, oldest first. While there are any, the one descriptor of
+    `wait_fds` is readable: no event signals the end of device work, so the caller must poll instead of sleeping.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -68,7 +68,7 @@ class UniProcExecutor(Executor):
         self._worker: Any = None
         self._dead: RingcoreError | None = EngineDeadError("the worker was not started; call start()")
         self._is_shut = False
-        self._busy: tuple[str, float] | None = None  # what is executed, and since when; another thread may look
+        self._busy: tuple[str, float] | None = None  # the current method, and since when; read by other threads too
         self._num_calls = 0
         self._launched: deque[_Step] = deque()
         self._has_launched_fd: int | None = None  # an eventfd
@@ -105,8 +105,8 @@ class UniProcExecutor(Executor):
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                told = self.collective_rpc(method)
-            add_parts(phases, method, told)
+                reports = self.collective_rpc(method)
+            add_parts(phases, method, reports)
         return phases
 
     def forward(self, call: EncodedCall) -> RpcFuture:
@@ -117,12 +117,12 @@ class UniProcExecutor(Executor):
             self._finish_oldest_step()
         with self._executing(call.method):
             outcome = perform_call(self._worker, RANK, call.head(), call.parts)
-        assert outcome is not None, "the one rank there is owes the value"
+        assert outcome is not None, "the only rank must reply"
         if call.timeout is not None and time.monotonic() - started >= call.timeout:
             return _Failed(_too_late(call.method, call.timeout))
         if outcome.is_error:
             return _Failed(joined_error({RANK: decode_error(outcome.parts[0], RANK, call.method)}))
-        own: list[Buffer] = [bytes(part) for part in outcome.parts]  # the worker may change what it returned
+        own: list[Buffer] = [bytes(part) for part in outcome.parts]  # copied: the worker may change what it returned
         return _Value(own, call.method, is_unique=call.unique_reply_rank is not None)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -137,15 +137,15 @@ class UniProcExecutor(Executor):
         return step
 
     def finish_done_steps(self) -> None:
-        """Settles the steps that are over, as far as those before them are."""
+        """Settles finished steps, in order."""
         while self._launched and is_done(self._launched[0].pending):
             self._finish_oldest_step()
 
     def finish_step(self, step: _Step, deadline: float | None) -> None:
-        """Settles a step, after those before it. Returns earlier at `deadline` (monotonic)."""
+        """Settles a step, after all earlier ones. Returns unsettled at `deadline` (monotonic)."""
         while not step.is_settled:
             oldest = self._launched[0].pending
-            if not look_out(partial(is_done, oldest), self._spin_s, deadline):
+            if not poll_until(partial(is_done, oldest), self._spin_s, deadline):
                 return
             self._finish_oldest_step()
 
@@ -155,7 +155,7 @@ class UniProcExecutor(Executor):
             step.settle(step_result(step.pending))
         except Exception as error:
             step.settle(joined_error({RANK: portable_error(error, RANK, STEP_METHOD)}))
-        self._launched.popleft()  # only now: an interrupt while waiting must not lose the step
+        self._launched.popleft()  # last: an interrupt during the wait must not lose the step
         self._num_calls += 1
         self._busy = (STEP_METHOD, time.monotonic()) if self._launched else None
         if not self._launched and self._has_launched_fd is not None:
@@ -188,7 +188,7 @@ class UniProcExecutor(Executor):
                 rank=RANK,
                 pid=pid,
                 process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # who asks is the process
+                heartbeat_age_s=0.0,  # the caller is this process
                 method=busy[0] if busy else None,
                 busy_s=time.monotonic() - busy[1] if busy else 0.0,
                 num_calls=self._num_calls,
@@ -223,7 +223,7 @@ class UniProcExecutor(Executor):
             os.close(fd)
 
     def _drop_steps(self, error: EngineDeadError) -> None:
-        """Waits for the steps on the device, so that the worker may give its memory back; their futures get `error`."""
+        """Waits for the steps on the device, so that the worker may free its memory; their futures get `error`."""
         while self._launched:
             step = self._launched.popleft()
             step.settle(copy.copy(error))
@@ -239,7 +239,7 @@ class UniProcExecutor(Executor):
 
 
 class _Value:
-    """The `RpcFuture` of a call that went well."""
+    """The `RpcFuture` of a call that succeeded."""
 
     def __init__(self, parts: list[Buffer], method: str, is_unique: bool) -> None:
         self._parts, self._method, self._is_unique = parts, method, is_unique

@@ -1,15 +1,15 @@
-"""Values and errors of a call as bytes. What arrives is plain data: dict, list, str, bytes, int, float, bool, None,
-numpy arrays, and `HostTensor` for tensors of torch.
+"""Serializes values and errors of a call. Decoded values are plain data: dict, list, str, bytes, int, float, bool,
+None, numpy arrays, and `HostTensor` for torch tensors.
 
-A value is a list of buffers: a body of msgpack, then the bytes of its large arrays, which are not copied on the way
-out. In the body an array is an extension:
+A value is a list of buffers (scatter-gather): a msgpack body, then the bytes of its large arrays, sent without a copy.
+In the body an array is an extension:
 
     code 1 (numpy) or 2 (torch), data: msgpack of (dtype, shape, the bytes | the number of its buffer)
 
-Buffers are numbered from 0 in the order in which the body names them, each once.
+Buffers are numbered from 0 in the order in which the body references them, each once.
 
-Nothing here can run code: a peer that sends other bytes than ours gets a `msgspec.DecodeError`, and no more; nothing is
-allocated for an array before its bytes are seen to be there.
+Decoding never runs code: malformed bytes raise a `msgspec.DecodeError`, and memory for an array is allocated only after
+a check that its bytes have arrived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "portable_error",
 ]
 
-OUT_OF_BAND_BYTES = 4096  # an array of at least as many has a buffer of its own
+OUT_OF_BAND_BYTES = 4096  # larger arrays have their own buffer
 MAX_BUFFERS = 32  # of one value; further arrays are in the body
 MAX_TRACEBACK_CHARS = 16 << 10
 MAX_MESSAGE_CHARS = 4 << 10
@@ -53,16 +53,16 @@ _NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # numpy takes a 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Values out.
+# Encoding values.
 
 
 def encode_value(value: Any) -> list[Buffer]:
-    """A value as buffers, each one-dimensional, of bytes: the body, then those of large arrays, `MAX_BUFFERS` at most.
+    """A value as one-dimensional byte buffers: the body, then those of large arrays, `MAX_BUFFERS` at most.
 
-    Takes builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
+    Accepts builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
     Python's), dtypes, devices and paths (as text), numpy arrays of numbers, dense torch tensors on any device. The
-    buffers of arrays are views: send or copy them before the value changes. Raises what says why it cannot be sent:
-    TypeError, OverflowError, ...
+    buffers of arrays are views: send or copy them before the value changes. Raises TypeError,
+    OverflowError and others for values that cannot be sent.
     """
     try:
         return [_plain_encoder.encode(value)]
@@ -71,7 +71,7 @@ def encode_value(value: Any) -> list[Buffer]:
 
 
 class _HasArrays(Exception):
-    """There is more in the value than the body can hold."""
+    """The value has arrays, which need `_Outgoing`."""
 
 
 def _encode_unless_array(value: Any) -> Any:
@@ -82,7 +82,7 @@ def _encode_unless_array(value: Any) -> Any:
 
 
 class _Outgoing:
-    """One value on its way out."""
+    """Encodes one value with arrays."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
@@ -97,7 +97,7 @@ class _Outgoing:
             return self._extension(_ARRAY, name, value.shape, bytes_of_array(value))
         if isinstance(value, HostTensor):
             return self._extension(_TENSOR, value.dtype, value.shape, value.data)
-        torch = sys.modules.get("torch")  # who never loaded it has no tensor to send
+        torch = sys.modules.get("torch")  # without torch loaded, no value is a tensor
         if torch is not None and isinstance(value, torch.Tensor):
             data = bytes_of_tensor(value, torch)  # before the shape, which not every tensor has
             return self._extension(_TENSOR, torch_name(value.dtype), tuple(value.shape), data)
@@ -112,8 +112,8 @@ class _Outgoing:
 
 
 def _encode_plain(value: Any) -> Any:
-    """What msgpack has no word for and is no array, as builtins."""
-    if isinstance(value, np.longdouble):  # whose item() is itself
+    """Types that msgpack does not know, other than arrays, as builtins."""
+    if isinstance(value, np.longdouble):  # its item() is no builtin
         return float(value)
     if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
         return value.item()
@@ -128,11 +128,11 @@ def _encode_plain(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Values in.
+# Decoding values.
 
 
 def decode_value(parts: Sequence[Buffer]) -> Any:
-    """The value of `encode_value`, which owns what it holds. Raises `msgspec.DecodeError`."""
+    """The value of `encode_value`, which owns its memory. Raises `msgspec.DecodeError`."""
     if not parts:
         raise msgspec.DecodeError("a value has no body")
     if len(parts) == 1:
@@ -148,12 +148,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: Buffer) -> Any:
         return decoder.decode(body)
     except msgspec.DecodeError:
         raise
-    except (RecursionError, ValueError, TypeError) as error:  # too deep, no UTF-8, a map's key that is no key
+    except (RecursionError, ValueError, TypeError) as error:  # nested too deeply, no UTF-8, an unhashable map key
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from error
 
 
 class _Incoming:
-    """One value on its way in."""
+    """Decodes one value with arrays."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
@@ -171,13 +171,13 @@ class _Incoming:
 
     def _take(self, index: int) -> Buffer:
         if index != self._num_taken or index >= len(self._buffers):
-            raise ValueError(f"buffer {index} is named where {self._num_taken} of {len(self._buffers)} are taken")
+            raise ValueError(f"buffer {index} is referenced after {self._num_taken} of {len(self._buffers)} buffers")
         self._num_taken += 1
         return self._buffers[index]
 
     def check_all_taken(self) -> None:
         if self._num_taken != len(self._buffers):
-            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body names {self._num_taken}")
+            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body references {self._num_taken}")
 
 
 # An encoder or decoder costs more to make than a small value to encode or decode.
@@ -194,12 +194,12 @@ _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memor
 def encode_request(
     method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Buffer]:
-    """A call as its workers get it. Raises `InvalidRequestError` for a method or arguments that cannot be sent."""
+    """Encodes a call for the workers. Raises `InvalidRequestError` for a method or arguments that cannot be sent."""
     packed = method if isinstance(method, str) else pack_callable(method)
     name = method if isinstance(method, str) else callable_name(method)
     try:
         return encode_value((packed, list(args), dict(kwargs or {})))
-    except Exception as error:  # whatever an argument's own code raises
+    except Exception as error:  # any error of an argument's own code
         raise InvalidRequestError(
             f"the arguments of {name!r} cannot be sent: {error}; give builtin values, dataclasses, Structs, arrays or "
             f"tensors",
@@ -209,7 +209,7 @@ def encode_request(
 
 
 def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """Method, positional and keyword arguments of `encode_request`; the method is bytes where it was a callable.
+    """Method, positional and keyword arguments of `encode_request`; the method is bytes if it was a callable.
 
     Raises `msgspec.DecodeError`.
     """
@@ -224,9 +224,9 @@ def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dic
 
 
 def portable_error(error: BaseException, rank: int, method: str) -> RingcoreError:
-    """The error as it is raised in the calling process: ours as itself, any other as a `WorkerError`.
+    """The error as the calling process raises it: a `RingcoreError` as itself, any other as a `WorkerError`.
 
-    An error of ours that only this process knows (a subclass in a worker extension, say) is any other.
+    A `RingcoreError` subclass that only this process knows, as one of a worker extension, becomes a `WorkerError` too.
     """
     if isinstance(error, RingcoreError) and _is_known_to_all(error):
         return error
@@ -238,19 +238,19 @@ def portable_error(error: BaseException, rank: int, method: str) -> RingcoreErro
         rank=rank,
         error_type=kind,
         error_message=message,
-        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # its end says the most
+        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # the end matters most
         method=method,
     )
 
 
 def _is_known_to_all(error: RingcoreError) -> bool:
-    """Whether its wire form leads back to its type. A plain `RingcoreError` stands for those that are unknown."""
+    """Whether its wire form decodes to its type. Unknown types decode to a plain `RingcoreError`."""
     kind = type(error)
     return kind is not RingcoreError and type(error_from_wire(error_to_wire(error))) is kind
 
 
 def encode_error(error: BaseException, rank: int, method: str) -> bytes:
-    """An error that a method raised, for `decode_error`. Never raises: what cannot be sent of it is sent as text."""
+    """Encodes an error of a method for `decode_error`. Never raises: details that cannot be sent become text."""
     ours = portable_error(error, rank, method)
     try:
         return _error_encoder.encode(error_to_wire(ours))
@@ -260,7 +260,7 @@ def encode_error(error: BaseException, rank: int, method: str) -> bytes:
 
 
 def decode_error(data: Buffer, rank: int, method: str) -> RingcoreError:
-    """The error of `encode_error`, with a note that says where it comes from. Raises `msgspec.DecodeError`."""
+    """The error of `encode_error`, with a note of method and rank. Raises `msgspec.DecodeError`."""
     wire: Mapping[str, Any] = msgspec.structs.asdict(_decoded(_error_decoder, data))
     try:
         error = error_from_wire(wire)

@@ -1,4 +1,4 @@
-"""What a worker does with one call: decode the request, call the method, encode the value or the error."""
+"""Executes one call in a worker: decodes the request, calls the method, encodes the value or the error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Outcome", "failed", "perform_call", "prepare_call"]
 
 
 class Outcome(NamedTuple):
-    """What a call came to: the buffers of the encoded value, or of the encoded error."""
+    """The result of a call: the buffers of the encoded value, or of the encoded error."""
 
     is_error: bool
     parts: Sequence[Buffer]
@@ -27,18 +27,17 @@ def failed(error: BaseException, rank: int, method: str) -> Outcome:
 
 
 def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffer]) -> Callable[[], Outcome | None]:
-    """A call, ready to be performed; the request's buffers are not needed any more.
+    """A decoded call, ready to be performed; it no longer needs the request's buffers.
 
-    It gives the method's value, or whatever went wrong in decoding, calling and encoding; None where it went well and
-    this rank is not to reply. `SystemExit`, `KeyboardInterrupt` and their like pass through: they are about the
-    process, not the call.
+    It returns the method's value, or the error of decoding, calling or encoding; None on success if this rank does not
+    reply. `SystemExit`, `KeyboardInterrupt` and the like pass through: they concern the process, not the call.
     """
     try:
         method, args, kwargs = _checked_request(head, request)
     except Exception as error:
         outcome = failed(error, rank, head.method)
         return lambda: outcome
-    owes_value = head.unique_reply_rank in (None, rank)
+    must_reply = head.unique_reply_rank in (None, rank)
 
     def perform() -> Outcome | None:
         try:
@@ -46,7 +45,7 @@ def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
                 value = call_packed(worker, method, args, kwargs)
             else:
                 value = call_rpc(worker, method, args, kwargs, head.by_engine)
-            return Outcome(False, encode_value(value)) if owes_value else None
+            return Outcome(False, encode_value(value)) if must_reply else None
         except Exception as error:
             return failed(error, rank, head.method)
 
@@ -59,11 +58,11 @@ def perform_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
 
 
 def _checked_request(head: CallHead, request: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """A packed function is run only where the call says that it has one, and no method but the one that it names: by
-    that name it was decided which thread executes it."""
+    """Decodes the request and checks it against the header: a packed function only for kind CALLABLE, else exactly the
+    method of the header, by which the executor chose the thread."""
     method, args, kwargs = decode_request(request)
-    is_as_said = head.kind == CALLABLE if isinstance(method, bytes) else head.kind == CALL and method == head.method
-    if not is_as_said:
+    is_consistent = head.kind == CALLABLE if isinstance(method, bytes) else head.kind == CALL and method == head.method
+    if not is_consistent:
         found = "a function" if isinstance(method, bytes) else repr(method)
         raise InvalidRequestError(
             f"the call is of {head.method!r}, but its request asks for {found}", field="method", value=head.method

@@ -1,4 +1,4 @@
-"""The worker processes of one executor, the queues to and from them, and their orderly end."""
+"""The worker processes of one executor, the queues to and from them, and their shutdown."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueH
 from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
-from ringcore.executor.worker_proc import ASIDE, CALLS, RENDEZVOUS, REPLIES, STATUS, WorkerStart
+from ringcore.executor.worker_proc import CALLS, CONTROL, RENDEZVOUS, REPLIES, STATUS, WorkerStart
 from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import RankHealth
 
 __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
 
 ENTRY = "ringcore.executor.worker_proc:main"
-ASIDE_RING_BYTES = 1 << 20
+CONTROL_RING_BYTES = 1 << 20
 GRACE_S = 5.0
-# A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1), and ends.
+# A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1).
 GOMP_SPINCOUNT = "20000"
 
 
 class WorkerGroup:
     """All workers of an engine, from construction (which starts them) to `close`.
 
-    children, replies: by rank. calls, aside: the queues that all of them read, one in order and one for read-only
-    methods. wake_fds: eventfds that are written when a reply has come, by rank. closing_fd, due_fd: eventfds for the
-    executor, to end its own waits with and to be woken for a call that settles by itself.
-    killed_for: why this side killed the workers, which is then the error that their death makes.
-    `environment` is laid over this process's own in the workers; `spin_s` is how long they spin before they sleep.
-    Raises `CapacityError` where shared memory is short; nothing is left behind then.
+    children, replies: by rank. calls, control: the queues that all of them read, one for ordered calls and one
+    for read-only methods. wake_fds: eventfds that are signalled when a reply has arrived, by rank. closing_fd, due_fd:
+    eventfds of the executor, which end its own waits, and wake it for a call that is due.
+    killed_for: the reason why this side killed the workers, which becomes the error of their death.
+    `environment` updates this process's own in the workers; `spin_s` is how long they spin before they sleep.
+    Raises `CapacityError` if shared memory is short, and then frees everything.
     """
 
     def __init__(
@@ -61,12 +61,15 @@ class WorkerGroup:
     def _start(
         self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
     ) -> None:
-        # What is pushed last is undone first: the queues are closed, the processes end, then the rest goes.
+        # Callbacks run in reverse order: the queues are closed, the processes end, then the rest is freed.
         self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
         parallel = config.parallel
-        calls, aside = self._queue(parallel.call_ring_bytes, num_workers), self._queue(ASIDE_RING_BYTES, num_workers)
+        calls, control = (
+            self._queue(parallel.call_ring_bytes, num_workers),
+            self._queue(CONTROL_RING_BYTES, num_workers),
+        )
         replies = [self._queue(parallel.reply_ring_bytes, 1) for _ in range(num_workers)]
-        self.calls_space_fd, self.aside_space_fd = calls.ring.space_fd, aside.ring.space_fd
+        self.calls_space_fd, self.control_space_fd = calls.ring.space_fd, control.ring.space_fd
         self.wake_fds = [queue.ring.wake_fds[0] for queue in replies]
         status_fd = create_board(num_workers)
         self._cleanup.callback(os.close, status_fd)
@@ -76,14 +79,14 @@ class WorkerGroup:
             self._cleanup.callback(os.close, shared[RENDEZVOUS])
         self._board = StatusBoard(status_fd, num_workers)
         self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
-        self.calls, self.aside = MessageWriter(calls), MessageWriter(aside)
-        self._cleanup.callback(self.aside.close)
+        self.calls, self.control = MessageWriter(calls), MessageWriter(control)
+        self._cleanup.callback(self.control.close)
         self._cleanup.callback(self.calls.close)
         for rank, queue in enumerate(replies):
             start = WorkerStart(config, rank, factory, spin_s)
             fds = (
                 _prefixed(CALLS, calls.fds_of_reader(rank))
-                | _prefixed(ASIDE, aside.fds_of_reader(rank))
+                | _prefixed(CONTROL, control.fds_of_reader(rank))
                 | _prefixed(REPLIES, queue.fds_of_writer())
                 | shared
             )
@@ -94,7 +97,7 @@ class WorkerGroup:
             self.replies.append(reader)
             queue.close_sending()
         calls.close_receiving()
-        aside.close_receiving()
+        control.close_receiving()
 
     def _eventfd(self) -> int:
         fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -107,22 +110,22 @@ class WorkerGroup:
         return queue
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has this called when the group closes, while everything of it is still there."""
+        """Registers a callback that runs first when the group closes."""
         self._cleanup.callback(callback)
 
     def kill(self, reason: EngineDeadError | None = None) -> None:
-        """SIGKILL to every worker; `close` then has nobody to wait for."""
+        """SIGKILL to every worker; `close` then does not wait."""
         if reason is not None and self.killed_for is None:
             self.killed_for = reason
         for child in self.children:
             child.signal(signal.SIGKILL)
 
     def statuses(self) -> list[RankStatus]:
-        """What each rank does, by rank."""
+        """Each rank's line of the status board, by rank."""
         return [self._board.read(rank) for rank in range(len(self.children))]
 
     def health(self) -> list[RankHealth]:
-        """Each rank as it is seen from here. Asks nobody and works after the group's end too."""
+        """Each rank's health from status board and kernel, without a call. Works after the group's end too."""
         now = time.monotonic_ns()
         return [
             RankHealth(
@@ -138,10 +141,11 @@ class WorkerGroup:
         ]
 
     def close(self) -> None:
-        """Tells the workers to leave after what they have been sent, then makes them; frees everything. Idempotent.
+        """Closes the queues, after which workers exit once they have executed the sent calls; kills those that do not;
+        frees everything. Idempotent.
 
-        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a process that the owner
-        forked it does nothing: the workers are not its own.
+        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a fork of the owner it does
+        nothing: the workers are not its children.
         """
         if not self.is_ours:
             return
@@ -150,14 +154,14 @@ class WorkerGroup:
             self._cleanup.close()
 
     def interrupt(self) -> None:
-        """Makes `closing_fd` readable: whoever waits, in whichever thread, gives up."""
+        """Makes `closing_fd` readable: waits in all threads end."""
         with self._lock:  # after the close the descriptor's number may be another file's
             if self.is_ours and not self._is_closed:
                 signal_event(self.closing_fd)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers: one that was forked from it must leave them alone."""
+        """Whether this process started the workers: a fork of it must not end them."""
         return os.getpid() == self._owner_pid
 
 
@@ -166,7 +170,7 @@ def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity, or the container's quota where that is less."""
+    """The cores that this process may use: the smaller of its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -175,8 +179,8 @@ def usable_cores() -> int:
 
 
 def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int) -> dict[str, str]:
-    """What to lay over the environment `user` for a worker: its share of the cores, where compiled kernels are kept;
-    unless the user has said."""
+    """Environment variables for a worker: its share of the cores, and the cache of compiled kernels; none that `user`,
+    the current environment, sets already."""
     ours: dict[str, str] = {}
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
         cache = user.get("XDG_CACHE_HOME") or os.path.join(user.get("HOME") or os.path.expanduser("~"), ".cache")

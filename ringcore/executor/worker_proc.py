@@ -1,7 +1,7 @@
-"""A worker's process: builds the worker, then receives, calls, replies, until the executor closes the queue.
+"""A worker's process: builds the worker, then receives, executes and replies, until the executor closes the queue.
 
-The main thread executes calls in the order of their arrival. A side thread executes those of read-only methods, which
-come by a queue of their own: see `worker_aside`.
+The main thread executes calls in the order of their arrival. The control thread executes read-only methods, which
+arrive by the control queue: see `control_thread`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.executor.child_main import PARENT_DEATH
-from ringcore.executor.launched_steps import StepOver, is_done, launch_step, look_out, step_result
+from ringcore.executor.control_thread import ControlThread
+from ringcore.executor.launched_steps import FinishedStep, is_done, launch_step, poll_until, step_result
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
 from ringcore.executor.waiting import PeerDied
 from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, pack_reply, unpack_call
-from ringcore.executor.worker_aside import AsideThread
 from ringcore.executor.worker_calls import Outcome, failed, prepare_call
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.methods import RpcMethod
@@ -35,8 +35,8 @@ from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.rpc import rpc_methods
 
 __all__ = [
-    "ASIDE",
     "CALLS",
+    "CONTROL",
     "DEFAULT_FACTORY",
     "RENDEZVOUS",
     "REPLIES",
@@ -50,12 +50,12 @@ __all__ = [
 
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
 
-# Names, and beginnings of names, among the descriptors that a worker's process inherits.
-CALLS, ASIDE, REPLIES, STATUS, RENDEZVOUS = "calls.", "aside.", "replies.", "status", "rendezvous"
+# Names and name prefixes of the descriptors that a worker's process inherits.
+CALLS, CONTROL, REPLIES, STATUS, RENDEZVOUS = "calls.", "control.", "replies.", "status", "rendezvous"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the executor hands to a worker's process."""
+    """The executor's message to a new worker process."""
 
     config: EngineConfig
     rank: int
@@ -64,20 +64,20 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerCreated(msgspec.Struct, frozen=True):
-    """What a worker's process tells when it has its worker. Seconds; `began_s` is a moment on the monotonic clock."""
+    """The report of a worker process that has created its worker. Seconds; `began_s` is on the monotonic clock."""
 
-    methods: list[RpcMethod]  # that are declared with @rpc
-    began_s: float  # when its own code began
-    create_s: float  # what it took to make the worker, imports among it
+    methods: list[RpcMethod]  # declared with @rpc
+    began_s: float  # when the process entered `main`
+    create_s: float  # time to create the worker, imports included
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
-    """The process from beginning to end. Exit code 1 if the worker cannot be made or fails in its own shutdown."""
+    """The entry of a worker process. Exit code 1 if the worker cannot be created or fails in its own shutdown."""
     began_s = time.monotonic()
     start: WorkerStart = decoder(WorkerStart).decode(payload)
     link = _Link(start.rank, fds, start.spin_s)
     status = StatusLine(fds[STATUS], start.rank)
-    aside = AsideThread(start.rank, link.aside, status, link.reply)
+    control = ControlThread(start.rank, link.control, status, link.reply)
     creation = CallHead(CREATED, CALL, None, "create_worker")
     status.begin(creation.call_id, creation.kind, creation.method)
     try:
@@ -86,7 +86,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     except Exception as error:
         link.reply(creation, failed(error, start.rank, creation.method))
         raise SystemExit(1) from error
-    aside.serve(worker, [method.name for method in methods if method.read_only])
+    control.serve(worker, [method.name for method in methods if method.read_only])
     created = WorkerCreated(methods, began_s, time.monotonic() - began_s)
     link.reply(creation, Outcome(False, encode_value(created)))
     status.end()
@@ -100,12 +100,12 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
 
 
 def _rendezvous(fds: Mapping[str, int]) -> str | None:
-    """A path by which the ranks open one file, to meet in; None for a single rank. It is no name: nothing is left."""
+    """The path by which all ranks open the same memfd for their rendezvous; None for a single rank."""
     return f"/proc/self/fd/{fds[RENDEZVOUS]}" if RENDEZVOUS in fds else None
 
 
 def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str | None) -> Any:
-    """The worker that `factory` ("module:function") makes. Raises `ConfigError` for a factory that is not there."""
+    """The worker that `factory` ("module:function") creates. Raises `ConfigError` for an unknown factory."""
     module, _, function = factory.partition(":")
     namespace = vars(importlib.import_module(module))
     if function not in namespace:
@@ -114,7 +114,7 @@ def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str
 
 
 def shut_down(worker: Any) -> bool:
-    """The worker's own shutdown; False if it failed, which goes to the log: nobody waits for an answer any more."""
+    """The worker's own shutdown; False if it failed. The error goes to the log, as no call waits for a reply."""
     try:
         worker.shutdown()
     except Exception:
@@ -133,15 +133,15 @@ class _Link:
         self.rank = rank
         deaths = [fds[PARENT_DEATH]]
         self.calls = MessageReader(named(CALLS), rank, deaths, spin_s)
-        self.aside = MessageReader(named(ASIDE), rank, deaths)
+        self.control = MessageReader(named(CONTROL), rank, deaths)
         self._replies = MessageWriter(named(REPLIES), deaths, spin_s)
         self._lock = threading.Lock()
 
     def reply(self, head: CallHead, outcome: Outcome) -> None:
-        """Waits for room as long as the executor lives and listens."""
+        """Sends a reply; waits for room (back-pressure) while the executor lives and reads."""
         try:
             self._send(head, outcome)
-        except (InvalidRequestError, CapacityError) as error:  # too large to be sent: that call's error
+        except (InvalidRequestError, CapacityError) as error:  # too large to send: an error of this call
             self._send(head, failed(error, self.rank, head.method))
 
     def _send(self, head: CallHead, outcome: Outcome) -> None:
@@ -153,9 +153,9 @@ class _Link:
 class _Loop:
     """Receives a call, performs it, replies; in the order of arrival. Ends by `RingClosed` or `PeerDied`.
 
-    A step may be launched and finished later (`PendingOutput`). Those that are stand in `_launched`, oldest first, and
-    each gets its reply as soon as it and all before it are done. The next step is launched meanwhile; any other call
-    waits for all of them. The status line shows the oldest one, as of when it became that.
+    A step may be launched and finished later (`PendingOutput`). `_launched` holds such steps, oldest first; each is
+    answered as soon as it and all earlier ones are done. The next step is launched meanwhile; any other call waits for
+    all of them. The status line shows the oldest one, since it became the oldest.
     """
 
     def __init__(self, worker: Any, link: _Link, status: StatusLine, spin_s: float) -> None:
@@ -175,8 +175,8 @@ class _Loop:
             raise
 
     def _receive(self) -> Callable[[], None]:
-        """The next call, ready to be performed. Its memory has gone back to the executor by then, which so never has
-        to wait for a call that is under way."""
+        """The next call, ready to be performed. Its ring memory is released before that, so that the executor never
+        waits for room because of a call that is being executed."""
         with self._link.calls.receive() as parts:
             head, request = unpack_call(parts)
             if head.kind == STEP:
@@ -201,7 +201,7 @@ class _Loop:
         try:
             scheduler_output = self._step_decoder.decode(body)
         except Exception as error:
-            undecodable = StepOver(error=error)
+            undecodable = FinishedStep(error=error)
             return lambda: self._begin(head, lambda: undecodable)
         return lambda: self._begin(head, lambda: launch_step(self._worker, scheduler_output))
 
@@ -211,14 +211,16 @@ class _Loop:
         self._launched.append((head, launch()))
 
     def _await_call(self) -> None:
-        """Returns when a call is there, or no step is left and the queue's own wait will do."""
+        """Waits for the next call, and finishes done steps meanwhile. Without launched steps it returns: `receive`
+        waits.
+        """
         calls = self._link.calls
         while self._launched and not calls.has_message():
-            look_out(lambda: calls.has_message() or self._oldest_is_done(), self._spin_s, check=calls.check_peer)
+            poll_until(lambda: calls.has_message() or self._oldest_is_done(), self._spin_s, check=calls.check_peer)
             self._finish_done_steps()
 
     def _await_oldest_step(self) -> None:
-        look_out(self._oldest_is_done, self._spin_s, check=self._link.calls.check_peer)
+        poll_until(self._oldest_is_done, self._spin_s, check=self._link.calls.check_peer)
 
     def _oldest_is_done(self) -> bool:
         return is_done(self._launched[0][1])
@@ -239,7 +241,7 @@ class _Loop:
             self._status.end()
 
     def _outcome(self, step: PendingOutput) -> Outcome | None:
-        """The errors of all ranks are told; of the outputs, only that of rank 0."""
+        """The reply of a step: errors from every rank, the output only from rank 0."""
         try:
             if self._link.rank == 0:
                 return Outcome(False, [self._step_encoder.encode(step_result(step))])
@@ -249,8 +251,8 @@ class _Loop:
             return failed(error, self._link.rank, STEP_METHOD)
 
     def _drop_steps(self) -> None:
-        """The executor has gone: nobody hears of what the steps come to, but they must be off the device before the
-        worker gives its memory back."""
+        """Waits for the launched steps without replying, as the executor has closed: they must leave the device before
+        the worker frees its memory."""
         while self._launched:
             self._await_oldest_step()
             _, step = self._launched.popleft()

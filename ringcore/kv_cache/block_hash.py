@@ -1,10 +1,10 @@
-"""Names blocks by what they hold: a BLAKE2b chain over raw token bytes.
+"""Block hashes for the prefix cache: a BLAKE2b chain over raw token bytes.
 
     root ──▶ digest(root, tokens of block 0) ──▶ digest(that, tokens of block 1) ──▶ ...
 
 A digest stands for all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random
-in each process unless seeded: nobody outside can prepare two prompts that collide, or tell from a digest what it names.
-A salt or an adapter gives a root of its own. A block that shows a part of an image has the image's hash in its digest.
+in each process unless seeded: no client can prepare two prompts that collide, or learn tokens from a digest. A cache
+salt or an adapter has its own root. A block with a part of an image has the image's hash in its digest.
 
 Of the standard library's hashes with 256 bits, BLAKE2b costs least for blocks of 16 tokens, with or without SHA
 instructions: parent and tokens are one compression.
@@ -27,11 +27,11 @@ _DIGEST_BYTES = 32
 
 
 class ExtraKeys(NamedTuple):
-    """What a request's keys and values depend on beside its token ids."""
+    """Inputs of a request's keys and values other than its token ids."""
 
-    cache_salt: str | None = None  # requests share blocks only within one salt; an empty one is a salt
+    cache_salt: str | None = None  # requests share blocks only within one salt; an empty string is a salt
     adapter: str | None = None
-    # What stands for images: (first token, number of tokens, hash of the image), in the order of the tokens.
+    # Placeholder tokens of images: (first token, number of tokens, hash of the image), in the order of the tokens.
     item_hashes: tuple[tuple[int, int, bytes], ...] = ()
 
 
@@ -61,7 +61,7 @@ class BlockHasher:
         """Appends to `hashes` until it names the first `num_blocks` blocks of `tokens`; these must be full.
 
         `tokens` are int32, extra_keys the same in each call for a request. Tokens are only ever appended to a request,
-        so the hashes that are there stay right.
+        so existing hashes stay valid.
         """
         first = len(hashes)
         if num_blocks <= first:
@@ -84,7 +84,7 @@ class BlockHasher:
             append(parent)
 
     def _root_of(self, extra_keys: ExtraKeys) -> bytes:
-        """The personal parameter keeps this apart from a block's digest: no salt can be mistaken for tokens."""
+        """The root digest. BLAKE2b's personalization separates it from block digests: no salt passes for tokens."""
         named = ((b"salt", extra_keys.cache_salt), (b"adapter", extra_keys.adapter))
         parts = [name + _sized(key.encode("utf-8", "surrogatepass")) for name, key in named if key is not None]
         if not parts:
@@ -92,7 +92,7 @@ class BlockHasher:
         return blake2b(self._root + b"".join(parts), digest_size=_DIGEST_BYTES, person=b"root").digest()
 
     def _item_keys(self, extra_keys: ExtraKeys, first: int, end: int) -> dict[int, bytes]:
-        """By block, of those from `first` to `end`: the items that it holds a token of, and where they begin in it."""
+        """By block from `first` to `end`: its items, those with a token in the block, and their offsets in it."""
         keys: dict[int, bytes] = {}
         for first_token, num_tokens, item_hash in extra_keys.item_hashes:
             item_end = -(-(first_token + num_tokens) // self.block_size)

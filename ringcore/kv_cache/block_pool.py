@@ -1,15 +1,15 @@
-"""The blocks of the KV cache: which are free, who shares which, and which can be found again by their tokens.
+"""The block allocator of the KV cache: free blocks, reference counts, and the prefix cache with LRU eviction.
 
 A block is in one of three states:
 
     state         ref_count  hash  where
-    in use        >= 1       any   in block tables                  its tokens belong to running requests
-    cached, free  0          set   in the order of last use         nobody's, but a prompt that begins alike can take it
-    empty, free   0          none  on the stack                     nobody's
+    in use        >= 1       any   in block tables                  holds tokens of running requests
+    cached, free  0          set   in LRU order                     evictable; a prompt with this prefix can hit it
+    empty, free   0          none  on the stack                     holds nothing
 
-Empty blocks are handed out first, the last one put on the stack foremost (its memory is warm); then cached ones, the
-longest unused foremost. So a prefix is forgotten only when nothing else is left, and then the least recently used one,
-its last block first. Blocks are ints; there is no Python object for a block that is not cached.
+Empty blocks are allocated first, the last freed one first (its memory is warm); then cached ones are evicted, the least
+recently used first. So a prefix is evicted only when no empty block is left, its last block first. Blocks are ints; no
+Python object exists for a block that is not cached.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import numpy as np
 __all__ = ["BlockPool"]
 
 _NOT_CACHED = -1
-_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes at a time: a prompt that is not cached costs little, however long
+_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes at a time: a miss costs little, however long the prompt
 _NO_IDS = np.empty(0, np.int64)
 
 
 class BlockPool:
     """All blocks, by id, for `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is never
-    handed out.
+    allocated.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
         self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
-        self._stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` are the empty ones, the next one last
-        self._found: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
+        self._stack = np.empty(num_blocks, np.int32)  # free list: `_num_empty` empty blocks, the last first
+        self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
-        self._unused: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
+        self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
         self._num_empty = 0
         self._empty_all()
 
@@ -54,18 +54,18 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_empty + len(self._unused)
+        return self._num_empty + len(self._evictable)
 
     @property
     def num_cached_blocks(self) -> int:
         return len(self._hash_of)
 
-    def take(self, num_blocks: int) -> np.ndarray:
+    def allocate(self, num_blocks: int) -> np.ndarray:
         """`num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
 
-        Evicts cached ones as needed.
+        Evicts cached blocks as needed.
         """
-        assert num_blocks <= self.num_free_blocks, "take: not so many blocks are free"
+        assert num_blocks <= self.num_free_blocks, "allocate: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
         ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
         self._num_empty = bottom
@@ -75,20 +75,20 @@ class BlockPool:
         return ids
 
     def _evict(self, num_blocks: int) -> np.ndarray:
-        """The longest unused ones, which nobody finds from now on."""
+        """Evicts the least recently used cached blocks: no lookup hits them any more."""
         ids = []
-        pop_longest_unused, pop_hash = self._unused.popitem, self._hash_of.pop
+        pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
         for _ in range(num_blocks):
-            block_id, group = pop_longest_unused(last=False)
-            del self._found[group][pop_hash(block_id)]
+            block_id, group = pop_lru(last=False)
+            del self._cached[group][pop_hash(block_id)]
             ids.append(block_id)
         evicted = np.array(ids, np.int64)
         self._group_of[evicted] = _NOT_CACHED
         return evicted
 
     def free(self, ids: np.ndarray) -> None:
-        """Gives back one reference to each, in this order: of the empty ones the last is taken next, of the cached ones
-        the first. A block may come as often as it has references. ids: [n] int64.
+        """Drops one reference to each, in this order: of the empty blocks the last is allocated first, of the cached
+        ones the first is evicted first. A block may occur as often as it has references. ids: [n] int64.
         """
         if not len(ids):
             return
@@ -103,43 +103,43 @@ class BlockPool:
         is_cached = groups != _NOT_CACHED
         cached = ids[is_cached]
         if len(cached):
-            # One that is here twice, because two tables gave it back, is put in once. Empty ones are never shared.
-            self._unused.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            # A block freed twice here, by two tables, is inserted once. Empty blocks are never shared.
+            self._evictable.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
             ids = ids[~is_cached]
         self._stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
 
-    def num_unused(self, ids: np.ndarray) -> int:
-        """How many of these are in no block table: `touch` takes them from the free ones."""
+    def num_unreferenced(self, ids: np.ndarray) -> int:
+        """How many of these are in no block table: `touch` removes them from the free blocks."""
         return len(ids) - int(np.count_nonzero(self.ref_counts[ids]))
 
     def touch(self, ids: np.ndarray) -> None:
-        """Takes one reference to each; each once. A cached free block leaves the free ones. ids: [n] int64."""
-        unused = ids[self.ref_counts[ids] == 0]
-        deque(map(self._unused.pop, unused.tolist()), maxlen=0)
+        """Adds one reference to each, on a prefix cache hit. Free ones become used. ids: [n] int64, unique."""
+        unreferenced = ids[self.ref_counts[ids] == 0]
+        deque(map(self._evictable.pop, unreferenced.tolist()), maxlen=0)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
-        """Lets `lookup` find blocks in use, ids[i] by hashes[i]. Where another block of the group has the hash already,
-        that one stays the one found. ids: [n] int64.
+        """Puts blocks in use into the prefix cache, ids[i] by hashes[i]. If another block of the group has the hash
+        already, that one stays cached. ids: [n] int64.
         """
         own_ids = ids.tolist()
-        found_ids = list(map(self._found[group].setdefault, hashes, own_ids))
+        found_ids = list(map(self._cached[group].setdefault, hashes, own_ids))
         if found_ids != own_ids:
             is_new = list(map(eq, found_ids, own_ids))
             ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
-        assert _all(self.ref_counts[ids]), "a block that is free holds anything"
+        assert _all(self.ref_counts[ids]), "a free block cannot be cached"
         assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
         self._hash_of.update(zip(own_ids, hashes, strict=True))
         self._group_of[ids] = group
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
-        """The blocks found by the first hashes, up to the first that is not found. [n] int64."""
+        """The cached blocks of the first hashes, up to the first miss. [n] int64."""
         parts = [_NO_IDS]
         begin, size = 0, _FIRST_LOOKUP
         while begin < len(hashes):
             names = hashes[begin : begin + size]
-            ids = np.fromiter(map(self._found[group].get, names, repeat(0)), np.int64, len(names))
+            ids = np.fromiter(map(self._cached[group].get, names, repeat(0)), np.int64, len(names))
             parts.append(ids)
             if not _all(ids):
                 parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
@@ -148,31 +148,31 @@ class BlockPool:
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def hashes(self, group: int) -> KeysView[bytes]:
-        """Those by which a block of the group is found."""
-        return self._found[group].keys()
+        """The hashes of the group's cached blocks."""
+        return self._cached[group].keys()
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """What the block is found by; None if it is not cached."""
+        """The block's hash; None if it is not cached."""
         return self._hash_of.get(block_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing done, while any block is in use."""
+        """Evicts every cached block; False, and nothing done, while any block is in use."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for found in self._found:
-            found.clear()
+        for cached in self._cached:
+            cached.clear()
         self._hash_of.clear()
-        self._unused.clear()
+        self._evictable.clear()
         self._group_of[:] = _NOT_CACHED
         self._empty_all()
         return True
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, unused = self._stack[: self._num_empty].tolist(), list(self._unused)
-        free = {*empty, *unused}
-        assert len(free) == len(empty) + len(unused), "a block is free twice"
-        assert 0 not in free | ref_counts.keys(), "the null block is handed out"
+        empty, evictable = self._stack[: self._num_empty].tolist(), list(self._evictable)
+        free = {*empty, *evictable}
+        assert len(free) == len(empty) + len(evictable), "a block is free twice"
+        assert 0 not in free | ref_counts.keys(), "the null block is allocated"
         expected = np.zeros_like(self.ref_counts)
         expected[list(ref_counts)] = list(ref_counts.values())
         wrong = np.flatnonzero(expected != self.ref_counts).tolist()
@@ -180,12 +180,12 @@ class BlockPool:
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
         assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._unused.items()), "unused without a hash"
-        assert free & groups.keys() == set(unused), "a cached block is taken for empty"
-        found = [{} for _ in self._found]  # type: list[dict[bytes, int]]
+        assert all(groups.get(block_id) == group for block_id, group in self._evictable.items()), "evictable, no hash"
+        assert free & groups.keys() == set(evictable), "a cached block is listed as empty"
+        cached = [{} for _ in self._cached]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():
-            found[group][self._hash_of[block_id]] = block_id
-        assert found == self._found, "prefix cache: the maps and the blocks disagree"
+            cached[group][self._hash_of[block_id]] = block_id
+        assert cached == self._cached, "prefix cache: the maps and the blocks disagree"
 
 
 def _all(values: np.ndarray) -> bool:

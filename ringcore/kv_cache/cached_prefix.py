@@ -1,4 +1,4 @@
-"""What of a request's first tokens the cache holds: the longest prefix that every KV cache group has."""
+"""Prefix cache lookup: the longest prefix of a request that every KV cache group has."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["CachedPrefix", "find_longest_prefix"]
 
 
 class CachedPrefix(NamedTuple):
-    """A prefix that the cache holds, a whole number of blocks in every group."""
+    """A prefix cache hit, a whole number of blocks in every group."""
 
-    num_computed_tokens: int  # at most all but one: something has to be computed for there to be a next token
-    num_cached_tokens: int  # whose slots hold: num_computed_tokens, or one more where all tokens are cached
-    block_ids: tuple[list[int], ...]  # by group; 0 where a window has left the block behind
-    is_awaited: bool  # a running request is computing the block after these: to wait saves computing it twice
+    num_computed_tokens: int  # at most all but one: the last token must be computed to sample the next
+    num_cached_tokens: int  # with cached slots: num_computed_tokens, or one more if all tokens are cached
+    block_ids: tuple[list[int], ...]  # by group; 0, the null block, before the sliding window
+    is_awaited: bool  # a running request is computing the next block: waiting saves computing it twice
 
     def held_block_ids(self) -> np.ndarray:
-        """Over all groups, each once. [n] int64."""
+        """The blocks of all groups, without null blocks. [n] int64."""
         ids = np.array([*chain.from_iterable(self.block_ids)], np.int64)
         held: np.ndarray = ids[ids != 0]
         return held
@@ -33,8 +33,8 @@ def find_longest_prefix(
 ) -> list[np.ndarray]:
     """By group, the blocks of the longest prefix of `token_ids`, of at most `limit` tokens. Each [n] int64.
 
-    A group of full attention needs all blocks of the prefix, one with a sliding window those that the next token sees.
-    A hit is confirmed by the blocks' tokens; that what was before a block is the same, its hash vouches for.
+    A group of full attention needs all blocks of the prefix, one with a sliding window those that the next token
+    sees. A hit is confirmed by comparing the blocks' tokens; equality of what precedes a block follows from its hash.
 
     hashes: of the first `limit` tokens. token_ids: [num_tokens] int32, all of the request's. limit: a multiple of
     `alignment`, as the result is.
@@ -50,7 +50,7 @@ def find_longest_prefix(
 def _find_by_hash(
     groups: Sequence[GroupManager], hashes: list[bytes], num_tokens: int, limit: int, alignment: int
 ) -> list[np.ndarray]:
-    """Each group may shorten what the others found, until all have the same length."""
+    """Each group may shorten the hit of the others, until all have the same length."""
     found: list[np.ndarray] = []
     for group in groups:
         found.append(group.find(hashes, num_tokens, limit))

@@ -1,11 +1,11 @@
-"""The block tables of one KV cache group, and what the kinds of attention differ in: which blocks a token needs.
+"""The block tables of one KV cache group, for full and sliding-window attention, which need different blocks.
 
-A row's table in a group with a sliding window, where no token to come sees the first two blocks:
+A row's block table with a sliding window that has passed the first two blocks (0 is the null block):
 
     block   0  1  2  3  4  5  ...
     table   0  0  7  3  9  0
             ╰──╯           ╰─ num_blocks = 5
-            num_left_behind = 2
+            num_null_blocks = 2
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["FullAttentionManager", "GroupManager", "SlidingWindowManager", "make
 
 
 class GroupManager(ABC):
-    """One group's tables by row, over a pool that all groups share. `rows` are [n] integers, each row once.
+    """One group's block tables by row, over a pool that all groups share. `rows` are [n] integers, each row once.
 
-    A request's hashes name runs of `hash_block_size` tokens; a block of the group is named by the last that ends in it.
+    A request has a hash every `hash_block_size` tokens; the key of a block is the hash at its end.
     A prefix is a multiple of `alignment` tokens, the same for all groups.
     """
 
@@ -45,24 +45,24 @@ class GroupManager(ABC):
         self._spec = spec
         self.index = index
         self.alignment = alignment
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, those left behind counted
-        self.num_left_behind = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
-        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks that can be found, or a twin can
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, null blocks included
+        self.num_null_blocks = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
+        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks put into the prefix cache
         self._pool = pool
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id, what it is cached for
+        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: tokens of cached ones
         self._offsets = np.arange(block_size)
 
-    # What the kinds differ in.
+    # What differs between kinds of attention.
 
     @abstractmethod
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token from position `num_computed_tokens` on sees."""
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token from position `num_computed_tokens` on attends to."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """The cached blocks of the longest prefix that a request may begin with; 0 for those that it does not need.
+        """The longest prefix cache hit: its blocks, with 0, the null block, for those that the request does not need.
 
         hashes: the request's. num_tokens: all that it has. limit: the most tokens of the prefix, a multiple of the
         alignment. It may end with any block: `shorten` makes it a multiple of the alignment.
@@ -70,92 +70,92 @@ class GroupManager(ABC):
 
     @abstractmethod
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """As `find`, which found `ids` for a larger limit."""
+        """`find` for a smaller limit, given its result `ids` for a larger one."""
 
     @abstractmethod
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Slots that a row takes when it starts, with num_tokens known and the first step ending at num_tokens_now."""
+        """Slots to allocate when a row starts, with num_tokens known and the first step ending at num_tokens_now."""
 
     # Block tables.
 
     def table(self, row: int) -> np.ndarray:
-        """The row's block table: [num_blocks] int32, 0 where a window has left the block behind. A copy."""
+        """The row's block table: [num_blocks] int32, 0 before the sliding window. A copy."""
         return self._tables[row, : self.num_blocks[row]].copy()
 
     def live_blocks(self, row: int) -> np.ndarray:
-        """The blocks that the row holds, in order. [n] int64."""
-        return self._tables[row, self.num_left_behind[row] : self.num_blocks[row]].astype(np.int64)
+        """The blocks that the row holds, in order, without null blocks. [n] int64."""
+        return self._tables[row, self.num_null_blocks[row] : self.num_blocks[row]].astype(np.int64)
 
     def start(self, row: int, prefix_ids: list[int], num_slots: int) -> None:
-        """The row begins with these blocks, whose references are taken, and new ones up to `num_slots` tokens."""
+        """Fills the row's table: prefix blocks, which the caller has touched, and new ones for `num_slots` tokens."""
         num_cached = len(prefix_ids)
         num_blocks = max(-(-num_slots // self.block_size), num_cached)
         self._tables[row, :num_cached] = prefix_ids
-        self._tables[row, num_cached:num_blocks] = self._pool.take(num_blocks - num_cached)
+        self._tables[row, num_cached:num_blocks] = self._pool.allocate(num_blocks - num_cached)
         self.num_blocks[row] = num_blocks
         self.num_published[row] = num_cached
-        self.num_left_behind[row] = prefix_ids.count(0)
+        self.num_null_blocks[row] = prefix_ids.count(0)
 
     def num_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Blocks to take so that each row has slots for num_tokens[i] tokens. [n] int64."""
+        """Blocks to allocate so that each row has slots for num_tokens[i] tokens. [n] int64."""
         num_blocks = (num_tokens + (self.block_size - 1)) // self.block_size
         num_missing: np.ndarray = np.maximum(num_blocks - self.num_blocks[rows], 0)
         return num_missing
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Takes what is missing. Rows, one may come several times, and the blocks appended to them, both [n] int32."""
+        """Allocates the missing blocks. The rows, repeated for several blocks, and the blocks, both [n] int32."""
         first, num_missing = self.num_blocks[rows], self.num_missing(rows, num_tokens)
-        at_rows, at_blocks = _runs(rows, first, num_missing)
-        ids = self._pool.take(len(at_rows))
+        at_rows, at_blocks = _cells(rows, first, num_missing)
+        ids = self._pool.allocate(len(at_rows))
         self._tables[at_rows, at_blocks] = ids
         self.num_blocks[rows] = first + num_missing
         return at_rows.astype(np.int32), ids.astype(np.int32)
 
     def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
         """One more block for each row. [n] int32."""
-        ids = self._pool.take(len(rows))
+        ids = self._pool.allocate(len(rows))
         self._tables[rows, self.num_blocks[rows]] = ids
         self.num_blocks[rows] += 1
         return ids.astype(np.int32)
 
     def clear(self, row: int) -> None:
-        """Forgets the row, whose blocks the caller gives back."""
+        """Clears the row, whose blocks the caller frees."""
         self._tables[row, : self.num_blocks[row]] = 0
-        self.num_blocks[row] = self.num_left_behind[row] = self.num_published[row] = 0
+        self.num_blocks[row] = self.num_null_blocks[row] = self.num_published[row] = 0
 
     # The prefix cache.
 
     def publish(
         self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, hashes: Sequence[list[bytes]]
     ) -> None:
-        """Lets others find the rows' full blocks up to num_confirmed[i] tokens. hashes[i] are those of rows[i]."""
+        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. hashes[i] are of rows[i]."""
         size, step = self.block_size, self._hashes_per_block
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
-        at_rows, at_blocks = _runs(rows, first, end - first)
+        at_rows, at_blocks = _cells(rows, first, end - first)
         if not len(at_rows):
             return
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         of_rows = zip(first.tolist(), end.tolist(), hashes, strict=True)
         names = [*chain.from_iterable(own[(a + 1) * step - 1 : b * step : step] for a, b, own in of_rows)]
-        if not ids.all():  # a window left it behind before it was published
+        if not ids.all():  # released by the sliding window before it was published
             names, is_held = [*compress(names, ids)], ids != 0
             ids, at_rows, at_blocks = ids[is_held], at_rows[is_held], at_blocks[is_held]
         self._pool.cache(self.index, ids, names)
-        # Also for a block whose twin is the one found: nobody reads these.
+        # Also written for a duplicate block, where no lookup reads them.
         self._token_ids[ids] = token_ids[at_rows[:, None], (at_blocks * size)[:, None] + self._offsets]
         self.num_published[rows] = end
 
     def num_confirmed_tokens(self, ids: np.ndarray, token_ids: np.ndarray) -> int:
-        """How many of the tokens, in whole blocks, the found `ids` are cached for: a hash alone proves nothing."""
+        """How many leading tokens, in whole blocks, equal those cached in `ids`: guards against hash collisions."""
         first, size = len(ids) - int(np.count_nonzero(ids)), self.block_size
         expected = token_ids[first * size : len(ids) * size].reshape(-1, size)
         is_same = self._token_ids.take(ids[first:], axis=0) == expected
         num_same = len(is_same) if is_same.all() else int(is_same.all(axis=1).argmin())
         return (first + num_same) * size
 
-    def _names(self, hashes: list[bytes], first: int, end: int) -> list[bytes]:
-        """What the blocks from number `first` to `end` are found by."""
+    def _block_hashes(self, hashes: list[bytes], first: int, end: int) -> list[bytes]:
+        """The hashes of the blocks from number `first` to `end`."""
         step = self._hashes_per_block
         return hashes[(first + 1) * step - 1 : end * step : step]
 
@@ -165,53 +165,54 @@ class GroupManager(ABC):
         self, row: int, hashes: list[bytes], num_confirmed: int, num_known: int, max_tokens_in_flight: int
     ) -> None:
         """num_known: tokens whose slots hold. They may be one more than the confirmed ones: see `CachedPrefix`."""
-        num_blocks, num_left_behind = int(self.num_blocks[row]), int(self.num_left_behind[row])
+        num_blocks, num_null_blocks = int(self.num_blocks[row]), int(self.num_null_blocks[row])
         num_published = int(self.num_published[row])
         table = self._tables[row].tolist()
-        assert not any(table[:num_left_behind]), f"row {row}: a block that it left behind"
-        assert all(table[num_left_behind:num_blocks]), f"row {row}: the null block among those that it holds"
+        assert not any(table[:num_null_blocks]), f"row {row}: a block before its sliding window"
+        assert all(table[num_null_blocks:num_blocks]), f"row {row}: the null block among those that it holds"
         assert not any(table[num_blocks:]), f"row {row}: a block after its last one"
-        assert num_left_behind <= self.num_unseen_blocks(num_confirmed), f"row {row}: a block is gone that is needed"
+        assert num_null_blocks <= self.num_skipped_blocks(num_confirmed), f"row {row}: a needed block was released"
         most = self._spec.blocks_needed(num_blocks * self.block_size, max_tokens_in_flight)
-        assert num_blocks - num_left_behind <= most, f"row {row}: more than the {most} blocks that it was admitted for"
+        assert num_blocks - num_null_blocks <= most, f"row {row}: more than the {most} blocks that it was admitted for"
         assert num_published * self.block_size <= num_known, f"row {row}: published before it is confirmed"
         found_by = list(map(self._pool.hash_of, table[:num_blocks]))
-        for own, name in zip(found_by, self._names(hashes, 0, num_published), strict=False):
-            assert own in (None, name), f"row {row}: a block is found by what it does not hold"
-        assert not any(found_by[num_published:]), f"row {row}: a block is found before it is published"
+        for own, name in zip(found_by, self._block_hashes(hashes, 0, num_published), strict=False):
+            assert own in (None, name), f"row {row}: a block is cached by a wrong hash"
+        assert not any(found_by[num_published:]), f"row {row}: a block is cached before it is published"
 
 
 class FullAttentionManager(GroupManager):
-    """Every token sees all before it."""
+    """Full causal attention: every token attends to all before it."""
 
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        return self._pool.lookup(self.index, self._names(hashes, 0, limit // self.block_size))
+        return self._pool.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
         return ids[: limit // self.block_size]
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """All: a prompt admitted on the room for its first chunk alone could run out of blocks half way."""
+        """All: a chunked prefill admitted with slots for its first chunk alone could run out of blocks half way."""
         return num_tokens
 
 
 class SlidingWindowManager(GroupManager):
-    """A token sees itself and the sliding_window - 1 before it; blocks that no token to come sees are given back."""
+    """A token attends to itself and the sliding_window - 1 before it; blocks before the window are freed."""
 
     _spec: SlidingWindowSpec
 
-    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Looks from the end for a run of blocks that covers the window."""
+        """Searches from the end for consecutive cached blocks that cover the window."""
         step, cached = self._hashes_per_block, self._pool.hashes(self.index)
         end, num_unneeded = self._needed(num_tokens, limit)
         begin = end  # from here to the end all are cached
-        while begin > max(min(num_unneeded, end - 1), 0):  # the last block is there, also if a window of 1 hides it
+        # The last block must be cached, even if a window of 1 does not cover it.
+        while begin > max(min(num_unneeded, end - 1), 0):
             begin -= 1
             if hashes[(begin + 1) * step - 1] in cached:
                 continue
@@ -220,39 +221,39 @@ class SlidingWindowManager(GroupManager):
             aligned = begin * self.block_size // self.alignment * self.alignment
             end, num_unneeded = self._needed(num_tokens, aligned)
             begin = end
-        ids = self._pool.lookup(self.index, self._names(hashes, num_unneeded, end))
+        ids = self._pool.lookup(self.index, self._block_hashes(hashes, num_unneeded, end))
         return np.concatenate((np.zeros(num_unneeded, np.int64), ids))
 
     def _needed(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
-        """For a prefix of `num_cached` of the request's tokens: its blocks, and how many leading ones it needs not.
+        """For a prefix of `num_cached` of the request's tokens: its number of blocks, and of leading ones not needed.
 
-        Where all tokens are cached, the last one is computed again, and sees what the window holds before it.
+        If all tokens are cached, the last one is computed again, and attends to the window before it.
         """
         end = num_cached // self.block_size
-        return end, min(self.num_unseen_blocks(min(num_cached, num_tokens - 1)), end)
+        return end, min(self.num_skipped_blocks(min(num_cached, num_tokens - 1)), end)
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """A shorter prefix needs blocks that the longer one left out."""
+        """Searches again: a shorter prefix needs earlier blocks."""
         return self.find(hashes, num_tokens, limit)
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Those of the first step; the window gives back blocks before the last ones are taken."""
+        """Those of the first step; the window frees early blocks before the last ones are allocated."""
         return num_tokens_now
 
     def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Gives back the blocks that no token from position num_confirmed[i] on sees."""
-        num_unseen = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
-        first = self.num_left_behind[rows]
-        num_left_behind = np.maximum(num_unseen, first)
-        at_rows, at_blocks = _runs(rows, first, num_left_behind - first)
+        """Frees the blocks that no token from position num_confirmed[i] on attends to."""
+        num_skipped = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
+        first = self.num_null_blocks[rows]
+        num_null_blocks = np.maximum(num_skipped, first)
+        at_rows, at_blocks = _cells(rows, first, num_null_blocks - first)
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         self._tables[at_rows, at_blocks] = 0
-        self.num_left_behind[rows] = num_left_behind
+        self.num_null_blocks[rows] = num_null_blocks
         self._pool.free(ids[::-1])
 
     def release_at(self, rows: np.ndarray) -> np.ndarray:
-        """The number of confirmed tokens at which `release` next gives a block of the row back. [n] int64."""
-        next_live: np.ndarray = (self.num_left_behind[rows] + 1) * self.block_size
+        """The number of confirmed tokens at which `release` next frees a block of the row. [n] int64."""
+        next_live: np.ndarray = (self.num_null_blocks[rows] + 1) * self.block_size
         return next_live + (self._spec.sliding_window - 1)
 
 
@@ -267,9 +268,9 @@ def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: 
             assert_never(spec)
 
 
-def _runs(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The cells of a table from first[i] on in rows[i], counts[i] of them: their rows and their columns."""
-    if counts.tolist().count(1) == len(counts):  # most often each row comes to the next block
+def _cells(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Table cells, counts[i] of them from first[i] on in rows[i]: their rows and columns."""
+    if counts.tolist().count(1) == len(counts):  # the common case: each row gets one block
         return rows, first
     ends = counts.cumsum()
     columns = (first - ends + counts).repeat(counts)

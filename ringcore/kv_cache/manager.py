@@ -1,7 +1,7 @@
-"""The KV cache as the scheduler sees it: room for the tokens of rows, and what of a prompt is there already.
+"""The KV cache for the scheduler: allocates blocks for rows, and looks prompts up in the prefix cache.
 
-A row stands for a running request. What every step asks of all rows is one comparison with a column of numbers: only
-rows that cross the edge of a block cost more.
+A row stands for a running request. The checks of every step are one comparison of a column for all rows: only rows that
+cross a block boundary cost more.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
 
 
 class CacheUser(Protocol):
-    """What the manager reads of a request, waiting or running; `block_hashes` are its to write."""
+    """What the manager reads of a request, waiting or running; the manager writes `block_hashes`."""
 
-    tokens: array[int]  # the tokens known when it starts, as array('i'); whether it grows later does not matter
+    tokens: array[int]  # array('i'): the tokens known when it starts; may grow later
     extra_keys: ExtraKeys
-    block_hashes: list[bytes]  # of its first full blocks of the smallest block size, as far as they were asked for
+    block_hashes: list[bytes]  # of its first full blocks of the smallest block size, computed on demand
 
 
 class KVCacheManager:
     """The blocks of every KV cache group, and the prefix cache over them. All groups take their blocks from one pool.
 
-    Without `enable_prefix_caching` nothing is hashed and nothing is found. `hasher` names the blocks, in the smallest
-    block size of any group; by default one whose root is random in each process.
+    Without `enable_prefix_caching` no block is hashed and no prefix hits. `hasher` hashes blocks of the smallest block
+    size of any group; by default one whose root is random in each process.
 
-    A block is found from the moment it is published: its tokens are confirmed, and no step in flight writes to its
-    slots. So what a step computes is not shared in the same step, nor before the step has come back;
-    `CachedPrefix.is_awaited` says that it is worth waiting for.
+    A block can be hit once it is published: its tokens are confirmed, and no step in flight writes to its slots. So
+    requests do not share blocks within the step that computes them, nor before its output has arrived;
+    `CachedPrefix.is_awaited` says that waiting for it pays.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class KVCacheManager:
         self._window_groups = [group for group in self._groups if isinstance(group, SlidingWindowManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
-        self._awaited = AwaitedBlocks()  # runs of `_alignment` tokens, by the hash at their end
-        # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it has a
-        # block to publish, and one to give back.
+        self._awaited = AwaitedBlocks()  # spans of `_alignment` tokens, by the hash at their end
+        # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
+        # has a block to publish, and one to free.
         self.capacity = np.zeros(max_num_seqs, np.int64)
         self._next_publish = np.zeros(max_num_seqs, np.int64)
         self._next_release = np.zeros(max_num_seqs, np.int64)
-        self._num_cached = np.zeros(max_num_seqs, np.int64)  # of the prefix that it began with
+        self._num_cached = np.zeros(max_num_seqs, np.int64)  # its prefix cache hit when it started
 
     @property
     def has_windows(self) -> bool:
-        """Whether a group has a sliding window: then confirmed tokens let blocks go (`release_window`)."""
+        """Whether a group has a sliding window: then confirmed tokens free blocks (`release_window`)."""
         return bool(self._window_groups)
 
     @property
@@ -107,21 +107,21 @@ class KVCacheManager:
         return self._max_num_tokens
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The most blocks that one request holds while it comes to `num_tokens` tokens."""
+        """The most blocks that one request holds until it has `num_tokens` tokens."""
         return self.config.blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether one request of so many tokens fits while it has the cache to itself."""
+        """Whether one request of so many tokens fits into the empty cache."""
         return self.blocks_needed(num_tokens) <= self.num_usable_blocks
 
-    # A request that waits.
+    # Waiting requests.
 
     def no_prefix(self) -> CachedPrefix:
-        """For a request that computes all of its tokens."""
+        """A miss: the request computes all of its tokens."""
         return CachedPrefix(0, 0, tuple([] for _ in self._groups), is_awaited=False)
 
     def find_cached_prefix(self, request: CacheUser) -> CachedPrefix:
-        """The longest prefix that every group has. Takes no reference: it holds until blocks are taken."""
+        """The longest prefix that every group has. Adds no reference: valid until the next allocation."""
         num_tokens = len(request.tokens)
         limit = num_tokens // self._alignment * self._alignment
         if not self.enable_prefix_caching or not limit:
@@ -137,33 +137,33 @@ class KVCacheManager:
         )
 
     def blocks_to_start(self, num_tokens: int, prefix: CachedPrefix) -> int:
-        """How many of the free blocks a request of `num_tokens` tokens may come to take, above `prefix`, or out of it
-        where nobody uses the block.
+        """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
+        of `prefix`, which count as free.
         """
-        return self._num_to_take(num_tokens, prefix.held_block_ids())
+        return self._num_to_allocate(num_tokens, prefix.held_block_ids())
 
-    def _num_to_take(self, num_tokens: int, in_prefix: np.ndarray) -> int:
-        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unused(in_prefix)
+    def _num_to_allocate(self, num_tokens: int, in_prefix: np.ndarray) -> int:
+        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
 
     def start(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
-        """The row, not in use, begins with `prefix`, found just before. False, and nothing changed, unless blocks for
+        """Starts an unused row with `prefix`, found just before. False, and nothing changed, unless blocks for
         `num_tokens` tokens are free.
 
-        With full attention the row has slots for all these at once; with a sliding window for `num_tokens_now`, those
-        that its first step comes to. What it will compute of the known tokens is awaited from now on.
+        With full attention the row gets slots for all these at once; with a sliding window for `num_tokens_now`, where
+        its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
         in_prefix = prefix.held_block_ids()
-        if self._num_to_take(num_tokens, in_prefix) > self.num_free_blocks:
+        if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
             return False
-        self._pool.touch(in_prefix)  # before others are taken, which could evict them
+        self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
         for group, ids in zip(self._groups, prefix.block_ids, strict=True):
             group.start(row, ids, group.num_slots_at_start(num_tokens, num_tokens_now))
         self._users[row] = request
         if self.enable_prefix_caching:
-            self._await(row, request, prefix.num_cached_tokens // self._alignment)
+            self._add_awaited(row, request, prefix.num_cached_tokens // self._alignment)
         self._num_cached[row] = prefix.num_cached_tokens
         at = np.array([row])
         self.capacity[at], self._next_publish[at], self._next_release[at] = (
@@ -173,39 +173,39 @@ class KVCacheManager:
         )
         return True
 
-    def _await(self, row: int, request: CacheUser, first: int) -> None:
-        """Of the runs of `_alignment` known tokens, those from number `first` on."""
+    def _add_awaited(self, row: int, request: CacheUser, first: int) -> None:
+        """Adds the spans of `_alignment` known tokens from number `first` on to the awaited blocks."""
         hashes, step = request.block_hashes, self._alignment // self._hash_block_size
         end = len(request.tokens) // self._alignment
         self._hasher.extend(hashes, request.tokens, end * step, request.extra_keys)
         self._awaited.add(row, first, hashes[(first + 1) * step - 1 : end * step : step])
 
     def block_ids(self, row: int) -> list[np.ndarray]:
-        """By group the row's block table, [num_blocks] int32, 0 where a window has left the block behind. A copy."""
+        """By group the row's block table, [num_blocks] int32, 0 before the sliding window. A copy."""
         return [group.table(row) for group in self._groups]
 
     def num_unshared_blocks(self, row: int, prefix: CachedPrefix | None = None) -> int:
-        """The blocks that `free` would make free: those in no other row's tables, and not in `prefix` either."""
+        """The blocks that `free` would make free: those with no other reference, and not in `prefix`."""
         ids = self._live_blocks(row)
         if prefix is not None:
             ids = ids[~np.isin(ids, prefix.held_block_ids())]
         return int(np.count_nonzero(self._pool.ref_counts[ids] == 1))
 
     def blocks_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> int:
-        """The blocks to take so that each row has slots for num_tokens[i] tokens."""
+        """The blocks to allocate so that each row has slots for num_tokens[i] tokens."""
         return sum(int(group.num_missing(rows, num_tokens).sum()) for group in self._groups)
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Gives each row slots for num_tokens[i] tokens; the blocks for that must be free (`blocks_missing`).
 
-        By group: the rows, one may come several times, and the blocks appended to their tables, both [n] int32.
+        By group: the rows, repeated for several blocks, and the blocks appended to their tables, both [n] int32.
         """
         taken = [group.extend(rows, num_tokens) for group in self._groups]
         self.capacity[rows] = self._slots(rows)
         return taken
 
     def extend_by_one(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`extend` by a token for rows [n] int32 that lack its slot: in almost every step some do."""
+        """`extend` by one token for rows [n] int32 without a slot for it; fast path, as almost every step has some."""
         if len(self._groups) > 1:  # then some groups may have the slot
             return self.extend(rows, self.capacity[rows] + 1)
         (group,) = self._groups
@@ -214,10 +214,10 @@ class KVCacheManager:
         return [(rows, block_ids)]
 
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Lets others find the rows' full blocks up to num_confirmed[i] tokens, generated tokens too.
+        """Puts the rows' full blocks up to num_confirmed[i] tokens, generated ones too, into the prefix cache.
 
-        token_ids: [max_num_seqs, max_model_len] int32, by row. Confirmed are tokens of steps that have come back: their
-        slots are written, and no step in flight writes to them again.
+        token_ids: [max_num_seqs, max_model_len] int32, by row. Tokens are confirmed once their step's output has
+        arrived: their slots are written, and no step in flight writes to them again.
         """
         if not self.enable_prefix_caching:
             return
@@ -236,9 +236,9 @@ class KVCacheManager:
         self._next_publish[rows] = self._publish_at(rows)
 
     def release_window(self, rows: np.ndarray, num_confirmed: np.ndarray) -> bool:
-        """Gives back the blocks that no token from position num_confirmed[i] on sees; whether there were any.
+        """Frees the blocks that no token from position num_confirmed[i] on attends to; whether there were any.
 
-        The caller has published what others are to find of them.
+        The caller has published their confirmed tokens.
         """
         if not self._window_groups:
             return False
@@ -252,8 +252,8 @@ class KVCacheManager:
         return True
 
     def free(self, row: int) -> None:
-        """Takes every block from the row, its last one first. Published ones stay to be found until their memory is
-        needed; the caller has published what is confirmed.
+        """Frees every block of the row, its last one first. Published ones stay in the prefix cache until evicted; the
+        caller has published what is confirmed.
         """
         del self._users[row]
         self._awaited.drop(row)
@@ -268,16 +268,16 @@ class KVCacheManager:
             return self._groups[0].live_blocks(row)
         ids = [group.live_blocks(row) for group in self._groups]
         ends = [
-            (group.num_left_behind[row] + np.arange(1, len(own) + 1)) * group.block_size
+            (group.num_null_blocks[row] + np.arange(1, len(own) + 1)) * group.block_size
             for group, own in zip(self._groups, ids, strict=True)
         ]
         return np.concatenate(ids)[np.argsort(np.concatenate(ends), kind="stable")]
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while a row is in use."""
+        """Evicts every cached prefix; False, and nothing done, while a row is in use."""
         return not self._users and self._pool.reset_prefix_cache()
 
-    # Columns by row, and the check of it all.
+    # Columns by row, and the invariants.
 
     def _slots(self, rows: np.ndarray) -> np.ndarray:
         return _least([group.num_blocks[rows] * group.block_size for group in self._groups])
@@ -291,7 +291,7 @@ class KVCacheManager:
         return _least([group.release_at(rows) for group in self._window_groups])
 
     def check(self, num_computed: Mapping[int, int], num_confirmed: Mapping[int, int]) -> None:
-        """Recomputes every derived count from the tables. By row in use: tokens that are scheduled, and confirmed."""
+        """Recomputes every derived count from the tables. By row in use: scheduled tokens, and confirmed ones."""
         assert self._users.keys() == num_computed.keys() == num_confirmed.keys(), "rows in use"
         users: Counter[int] = Counter()
         for row, user in self._users.items():
@@ -313,6 +313,6 @@ class KVCacheManager:
 
 
 def _least(columns: list[np.ndarray]) -> np.ndarray:
-    """The least of each row."""
+    """The minimum of each row."""
     least: np.ndarray = reduce(np.minimum, columns)
     return least

@@ -1,10 +1,10 @@
-"""Decides how the layers share the KV cache, and how many blocks every rank has. Pure arithmetic on what the ranks
-reported.
+"""Plans the hybrid KV cache: forms KV cache groups of layers, and sets the number of blocks of every rank. Pure
+arithmetic on the specs and free memory that the ranks report.
 
     two full-attention layers (f) and four with a sliding window (s), whose pages have one size:
 
     model     s0 s1 f2 s3 s4 f5
-    groups    s0 s1    s3 s4    f2 f5     each with blocks of its own, out of one pool
+    groups    s0 s1    s3 s4    f2 f5     each with its own blocks, from one pool
     tensor 0  s0       s3       f2        block b of a group: page b of tensor i holds what its layer i stores
     tensor 1     s1       s4       f5
 """
@@ -36,30 +36,30 @@ def plan_kv_cache(
     num_blocks_override: int | None,
     tables: Sequence[Mapping[str, int]] = (),
 ) -> list[KVCacheConfig]:
-    """The cache of every rank, by rank, all equal, with as many blocks as the rank with the least room has room for.
+    """The cache of every rank, all equal: the rank with the least memory sets the number of blocks.
 
     specs: what each rank's attention layers store, by layer name, in the model's order.
     available_bytes: what each rank can give to the cache.
-    max_model_len: tokens; one request of so many must fit beside the null block.
-    fit_max_model_len: where it does not fit, the plan has the largest max_model_len that does.
+    max_model_len: tokens; one request of so many must fit, in addition to the null block.
+    fit_max_model_len: if it does not fit, the plan has the largest max_model_len that does.
     max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
-    num_blocks_override: this many blocks whatever the bytes, the null block counted.
-    tables: of each rank, what `worker.memory` found; for the error alone.
+    num_blocks_override: this many blocks regardless of memory, null block included.
+    tables: the memory budget of each rank from `worker.memory`; for the error text only.
 
-    A layer whose window is no shorter than `max_model_len` is planned as one of full attention: the window hides
-    nothing, and a `max_model_len` that is fitted only becomes smaller. Where layers have pages of different sizes, the
-    smaller pages get more tokens a block, until all have the size of the largest.
+    A layer whose window is no shorter than `max_model_len` is planned as full attention: the window masks nothing, and
+    fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get more tokens a
+    block, until all have the size of the largest.
 
     Layers of one spec form groups of one size, in the model's order; the last of a spec may be shorter, and the tensors
-    beyond it are then unused in its blocks. With small groups little is unused, but each group has a block table that
-    every step reads and extends. So the size is the one for which a request of `max_model_len` takes the fewest pages,
-    unused ones counted and 2% added for each group; of equals the largest. So all layers of a model whose layers are
-    alike are one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make
-    seven groups of four, of which the last has two.
+    beyond it are then unused in its blocks. Small groups leave few pages unused, but each group has a block table that
+    every step reads and extends. So the group size is the one for which a request of `max_model_len` takes the fewest
+    pages, unused ones included and 2% added for each group; of equals the largest. All layers of a uniform model are
+    one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make seven
+    groups of four, of which the last has two.
 
-    Raises `ConfigError` where ranks disagree on a layer or pages do not divide each other, `CapacityError` (with the
-    numbers that would work, see `capacity`) where one request of max_model_len does not fit, or with
-    `fit_max_model_len` not one of two tokens.
+    Raises `ConfigError` if ranks disagree on a layer or pages do not divide each other, `CapacityError` (with option
+    values that would work, see `capacity`) if one request of max_model_len does not fit, or with `fit_max_model_len`
+    not even one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
     layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
@@ -84,7 +84,7 @@ def plan_kv_cache(
 def plan_without_limit(
     specs: dict[str, KVCacheSpec], *, max_model_len: int, max_tokens_in_flight: int
 ) -> KVCacheConfig:
-    """How the layers share the cache, which does not depend on how much memory there is."""
+    """The KV cache groups of the layers, which do not depend on the amount of memory."""
     (plan,) = plan_kv_cache(
         [specs],
         [_MORE_THAN_ANY_HOST_HAS],
@@ -101,7 +101,7 @@ def plan_without_limit(
 
 
 def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """The spec of every layer. All ranks hold a part of every layer, parts of equal size: they share block ids."""
+    """The spec of every layer. All ranks hold an equal part of every layer, and share block ids."""
     first = specs[0]
     if not first:
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
@@ -146,7 +146,7 @@ def _with_pages_of_one_size(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCa
         same[name] = msgspec.structs.replace(spec, block_size=spec.block_size * factor)
     smallest = min(same, key=lambda name: same[name].block_size)
     for name, spec in same.items():
-        if spec.block_size % same[smallest].block_size:  # prefixes are found at the ends of the smallest blocks
+        if spec.block_size % same[smallest].block_size:  # prefix lookup works at ends of the smallest blocks
             sizes = f"{spec.block_size} tokens in a page is no multiple of {same[smallest].block_size}"
             raise _do_not_divide(layers, name, smallest, sizes)
     return same
@@ -190,8 +190,8 @@ def _form_groups(
 
 
 def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
-    """How many layers a group has, by the rule of `plan_kv_cache`. Of each kind: its layers, and the blocks that one
-    request takes in each of its groups.
+    """How many layers a group has, by the rule of `plan_kv_cache`. kinds: for each spec its number of layers, and the
+    blocks that one request takes in each of its groups.
     """
 
     def price(size: int) -> int:

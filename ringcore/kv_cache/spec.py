@@ -1,4 +1,4 @@
-"""What a layer stores per block, and what the planner decided: the plain data on which both columns meet.
+"""KV cache specs of layers, and the planned cache: plain data that the control and device columns share.
 
 Block = a logical run of `block_size` tokens. Page = one block's bytes in one layer. Slot = one token's place.
 """
@@ -34,12 +34,12 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
         return _page_size_bytes(self)
 
     def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
-        """The most blocks that one request holds while it comes to `num_tokens` tokens."""
+        """The most blocks that one request holds until it has `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbid_unknown_fields=True):
-    """As `FullAttentionSpec`, of the tokens in the window: a token sees itself and the sliding_window - 1 before it."""
+    """As `FullAttentionSpec`, for a window: a token attends to itself and the sliding_window - 1 before it."""
 
     block_size: int
     num_kv_heads: int
@@ -52,16 +52,16 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
         return _page_size_bytes(self)
 
     def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
-        """The most blocks that one request holds while it comes to `num_tokens` tokens.
+        """The most blocks that one request holds until it has `num_tokens` tokens.
 
-        What the next token sees of the confirmed ones, and `max_tokens_in_flight` tokens after these: a run of slots
-        that may begin with the last slot of a block, behind block_size - 1 slots that nothing needs any more.
+        The confirmed tokens in the next token's window, and `max_tokens_in_flight` tokens after these: contiguous slots
+        that may begin with the last slot of a block, after block_size - 1 slots before the window.
         """
         num_live = self.sliding_window - 1 + max_tokens_in_flight
         return -(-min(num_tokens, self.block_size - 1 + num_live) // self.block_size)
 
     def first_live_token(self, num_computed_tokens: int) -> int:
-        """The first token that a token at position `num_computed_tokens`, or a later one, sees."""
+        """The first token in the window of a token at position `num_computed_tokens`."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
 
@@ -80,16 +80,16 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cache of one rank, learned at start. Block 0 is the null block: never allocated, never read for a result.
+    """The cache of one rank, planned at start-up. Block 0 is the null block: never allocated, never attended to.
 
     All groups have pages of one size and take their blocks from one pool: layer i of every group has its pages in
-    tensor i, each group in blocks of its own.
+    tensor i, each group in its own blocks.
     """
 
     num_blocks: int
     groups: list[KVCacheGroup]
     max_model_len: int  # tokens: the most that one request may have
-    max_tokens_in_flight: int  # the most of one request that are scheduled and not confirmed
+    max_tokens_in_flight: int  # the most scheduled, unconfirmed tokens of one request
 
     @property
     def num_tensors(self) -> int:
@@ -101,7 +101,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes: a page in every tensor, also where a short group leaves the last ones unused."""
+        """Memory of one block: a page in every tensor, even if a short group leaves the last ones unused."""
         return self.num_tensors * self.page_size_bytes
 
     @property
@@ -109,9 +109,9 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_blocks * self.block_bytes
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that one request holds while it comes to `num_tokens` tokens.
+        """The most blocks, over all groups, that one request holds until it has `num_tokens` tokens.
 
-        The one function by which start-up, the fitting of max_model_len, admission and the scheduler decide.
+        Start-up, the fitting of max_model_len, admission and the scheduler all decide by this function.
         """
         return sum(group.spec.blocks_needed(num_tokens, self.max_tokens_in_flight) for group in self.groups)
 

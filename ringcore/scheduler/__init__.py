@@ -1,1 +1,1 @@
-"""Decides what each step computes; it does not know what a tensor is."""
+"""The scheduler decides what each step computes; it does not know what a tensor is."""

@@ -1,4 +1,4 @@
-"""Turns an `EngineCoreRequest` into a `Request`, or says why this engine cannot serve it."""
+"""Admission control: validates an `EngineCoreRequest` and makes a `Request` of it, or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """What a request is checked against: the model's vocabulary and context, and the size of the KV cache.
+    """Checks requests against the model's vocabulary and context length, and against the size of the KV cache.
 
-    `seed` starts the series from which requests that bring no seed get theirs, in the order of arrival.
+    `seed` seeds the generator of sampling seeds: a request without a seed gets the next one, in the order of arrival.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Admission:
         )
 
     def change_cache(self, kv_cache: KVCacheManager) -> None:
-        """From now on requests are checked against this cache. The series of seeds goes on."""
+        """Checks later requests against this cache. The generator of seeds continues."""
         self._kv_cache = kv_cache
         self._max_model_len = kv_cache.config.max_model_len
-        # A request that has the cache to itself still ends where the cache does. Its last token is never computed, so
-        # it needs no slot.
+        # A request that runs alone still ends when the cache is full. Its last token is never computed, so it needs no
+        # slot.
         self._max_total_tokens = min(self._max_model_len, kv_cache.max_num_tokens + 1)
 
     def readmit(self, request: Request) -> None:
-        """Fits a request that does not run to the cache as it is now.
+        """Adapts a waiting request to the current cache: its length limit becomes what the cache holds.
 
-        Where its known tokens fit, it still ends where the cache does. Raises `CapacityError` where they do not.
+        Raises `CapacityError` if its known tokens do not fit.
         """
         num_tokens = len(request.tokens)
         if not self._kv_cache.can_ever_fit(num_tokens):

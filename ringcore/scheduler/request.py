@@ -1,4 +1,4 @@
-"""A request as the engine process knows it while it does not run; while it runs, its numbers are in `RunningTable`."""
+"""A request in the engine process. While it runs, its token counts are in `RunningTable`, not here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["Request", "RequestStatus"]
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # in the queue, never run
+    WAITING = "waiting"  # in the waiting queue, never scheduled
     RUNNING = "running"  # has a row and blocks
-    PREEMPTED = "preempted"  # in the queue again; lost its row and blocks, kept its tokens
+    PREEMPTED = "preempted"  # in the waiting queue again, without row and blocks; its tokens are recomputed
     FINISHED = "finished"
 
 
 class Request:
-    """What the scheduler knows of one request beside its columns. Mutable, and only the scheduler writes it; the KV
-    cache manager appends to `block_hashes`.
+    """The scheduler's state of one request, except for its columns. Mutable: the scheduler writes it, and the KV cache
+    manager appends to `block_hashes`.
     """
 
     __slots__ = (
@@ -77,29 +77,29 @@ class Request:
         self.priority = request.priority
         self.sequence = sequence  # its number in the order of arrival
         self.seed = seed
-        self.eos_token_ids = eos_token_ids  # those of `stop_token_ids` that are the model's end of text
-        self.stop_token_ids = stop_token_ids  # as NewRequest's: the model's end of text (unless ignored), the user's
+        self.eos_token_ids = eos_token_ids  # the members of `stop_token_ids` that are the model's EOS tokens
+        self.stop_token_ids = stop_token_ids  # as NewRequest's: EOS tokens (unless ignored), then the user's
         self.num_prompt_tokens = len(tokens)
-        self.max_total_tokens = max_total_tokens  # prompt and generated; at so many it has finished
+        self.max_total_tokens = max_total_tokens  # prompt and generated; the request finishes at this length
 
         self.status = RequestStatus.WAITING
-        self.tokens = tokens  # array('i'): the prompt, then what it had generated when it last lost its row
-        self.num_tokens_to_hold = len(tokens)  # it starts when there are slots for so many
-        self.num_times_passed = 0  # requests behind it in the queue that started while it lacked blocks
+        self.tokens = tokens  # array('i'): the prompt, then the tokens generated before its last preemption
+        self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
+        self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
         self.row: int | None = None
-        self.run: int | None = None  # a number of its own for each time that it starts; the last one
-        self.num_tokens_when_preempted = 0  # computed by that run, steps in flight among them
+        self.run: int | None = None  # unique number of its last start
+        self.num_tokens_when_preempted = 0  # computed in that run, including steps in flight
         self.extra_keys = ExtraKeys(cache_salt=request.cache_salt)
-        self.block_hashes: list[bytes] = []  # stay right through a preemption: tokens never change
+        self.block_hashes: list[bytes] = []  # stay valid across preemption: tokens never change
 
-        self.waiting_since_s = request.arrival_s  # for a row: since it arrived, or lost its last one
+        self.waiting_since_s = request.arrival_s  # waiting for a row since it arrived, or was preempted
         self.first_scheduled_s: float | None = None
-        self.num_cached_tokens = 0  # found in the prefix cache when it first ran
+        self.num_cached_tokens = 0  # prefix cache hit at its first start
         self.num_preemptions = 0
 
     def start(self, row: int, run: int, num_cached_tokens: int, now_s: float) -> None:
-        """Runs, with `num_cached_tokens` tokens from the prefix cache counted as computed."""
+        """Marks it as running; `num_cached_tokens` tokens from the prefix cache count as computed."""
         if self.first_scheduled_s is None:
             self.first_scheduled_s = now_s
             self.num_cached_tokens = num_cached_tokens
@@ -107,11 +107,11 @@ class Request:
         self.row, self.run = row, run
 
     def preempt(self, tokens: array[int], *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
-        """Back to nothing computed. `tokens`, all that are known, stay, and are computed again as if they were the
-        prompt; num_total_tokens counts those that steps in flight would have sampled too.
+        """Preemption by recompute: `tokens`, all that are known, are computed again as if they were the prompt.
+        num_total_tokens also counts the tokens that steps in flight would have sampled.
 
-        These are lost and sampled again. They need their slots all the same: resumed with fewer, it would be
-        preempted before the first of them is known, again and again. The last token of all needs none.
+        Those are lost and sampled again. The request is readmitted only with slots for them: with fewer it could be
+        preempted again and again before the first of them is known. The last token of all needs no slot.
         """
         self.tokens = tokens
         num_tokens = min(num_total_tokens, self.max_total_tokens - 1)
@@ -123,9 +123,9 @@ class Request:
         self.row = None
 
     def move_to_cache(self, max_total_tokens: int) -> None:
-        """Another cache, in which a request has at most so many tokens, replaces the one that it was admitted to.
+        """Adapts a waiting request to a new cache that holds at most `max_total_tokens` tokens of one request.
 
-        It does not run, and its known tokens fit. What the old cache called its blocks means nothing in the new one.
+        Its known tokens fit. The block hashes of the old cache mean nothing in the new one.
         """
         assert self.row is None
         self.block_hashes.clear()
@@ -137,7 +137,7 @@ class Request:
         self.row = None
 
     def finish_reason(self, token_id: int, num_tokens: int) -> tuple[FinishReason | None, int | None]:
-        """Whether `token_id`, its num_tokens-th token, is the last one, and the user's stop token id if that is why."""
+        """Why `token_id`, its num_tokens-th token, ends it, or None; and the user's stop token id if it was one."""
         may_stop = num_tokens - self.num_prompt_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_token_ids:
             return "stop", None if token_id in self.eos_token_ids else token_id
@@ -147,11 +147,11 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether it starts, or runs, to tell of its prompt: until its first token is known, which comes with that."""
+        """Whether its prompt logprobs are still due: they come with its first sampled token."""
         return self.sampling_params.prompt_logprobs is not None and len(self.tokens) == self.num_prompt_tokens
 
     def to_started(self) -> StartedRequest:
-        """What the front end needs to know of it when it was given a row."""
+        """The message to the front end that the request has started in its row."""
         assert self.row is not None
         assert self.first_scheduled_s is not None
         return StartedRequest(
@@ -182,7 +182,7 @@ class Request:
         )
 
     def check(self) -> None:
-        """Asserts what holds of every unfinished request between two operations of the scheduler."""
+        """Asserts the invariants of an unfinished request between two operations of the scheduler."""
         if self.status is RequestStatus.RUNNING:
             assert self.row is not None, "it runs without a row"
             return

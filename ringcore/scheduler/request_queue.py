@@ -1,4 +1,4 @@
-"""The order in which requests that wait are admitted: a scheduling policy is a key to sort them by."""
+"""The waiting queue: a scheduling policy is the key that orders its requests for admission."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["POLICIES", "RequestQueue"]
 
 Key = tuple[float, ...]
 
-# policy: what a request is sorted by. Unique, as the number in the order of arrival is a part of it.
+# policy: sort key of a request. Keys are unique, as each contains the sequence number of arrival.
 POLICIES: dict[str, Callable[[Request], Key]] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_s, request.sequence),
@@ -21,15 +21,15 @@ POLICIES: dict[str, Callable[[Request], Key]] = {
 
 class _Entry(NamedTuple):
     key: Key
-    number: int  # of the entry: no two are equal, also of a request that comes back
+    number: int  # unique for each entry: breaks ties if a requeued request has an entry already
     request: Request
 
 
 class RequestQueue:
-    """Requests that wait, each once, in the order of `policy`; one that comes back stands where it stood.
+    """The waiting requests, each once, in the order of `policy`; a requeued request gets its old place.
 
-    A heap, in which those taken out of the middle stay until they come to its top, or are most of it. Invariant: an
-    entry counts exactly if it is the one that `_entries` has for its request.
+    A heap with lazy deletion: a removed entry stays until it reaches the top, or until removed entries are the most.
+    Invariant: an entry is live exactly if it is the one that `_entries` has for its request.
     """
 
     def __init__(self, policy: str) -> None:
@@ -46,20 +46,20 @@ class RequestQueue:
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
-        """The next one to admit, left where it is. The queue is not empty."""
+        """The next request to admit, without removing it. The queue is not empty."""
         while self._entries.get(self._heap[0].request.request_id) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0].request
 
     def pop(self) -> Request:
-        """Takes out the next one to admit. The queue is not empty."""
+        """Removes the next request to admit. The queue is not empty."""
         request = self.peek()
         heapq.heappop(self._heap)
         del self._entries[request.request_id]
         return request
 
     def remove(self, request_id: str) -> Request:
-        """Takes out this one, wherever it stands. It is in the queue."""
+        """Removes this request, which is in the queue, at any place."""
         request = self._entries.pop(request_id).request
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = sorted(self._entries.values())

@@ -1,4 +1,4 @@
-"""Who runs, and what that takes: a row, blocks, columns. Taken together by `start`, given back together by `stop`."""
+"""The running requests and their resources, a row, blocks and columns: `start` allocates all, `stop` frees all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["RunningRequests"]
 
 
 class RunningRequests:
-    """The owner of the rows and of the KV cache's bookkeeping.
+    """The running batch. Owns the rows of the persistent batch and the bookkeeping of the KV cache.
 
-    Invariant: every row belongs to one running request or is in the heap `_free_rows`; the workers have yet to be told
-    of those in `finished_rows`. A request that runs has its columns in `table`, its blocks in `kv_cache`, and its stop
-    tokens counted in `stop_tokens`; one that does not has none of these.
+    Invariant: every row belongs to one running request or is in the heap `_free_rows`; `finished_rows` are the freed
+    rows not reported to the workers yet. A running request has its columns in `table`, its blocks in `kv_cache`, and
+    its stop tokens counted in `stop_tokens`; any other request has none of these.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, kv_cache: KVCacheManager) -> None:
@@ -34,11 +34,11 @@ class RunningRequests:
         return bool(self._free_rows)
 
     def start(self, request: Request, prefix: CachedPrefix, num_tokens: int, now_s: float) -> NewRequest | None:
-        """Lets a request run, whose first step computes `num_tokens` after the cached ones; what the workers need to
-        know of it. None, and nothing changed, where its blocks are not free.
+        """Starts a request, whose first step computes `num_tokens` after the cached ones; returns the message for the
+        workers. None, and nothing changed, if too few blocks are free.
 
-        All tokens that it comes with get their blocks at once: a prompt admitted on the room for its first chunk alone
-        could run out of blocks half way, and its work be lost.
+        It gets the blocks of all its tokens at once: a chunked prefill admitted with blocks for its first chunk alone
+        could run out of blocks half way, and its work would be lost.
         """
         row, num_computed = self._free_rows[0], prefix.num_computed_tokens
         if not self.kv_cache.start(row, request, request.num_tokens_to_hold, num_computed + num_tokens, prefix):
@@ -61,7 +61,7 @@ class RunningRequests:
         )
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Takes everything from them. What they computed stays to be found until its memory is needed."""
+        """Frees all their resources. Their computed blocks stay in the prefix cache until evicted."""
         if not requests:
             return
         table = self.table
@@ -76,7 +76,7 @@ class RunningRequests:
         table.remove(positions)
 
     def preempt(self, position: int, now_s: float) -> Request:
-        """Stops one, which keeps its tokens and has nothing computed."""
+        """Preempts one by recompute: it keeps its tokens, and none of them counts as computed."""
         request = self.table.request_at(position)
         tokens = self.table.tokens_of(position)
         num_total, num_computed = int(self.table.total[position]), int(self.table.computed[position])
@@ -85,20 +85,20 @@ class RunningRequests:
         return request
 
     def publish(self) -> None:
-        """Lets those that wait find all that has been computed."""
+        """Publishes all confirmed blocks in the prefix cache, for requests of the waiting queue."""
         if self.table.num:
             self.kv_cache.publish(self.table.row, self.table.token_ids, self.table.confirmed)
 
     def release_windows(self) -> bool:
-        """Frees what sliding windows have left behind; whether there was any."""
+        """Frees blocks that have left their sliding window; whether there were any."""
         if not self.kv_cache.has_windows or not self.table.num:
             return False
         self.publish()
         return self.kv_cache.release_window(self.table.row, self.table.confirmed)
 
     def change_workers(self, kv_cache: KVCacheManager) -> None:
-        """Other workers, who know no row, and another cache. Nobody runs."""
-        assert self.table.num == 0, "it would run on with blocks of a cache that is gone"
+        """Switches to new workers, which have no rows, and to a new cache. No request runs."""
+        assert self.table.num == 0, "a running request has blocks of the old cache"
         self.kv_cache = kv_cache
         self.finished_rows.clear()
 
@@ -109,7 +109,7 @@ class RunningRequests:
         rows = table.row.tolist()
         assert sorted([*rows, *self._free_rows]) == list(range(len(table.requests))), "a row is lost, or twice"
         assert len(set(self.finished_rows)) == len(self.finished_rows), "a row is to be reported twice"
-        assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "slots that nobody told of"
+        assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "capacity disagrees with the cache"
         self.stop_tokens.check(token_id for request in table.in_order() for token_id in request.stop_token_ids)
         confirmed = dict(zip(rows, table.confirmed.tolist(), strict=True))
         self.kv_cache.check(dict(zip(rows, table.computed.tolist(), strict=True)), confirmed)

@@ -1,14 +1,14 @@
-"""The requests that run, as columns: what a step changes of each is changed of all by a few numpy calls.
+"""The running requests as columns: a few numpy calls apply a step to all of them.
 
-    position     0     1     2    ...  num - 1       dense, in the order of admission; moves up when one leaves
-    row          3     0     7    ...                the worker's row, the request's for as long as it runs
+    position     0     1     2    ...  num - 1       dense, in the order of admission; moves up when a request leaves
+    row          3     0     7    ...                the worker's row, fixed while the request runs
     known        ...                                 tokens that are known
     total        ...                                 and those that steps in flight will sample: known <= total
     computed     ...                                 scheduled so far: confirmed <= computed <= total
-    confirmed    ...                                 of these, computed by steps that have come back
+    confirmed    ...                                 of these, computed by steps whose results have arrived
     ...
 
-Matrices by row, like the token ids, stay where they are.
+Matrices by row, like the token ids, do not move.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _COLUMNS = ("row", "run", "known", "total", "computed", "confirmed", "capacity",
 class RunningTable:
     """Columns of `num` int64 each, as attributes; they are views, valid until `add` or `remove`.
 
-    row: the worker's row. run: a number of its own for each start of a request, so that what is in flight for a row is
-    told apart from what is in flight for its last owner. capacity: tokens that have slots in the KV cache.
-    max_total: where the request ends. priority, sequence: the request's.
+    row: the worker's row. run: a unique number for each start of a request, which tells its results in flight from
+    those of the row's previous owner. capacity: tokens that have slots in the KV cache. max_total: the length at which
+    the request ends. priority, sequence: the request's.
 
-    `version` is another after each `add` and `remove`. `min_room` is at most the least `max_total - total` of all.
+    `version` changes with each `add` and `remove`. `min_room` is a lower bound of `max_total - total` over all.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self._matrix = np.zeros((len(_COLUMNS), max_num_seqs), dtype=np.int64)
-        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        # np.zeros commits memory on first touch, so that rows which never run cost nothing.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # by row: the known tokens
-        self._all_token_ids = self.token_ids.reshape(-1)  # the same numbers
+        self._all_token_ids = self.token_ids.reshape(-1)  # a flat view of it
         self.requests: list[Request | None] = [None] * max_num_seqs  # by row
         self._positions = np.zeros(max_num_seqs, dtype=np.int64)  # by row, of rows in use
         self._runs = np.full(max_num_seqs, -1, dtype=np.int64)  # by row; -1 of rows not in use
@@ -46,7 +46,7 @@ class RunningTable:
         self.num = 0
         self.version = 0
         self.min_room = 0
-        self.has_prefill = False  # whether one may have more than one token to compute
+        self.has_prefill = False  # whether a request may have more than one token to compute
         self._changed()
 
     def _changed(self) -> None:
@@ -63,12 +63,12 @@ class RunningTable:
             self.priority,
             self.sequence,
         ) = self._matrix[:, : self.num]
-        self.row_ids = self.row.astype(np.int32)  # as messages have them; with `run_ids` never changed in place
+        self.row_ids = self.row.astype(np.int32)  # int32 as in messages; like `run_ids` never changed in place
         self.run_ids = self.run.copy()
         self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
 
     def add(self, request: Request, row: int, num_computed_tokens: int, capacity: int) -> int:
-        """Appends a request that starts in `row` with its known tokens; its run."""
+        """Appends a request that starts in `row` with its known tokens; returns its run."""
         num_tokens, position, run = len(request.tokens), self.num, self._num_runs
         self._num_runs += 1
         self._matrix[:, position] = (
@@ -91,7 +91,7 @@ class RunningTable:
         return run
 
     def remove(self, positions: list[int]) -> None:
-        """Takes these out; the others keep their order."""
+        """Removes these; the others keep their order."""
         keep = np.ones(self.num, dtype=bool)
         keep[positions] = False
         left = self.row[~keep]
@@ -105,7 +105,7 @@ class RunningTable:
         self._positions[self.row[begin:]] = np.arange(begin, num)
 
     def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray) -> None:
-        """token_ids [n, k]: k tokens of each of these are known from now on."""
+        """Appends token_ids [n, k], k known tokens to each of these."""
         ends = (self._begins + self.known)[positions]
         if token_ids.shape[1] == 1:
             self._all_token_ids[ends] = token_ids[:, 0]
@@ -123,7 +123,7 @@ class RunningTable:
         return request
 
     def positions_of_runs(self, rows: np.ndarray, runs: np.ndarray) -> np.ndarray:
-        """[n] int64: where each of these (row, run) pairs runs; -1: it does not run any more."""
+        """[n] int64: the position of each (row, run) pair; -1 if that run has ended."""
         return np.where(self._runs[rows] == runs, self._positions[rows], -1)
 
     def tokens_of(self, position: int) -> array[int]:
@@ -133,7 +133,7 @@ class RunningTable:
         return tokens
 
     def room(self) -> int:
-        """The least number of tokens that one of them may still sample, beside those in flight. It is not empty."""
+        """The least number of tokens that a request may still sample after those in flight. The table is not empty."""
         if self.min_room <= 0:
             self.min_room = int((self.max_total - self.total).min())
         return self.min_room
@@ -142,17 +142,17 @@ class RunningTable:
         return [self.request_at(position) for position in range(self.num)]
 
     def check(self) -> None:
-        """Asserts what holds between two operations."""
+        """Asserts the invariants between two operations."""
         rows = self.row.tolist()
         assert len(set(rows)) == self.num, "a row twice"
         assert self._positions[rows].tolist() == list(range(self.num)), "rows and positions disagree"
         assert self._runs[rows].tolist() == self.run.tolist() == self.run_ids.tolist(), "rows and runs disagree"
-        assert self.row_ids.tolist() == rows, "the message's rows are old"
+        assert self.row_ids.tolist() == rows, "row_ids are stale"
         in_use = {row for row, request in enumerate(self.requests) if request is not None}
-        assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use and nobody's"
+        assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use without a request"
         for position, row in enumerate(rows):
             request = self.requests[row]
-            assert request is not None, "nobody's row runs"
+            assert request is not None, "a row runs without a request"
             assert (request.row, request.run) == (row, self.run[position]), "not its row's owner"
         assert (self.confirmed <= self.computed).all()
         assert (self.computed <= self.total).all()

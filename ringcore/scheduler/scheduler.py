@@ -1,27 +1,28 @@
-"""Decides what each step computes, and takes in what it sampled.
+"""Continuous batching: decides what each step computes, and applies what it sampled.
 
-There are no phases: a step gives every request some number of its tokens that are not computed yet, out of one budget.
-A prompt is many such tokens, a completion one at a time, a resumed request's prompt is all it had.
+There are no prefill and decode phases: a step gives every request some of its uncomputed tokens, out of one token
+budget. A prompt is many such tokens (chunked prefill where the budget is smaller), a completion one at a time; the
+prompt of a request preempted by recompute is all tokens that it had.
 
-Steps in flight. `schedule` may be called again before `update` took in the step before it. What a step will have done
-is then counted as done (`computed`), and a token that it will sample as there (`total`); the worker takes that token
-from its own rows. When the step comes back, each row in it is compared by run, and what belongs to a request that was
-preempted, aborted or finished since is dropped.
+Async scheduling, with steps in flight. `schedule` may be called again before `update` has applied the previous step. A
+step's tokens then count as computed (`computed`), and the token that it will sample as existing (`total`); the worker
+reads that token from its own rows. When the step's output arrives, each of its rows is compared by run, and results of
+requests that were preempted, aborted or finished since are dropped.
 
 Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
-order, so that stray write comes before the first step of the block's new owner, and the owner writes a slot before it
-reads it. The prefix cache has only blocks whose tokens are known and whose step has come back, and nothing in flight
-writes to those. A freed row is safe for the same reason, once it is reported.
+order, so that stray write precedes the first step of the block's new owner, and the owner writes a slot before it reads
+it. The prefix cache has only blocks whose tokens are known and whose step has come back, and no step in flight writes
+to those. A freed row is safe for the same reason, once it is reported.
 
-It always drains. While nothing is in flight and a request is unfinished, `schedule` returns a step unless it is paused:
-the running request that is the last to be a victim has a token to compute, a budget, and the blocks of all others;
-admission saw to it that it never needs more than the whole cache (`Request.max_total_tokens`). Where none runs, all
-blocks are free, nobody's prefix is awaited, and the first one waiting fits. Somebody always gets further: the one with
-most tokens computed is never preempted for another, and each token sampled stays known. In a quarantine the one on
-trial has not reached its target, so it has a token to compute, and its trial ends with the step that reaches it.
+The scheduler always drains. While no step is in flight and a request is unfinished, `schedule` returns a step unless it
+is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
+admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no request runs, all
+blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes progress: the one
+with the most computed tokens is never preempted for another, and each sampled token stays known. In a quarantine the
+suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step that reaches it.
 
-Recovery. When the workers die, nothing is lost but work: every token given out is known here. `recover` preempts all
-that run, so that they are computed again from these tokens, and the quarantine finds out who is to blame.
+Recovery. When the workers die, only computed work is lost: every token sent out is known here. `recover` preempts all
+running requests, which are computed again from these tokens, and the quarantine finds the request that kills workers.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.scheduler.admission import Admission
-from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
-from ringcore.scheduler.planning import share_budget, steps_at_once, take_blocks, victims
+from ringcore.scheduler.failures import failure, id_in_use, poison_request
+from ringcore.scheduler.planning import allocate_blocks, divide_token_budget, preemption_order, steps_at_once
 from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
-from ringcore.scheduler.results import take_in
+from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.starting import Starter
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
@@ -53,9 +54,9 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """The requests of one engine: those that run, in the order of admission, those that wait, and those in quarantine.
+    """The requests of one engine: the running batch, in the order of admission, the waiting queue, and the quarantine.
 
-    `kv_cache` is the scheduler's alone. `clock` gives seconds on the host's monotonic clock.
+    Only the scheduler uses `kv_cache`. `clock` gives seconds on the host's monotonic clock.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Scheduler:
         )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
-        # only the one on trial both runs and is in the quarantine.
+        # only the suspect on trial is both running and in the quarantine.
         self._requests: dict[str, Request] = {}
         self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
         self._table = self._running.table
@@ -96,20 +97,20 @@ class Scheduler:
     # Requests in and out.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Puts a request into the queue. Raises `InvalidRequestError` where it can never be served."""
+        """Puts a request into the waiting queue. Raises `InvalidRequestError` if it can never be served."""
         self._enqueue(self.admit(request))
 
     def admit(self, request: EngineCoreRequest) -> Request:
-        """A request that somebody else holds until it may be enqueued; in the queue it has the place of its arrival.
+        """Validates a request that the caller holds until `enqueue`; in the queue it gets the place of its arrival.
 
-        Raises `InvalidRequestError` where it can never be served.
+        Raises `InvalidRequestError` if it can never be served.
         """
         if request.request_id in self._requests:
             raise id_in_use(request.request_id)
         return self._admission.admit(request)
 
     def enqueue(self, admitted: Request) -> None:
-        """Raises `CapacityError` where the workers were replaced since it was admitted, and it fits no more."""
+        """Raises `CapacityError` if the workers were replaced since its admission and the new cache is too small."""
         self._admission.readmit(admitted)
         self._enqueue(admitted)
 
@@ -119,7 +120,7 @@ class Scheduler:
         self._starter.may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Ends these requests at once; the last output of each that was alive. Unknown ids are ignored."""
+        """Ends these requests at once; returns the last output of each unfinished one. Ignores unknown ids."""
         outputs = []
         for request_id in request_ids:
             if (request := self._requests.get(request_id)) is not None:
@@ -129,7 +130,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is not finished that neither a pause nor a freeze keeps from going on."""
+        """Whether an unfinished request may still be scheduled: neither a pause nor a freeze holds it."""
         if self.is_frozen:
             return False
         match self.paused:
@@ -141,7 +142,7 @@ class Scheduler:
                 return bool(self._requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is scheduled."""
+        """Until `resume`: "new" stops admission and the running batch continues, "all" stops scheduling."""
         self.paused = mode
 
     def resume(self) -> None:
@@ -149,7 +150,7 @@ class Scheduler:
         self._starter.may_start = True
 
     def freeze(self) -> None:
-        """Until `thaw` no step is scheduled, whatever is paused or resumed meanwhile."""
+        """Stops scheduling until `thaw`, regardless of `pause` and `resume` meanwhile."""
         self.is_frozen = True
 
     def thaw(self) -> None:
@@ -163,13 +164,13 @@ class Scheduler:
     # A step.
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:
-        """The next step; None where there is nothing to compute until a step in flight or a request comes in, or
+        """The next step; None if there is nothing to compute until a step in flight returns, a request arrives, or
         `resume` is called.
 
-        Where all that run decode, nothing is in flight and nobody can start, it may be up to `max_steps` steps in one,
-        as many as need no decision between them: the same steps as one by one, but that those who stop at a token
-        before the last are noticed at the end. Every step returned must be executed, and given to `update` in the same
-        order.
+        Multi-step: if all running requests decode, no step is in flight and no request can start, it may be up to
+        `max_steps` steps in one, as many as need no decision between them. They equal single steps, except that a stop
+        token before the last step is noticed at the end. Every step returned must be executed, and given to `update` in
+        the same order.
         """
         if self.paused == "all" or self.is_frozen:
             return None
@@ -179,7 +180,7 @@ class Scheduler:
         else:
             self._quarantine.release()
             if self._config.preempt_lower_priority:
-                self._make_room_for_first_waiting()
+                self._preempt_for_first_waiting()
             self._schedule_running(plan)
             if self._starter.may_start and self.paused is None and not plan.has_preempted:
                 self._starter.start_waiting(plan)
@@ -193,10 +194,10 @@ class Scheduler:
         return self._launch(plan, num_steps)
 
     def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> OutputColumns:
-        """Takes in the oldest step in flight: what each request gained by it, those that gained nothing left out."""
+        """Applies the output of the oldest step in flight; returns the new tokens of the requests that got any."""
         step = self._in_flight.popleft()
         assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
-        results = take_in(step, model_output, self._table)
+        results = apply_output(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
@@ -208,42 +209,42 @@ class Scheduler:
         started = self._starter.take_started()
         return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
-    # What goes into it.
+    # The parts of a step.
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Gives each its share of the budget, oldest first, and the blocks for it; preempts where there are too few."""
+        """Gives running requests tokens of the budget and blocks for them, oldest first; preempts if blocks run out."""
         table = self._table
         while table.num:
-            share_budget(plan, table, self._config.long_prefill_token_threshold)
-            if take_blocks(plan, table, self._running.kv_cache):
+            divide_token_budget(plan, table, self._config.long_prefill_token_threshold)
+            if allocate_blocks(plan, table, self._running.kv_cache):
                 break
-            self._preempt(int(self._victims()[0]))
+            self._preempt(int(self._preemption_order()[0]))
             plan.has_preempted = True
         plan.num_running = table.num
         plan.token_budget -= table.num if plan.counts is None else int(plan.counts.sum())
 
-    def _victims(self) -> np.ndarray:
-        return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
+    def _preemption_order(self) -> np.ndarray:
+        return preemption_order(self._table, by_priority=self._config.scheduling_policy == "priority")
 
-    def _make_room_for_first_waiting(self) -> None:
-        """Preempts those of worse priority, if that lets the first one waiting start."""
+    def _preempt_for_first_waiting(self) -> None:
+        """Preempts running requests of worse priority, if the head of the waiting queue can then start."""
         if not self._waiting or self.paused is not None:
             return
         first, table = self._waiting.peek(), self._table
-        lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]
+        lower = [table.request_at(at) for at in self._preemption_order() if table.priority[at] > first.priority]
         if not lower:
             return
         for request in lower[: self._starter.num_victims_needed(first, lower)]:
             self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
-        """Gives the suspect on trial what it can compute up to its target, and nobody else anything.
+        """Schedules the suspect on trial alone, up to its target.
 
-        It takes nothing from the prefix cache, where others have put what they computed: it computes all of it itself.
+        It takes no prefix cache hits, which other requests computed: it computes all of its tokens itself.
         """
         suspect = self._quarantine.on_trial
         if suspect is None and self._in_flight:
-            return  # what one that was aborted left in flight must not be laid to another's charge
+            return  # the step of an aborted suspect must not be blamed on the next one
         trial = suspect or self._quarantine.begin_trial()
         num_computed = 0 if suspect is None else int(self._table.computed[0])
         plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left(num_computed))
@@ -251,17 +252,17 @@ class Scheduler:
             self._schedule_running(plan)
             return
         assert self._starter.start(trial, self._running.kv_cache.no_prefix(), plan), (
-            "it has the cache to itself, and does not fit"
+            "the suspect has the whole cache, and does not fit"
         )
 
     def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether all decode, and will in the next step too, whatever this one comes to but for stop tokens."""
+        """Whether all running requests decode, in this step and, except for stop tokens, in the next one too."""
         if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
             return False
         if not self._waiting or self.paused is not None:
             return True
         if self._config.preempt_lower_priority:
-            return False  # what a victim would free grows from step to step
+            return False  # the blocks that a victim would free grow with every step
         return not self._starter.may_start_next
 
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
@@ -274,10 +275,10 @@ class Scheduler:
         self._num_steps += num_steps
         return output
 
-    # What becomes of a request.
+    # Preemption and end of requests.
 
     def _preempt(self, position: int) -> None:
-        self._quarantine.take_back(self._running.preempt(position, self._clock()))
+        self._quarantine.requeue(self._running.preempt(position, self._clock()))
         self._num_preemptions += 1
         self._starter.may_start = True
 
@@ -292,7 +293,7 @@ class Scheduler:
             self._preempt(position)
 
     def _finish(self, requests: Sequence[Request]) -> None:
-        """Ends these, whether they run or wait."""
+        """Ends these requests, running or waiting."""
         self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
         for request in requests:
             if request in self._waiting:
@@ -305,19 +306,19 @@ class Scheduler:
     # The workers died.
 
     def recover(self, kv_cache: KVCacheManager, cause: EngineDeadError, num_executed: int) -> list[EngineCoreOutput]:
-        """Goes on with new workers, which know no row, and an empty cache, which may be of another size.
+        """Continues with new workers, which have no rows, and an empty cache, which may have another size.
 
-        The workers before them died of `cause`. Of the steps in flight, which are forgotten, they were given the oldest
-        `num_executed`; who had a share in one of these is a suspect. Every request keeps its tokens and its place.
+        The old workers died of `cause`. They had received the oldest `num_executed` of the steps in flight, which are
+        dropped; every request with tokens in one of these is a suspect. All requests keep their tokens and their place.
         Returns the last outputs of requests that end here: one that killed the workers on trial (`WorkerDiedError`),
         and those whose tokens the new cache can never hold (`CapacityError`).
         """
         on_trial = self._quarantine.on_trial
         targets = trial_targets(list(self._in_flight), num_executed, self._requests.values(), self._table)
-        self._forget_the_workers(kv_cache)
+        self._switch_workers(kv_cache)
         outputs = []
         if on_trial is not None and on_trial.request_id in targets:
-            outputs.append(failure(on_trial, killed_the_workers(on_trial, cause)))
+            outputs.append(failure(on_trial, poison_request(on_trial, cause)))
             self._finish([on_trial])
         for request in list(self._requests.values()):
             try:
@@ -330,7 +331,7 @@ class Scheduler:
             self._quarantine.open({id_: target for id_, target in targets.items() if id_ in self._requests})
         return outputs
 
-    def _forget_the_workers(self, kv_cache: KVCacheManager) -> None:
+    def _switch_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
         self._in_flight.clear()
         self._last_version = None
@@ -352,13 +353,13 @@ class Scheduler:
         )
 
     def oldest_waiting_s(self, now_s: float) -> float | None:
-        """Seconds that the request that waits longest for a row has waited, since it came or lost its last one."""
+        """The longest time that a request waits for a row, since it arrived or was preempted; seconds."""
         since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
         return max(now_s - min(since), 0.0) if since else None
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forgets every cached prefix. While a request runs: False, and nothing done, unless those that run are to be
-        preempted, and computed again from nothing.
+        """Evicts every cached prefix. While a request runs: False, and nothing done, unless `preempt_running` first
+        preempts the running requests by recompute.
         """
         if preempt_running:
             self._preempt_all()
@@ -370,8 +371,8 @@ class Scheduler:
         owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
-        assert len(held) == len(self._quarantine), "the quarantine holds one that is finished"
-        assert not waiting.keys() & (owners.keys() | held.keys()), "one that waits runs, or is in quarantine"
+        assert len(held) == len(self._quarantine), "the quarantine holds a finished request"
+        assert not waiting.keys() & (owners.keys() | held.keys()), "a waiting request runs, or is in quarantine"
         assert {**waiting, **owners, **held} == self._requests, "a request is lost, or left over"
         for request in self._requests.values():
             request.check()

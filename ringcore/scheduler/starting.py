@@ -1,14 +1,14 @@
-"""Who of those that wait starts with a step, and with how many tokens.
+"""Moves requests from the waiting queue into the running batch, and sizes their first prefill chunk.
 
-They are tried in the order of the queue, while the step has budget left and a row is free. One that cannot start waits
-on in its place, and a bounded number may pass it. There are three reasons to wait on:
+`Starter` tries them in queue order, while the step has token budget left and a row is free. A request that cannot start
+keeps its place, and a bounded number may skip ahead of it, which limits head-of-line blocking. It cannot start if
 
-    its blocks are not free            nothing changes until somebody gives blocks back
-    a running one computes its prefix  tried again in every step, as each that comes back may bring more of it
-    too little of the step is left     tried again in the next step
+    too few blocks are free                   nothing changes until a request frees blocks
+    a running request computes its prefix     tried again in every step, as each result may add blocks of it
+    too little token budget is left           tried again in the next step
 
-So nobody is tried while the first is the only reason, until the scheduler says that there is something to try for
-(`may_start`): a queue that is stuck costs a step nothing.
+While the first is the only reason, no request is tried until the scheduler sets `may_start`: a blocked queue costs a
+step nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Starter"]
 
 
 class Starter:
-    """Takes requests out of the queue `waiting` into `running`, and keeps account of those that started.
+    """Admits requests from the queue `waiting` into `running`, and records those that started.
 
     `clock` gives seconds on the host's monotonic clock.
     """
@@ -40,27 +40,27 @@ class Starter:
         self._waiting = waiting
         self._running = running
         self._clock = clock
-        # Whether somebody may be able to start who could not when it was last tried.
+        # Whether a request may be able to start that could not when it was last tried.
         self.may_start = False
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
-        self._started: list[StartedRequest] = []  # not told to the front end yet
+        self._started: list[StartedRequest] = []  # not reported to the front end yet
 
     @property
     def may_start_next(self) -> bool:
-        """Whether one that waits may start in the step after one in which all decode."""
-        # Blocks that slide out of windows may let somebody start.
+        """Whether a waiting request may start in the step after one in which all decode."""
+        # Blocks that leave a sliding window may suffice for a waiting request.
         may_start = self.may_start or self._running.kv_cache.has_windows
         return may_start and self._running.has_free_row
 
     def start_waiting(self, plan: StepPlan) -> None:
-        """Starts in order; a bounded number may pass one that has to wait on for blocks."""
+        """Starts requests in queue order; a bounded number may skip ahead of one that lacks blocks."""
         self.may_start = False
         if not self._waiting or not self._running.has_free_row:
             return
         self._running.publish()
         passed: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_pass(passed):
+        while self._waiting and self._running.has_free_row and self._may_skip_ahead(passed):
             if plan.token_budget == 0:
                 self.may_start = True
                 break
@@ -74,9 +74,9 @@ class Starter:
             self._waiting.add(request)
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        """Lets a request that is not in the queue run; False, and nothing changed, where its blocks are not free."""
+        """Starts a request that is not in the queue; False, and nothing changed, if too few blocks are free."""
         num_left = len(request.tokens) - prefix.num_computed_tokens
-        num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
+        num_tokens = min(self._max_chunk_tokens(num_left), plan.token_budget)
         new_request = self._running.start(request, prefix, num_tokens, self._clock())
         if new_request is None:
             return False
@@ -85,8 +85,8 @@ class Starter:
         return True
 
     def num_victims_needed(self, request: Request, victims: Sequence[Request]) -> int:
-        """How many of these, which run, have to be preempted in their order for the request to start; 0 also where all
-        are too few, or where it waits for what a running one computes.
+        """How many of these running requests must be preempted, in their order, for the request to start; 0 also if all
+        are too few, or if a running request computes its prefix.
         """
         self._running.publish()
         prefix = self._find_cached_prefix(request)
@@ -96,11 +96,11 @@ class Starter:
         return num_victims_needed(request, prefix, rows, self._running.has_free_row, self._running.kv_cache)
 
     def take_started(self) -> list[StartedRequest]:
-        """Those that started since it was last called."""
+        """The requests that started since the last call."""
         started, self._started = self._started, []
         return started
 
-    def _may_pass(self, passed: Sequence[Request]) -> bool:
+    def _may_skip_ahead(self, passed: Sequence[Request]) -> bool:
         limit = self._config.max_skip_ahead
         return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
 
@@ -108,9 +108,9 @@ class Starter:
         kv_cache = self._running.kv_cache
         prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
-            self.may_start = True  # with every step that comes back there may be more of it
+            self.may_start = True  # every step result may publish more of it
             return False
-        num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
+        num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
             self.may_start = True
             return False
@@ -122,10 +122,10 @@ class Starter:
         return True
 
     def _find_cached_prefix(self, request: Request) -> CachedPrefix:
-        """Nothing for one that tells of its prompt: for that every position has to be computed."""
+        """No hit for a request with prompt logprobs due: these need every position computed."""
         kv_cache = self._running.kv_cache
         return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
 
-    def _most_in_one_step(self, num_tokens: int) -> int:
+    def _max_chunk_tokens(self, num_tokens: int) -> int:
         threshold = self._config.long_prefill_token_threshold
         return num_tokens if threshold is None else min(num_tokens, threshold)

@@ -1,4 +1,4 @@
-"""A step: put together by the scheduler, then in flight until the workers' answer is taken in."""
+"""A step: planned by the scheduler, then in flight until the scheduler applies the workers' output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NONE = int_array()
 
 
 class StepInFlight(NamedTuple):
-    """A step as it was when it was scheduled."""
+    """A step in flight, as it was scheduled."""
 
     step: int
     num_steps: int
@@ -47,7 +47,7 @@ class StepInFlight(NamedTuple):
 
 
 def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_num_batched_tokens: int) -> None:
-    """Asserts that the columns say what these steps, all that are in flight, will have done."""
+    """Asserts that the columns count the tokens of these steps, all that are in flight."""
     tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
     for step in steps:
         step.check(max_num_batched_tokens)
@@ -56,17 +56,17 @@ def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_nu
                 if run in sums:
                     sums[run] += count
     assert (running.computed - running.confirmed).tolist() == list(tokens.values()), "tokens in flight"
-    assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will bring"
+    assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will sample"
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What goes into a step, within `token_budget`: what is left of it, in tokens."""
+    """The contents of a step under construction; `token_budget` is what is left of the budget, in tokens."""
 
     token_budget: int
-    positions: np.ndarray | None = None  # [n] int64: of those that run already, who has a share; None: all
+    positions: np.ndarray | None = None  # [n] int64: running requests that get tokens; None: all
     counts: np.ndarray | None = None  # [n] int64: their tokens; None: one each
-    num_running: int = 0  # that run already
+    num_running: int = 0  # before this step's new requests
     has_preempted: bool = False
     new_requests: list[NewRequest] = field(default_factory=list)
     new_counts: list[int] = field(default_factory=list)
@@ -78,12 +78,12 @@ class StepPlan:
 
     @property
     def decodes_all(self) -> bool:
-        """Whether everyone who runs gets one token and nobody starts."""
+        """Whether every running request gets one token and no request starts."""
         return self.positions is None and not self.new_requests
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether anyone gets more than one token, or starts."""
+        """Whether a request gets more than one token, or starts."""
         return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
 
     def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -94,13 +94,13 @@ class StepPlan:
             block_ids.append(more_ids)
 
     def add_new(self, request: NewRequest, num_tokens: int) -> None:
-        """One that starts, with its first `num_tokens` tokens."""
+        """Adds a request that starts, with its first `num_tokens` tokens."""
         self.new_requests.append(request)
         self.new_counts.append(num_tokens)
         self.token_budget -= num_tokens
 
     def launch(self, step: int, num_steps: int, running: RunningTable) -> StepInFlight:
-        """Counts as done what the step will have done."""
+        """Puts the step in flight: its tokens count as computed, and those that it will sample as existing."""
         if self.decodes_all:
             running.computed += num_steps
             running.total += num_steps
@@ -117,7 +117,7 @@ class StepPlan:
         return StepInFlight(step, num_steps, version, rows, runs, counts, samples)
 
     def _all_shares(self, num_running_now: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and tokens of all with a share, those that start last."""
+        """Positions and token counts of all requests in the step, new ones last."""
         positions = np.arange(self.num_running) if self.positions is None else self.positions
         counts = np.ones(len(positions), dtype=np.int64) if self.counts is None else self.counts
         if self.new_counts:
@@ -126,7 +126,7 @@ class StepPlan:
         return positions, counts
 
     def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
-        """repeats_rows: whether the step's rows are those of the step before, in its order."""
+        """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
             step=step.step,
             num_steps=step.num_steps,

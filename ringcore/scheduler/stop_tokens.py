@@ -1,4 +1,4 @@
-"""Which tokens may end a request that runs: one look at a table for a whole step's tokens."""
+"""Detects stop tokens of running requests: one table lookup for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StopTokens:
             self._counts[token_id] -= 1
             self._num -= 1
 
-    def suspects(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """The places in `token_ids` [n] of tokens at which some request stops, theirs or another; None: no such."""
+    def hits(self, token_ids: np.ndarray) -> np.ndarray | None:
+        """The indices in `token_ids` [n] of tokens that are a stop token of any running request; None: no hit."""
         if not self._num:
             return None
-        hits = self._counts.take(token_ids)
-        return np.flatnonzero(hits) if np.count_nonzero(hits) else None
+        counts = self._counts.take(token_ids)
+        return np.flatnonzero(counts) if np.count_nonzero(counts) else None
 
     def check(self, token_ids: Iterable[int]) -> None:
         counts = np.bincount(np.fromiter(token_ids, np.int64), minlength=len(self._counts))

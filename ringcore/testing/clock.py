@@ -1,4 +1,4 @@
-"""The time that an executor and its engine go by: the host's, or one that only moves when it is told to."""
+"""Clocks of an executor and its engine: the host's, or a virtual one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostClock:
 
 
 class VirtualClock:
-    """Stands still until somebody sleeps or moves it: a day of it takes no time. Not for several threads.
+    """Advances only by `sleep_until` and `advance`: a virtual day takes no time. Not thread-safe.
 
     Give `clock.now` to `EngineCore(config, executor, clock=clock.now)` and the clock to `FakeExecutor`.
     """

@@ -1,4 +1,4 @@
-"""The executor that a test or a simulation puts behind a real engine: no model, no device, no process.
+"""A fake executor for a real engine, in tests and simulations: no model, no device, no process.
 
 EngineCore ──SchedulerOutput──▶ FakeExecutor ──▶ FakeWorker: checks it, keeps rows, makes tokens up
      ▲                               │
@@ -261,7 +261,7 @@ class FakeExecutor(Executor):
     def worker(self) -> FakeWorker:
         """Rank 0's, whose rows say how far it is."""
         worker = self._workers[0]
-        assert isinstance(worker, FakeWorker), "the workers are somebody else's"
+        assert isinstance(worker, FakeWorker), "the worker is no FakeWorker"
         return worker
 
     # -----------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class FakeExecutor(Executor):
                 rank=rank,
                 pid=pid,
                 process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # who asks is the process
+                heartbeat_age_s=0.0,  # the caller is this process
                 method=None if busy_s is None else STEP_METHOD,
                 busy_s=busy_s or 0.0,
                 num_calls=self._num_calls,

@@ -17,7 +17,7 @@ __all__ = ["CallValues", "FailedCall", "StepFuture", "Timer", "too_late"]
 
 
 class Timer:
-    """The clock, and on the host's an alarm for those who wait with poll()."""
+    """The clock, and on the host's an alarm for callers that wait with poll()."""
 
     def __init__(self, clock: HostClock | VirtualClock, alarm: Alarm | None) -> None:
         self.clock, self._alarm = clock, alarm
@@ -42,7 +42,7 @@ class Timer:
 
 
 class StepFuture:
-    """The `RpcFuture` of a step: it has come to its outcome already, which nobody sees before `end_s`."""
+    """The `RpcFuture` of a step: its outcome is known already, and visible from `end_s` on."""
 
     def __init__(
         self, timer: Timer, started_s: float, end_s: float, outcome: ModelRunnerOutput | RingcoreError

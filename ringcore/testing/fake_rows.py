@@ -1,4 +1,4 @@
-"""What a fake worker knows of the requests that run, and the checks that a step is one that a real worker could do.
+"""A fake worker's state of the running requests, with checks that a real worker could execute each step.
 
 Every `assert` here is about what the engine sent: it fails for a bug of the engine, never of its user.
 """
@@ -28,8 +28,8 @@ class FakeRows:
     """The rows 0 to max_num_seqs - 1, in columns; a row is in use while it has tokens.
 
     Invariant, of a row in use: num_computed_tokens <= num_tokens <= max_model_len, and in every KV cache group its
-    blocks have slots for what is computed. A block of a full-attention group is one row's alone, but for those that
-    the row was given as a cached prefix.
+    blocks have slots for what is computed. A block of a full-attention group belongs to one row, except for blocks
+    of a cached prefix.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, config: KVCacheConfig) -> None:
@@ -38,7 +38,7 @@ class FakeRows:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # what the request asked for, at most
+        self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # the request's limit
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_users = np.zeros(config.num_blocks, dtype=np.int32)  # of each block, among full-attention groups
         self._tables = [BlockTable(group, self._num_users, max_num_seqs, config) for group in config.groups]
@@ -46,7 +46,7 @@ class FakeRows:
         self._going_on: np.ndarray | None = None  # what `going_on` found, until a step changes it
 
     def apply(self, step: SchedulerOutput) -> StepRows:
-        """Takes in what changed, and checks what is to be computed."""
+        """Applies the changes of a step, and checks its scheduled tokens."""
         self._going_on = None
         self._clear(step.finished_rows)
         for request in step.new_requests:
@@ -158,7 +158,7 @@ class FakeRows:
         self.num_computed_tokens[rows] += num_steps - 1
 
     # -----------------------------------------------------------------------------------------------------------
-    # For whoever wants to know how far the engine gets by itself.
+    # For callers that skip ahead while only decode steps follow.
 
     def going_on(self) -> np.ndarray:
         """The rows that have not all the tokens which their requests asked for."""
@@ -203,12 +203,12 @@ class BlockTable:
 
     def start(self, row: int, ids: np.ndarray, num_computed_tokens: int, num_cached_tokens: int) -> None:
         num_shared, rest = divmod(num_cached_tokens, self._block_size)
-        num_left_behind = 0
+        num_null_blocks = 0
         if isinstance(self._spec, SlidingWindowSpec):
-            num_left_behind = self._spec.first_live_token(num_computed_tokens) // self._block_size
+            num_null_blocks = self._spec.first_live_token(num_computed_tokens) // self._block_size
         else:
             assert not rest, f"a cached prefix of {num_cached_tokens} tokens ends within a block"
-        held = ids[num_left_behind:]
+        held = ids[num_null_blocks:]
         self._check_ids(held, len(ids))
         if self._num_users is not None:
             assert num_shared <= len(ids), "a cached prefix without its blocks"

@@ -1,4 +1,4 @@
-"""A worker without a model and a device: it keeps rows, checks what it is told of them, and makes tokens up."""
+"""A worker without model and device: it keeps rows, checks the engine's messages, and makes tokens up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEVICE = "cuda"  # what `Hardware` describes
 class FakeWorker:
     """One rank. Its methods are those of `ringcore.worker.worker.Worker`; rank 0 executes the steps.
 
-    last_work: what the last step had to do; its first one, where it was several.
+    last_work: the work of the last step; of a multi-step, the work of its first step.
     """
 
     def __init__(self, config: EngineConfig, rank: int, hardware: Hardware, script: Script | None = None) -> None:
@@ -45,7 +45,7 @@ class FakeWorker:
         self._target: dict[str, str] | None = None  # of a change that was prepared
         self._num_steps = self._num_tokens = 0
         self._num_logprobs: dict[int, int] = {}  # by row, where the request asked
-        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # likewise: how many, and the prompt, not yet told of
+        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # likewise: how many, and the prompt, not reported yet
 
     @rpc(scope="engine")
     def init_device(self) -> None:
@@ -214,7 +214,7 @@ class FakeWorker:
 
     def _prompt_logprobs(self, rows: np.ndarray) -> list[PromptLogprobs]:
         """Of the prompts whose first token is among `rows`, by the same distribution."""
-        vocab_size, told = self.config.model.spec.vocab_size, []
+        vocab_size, reported = self.config.model.spec.vocab_size, []
         for row in rows.tolist():
             if row not in self._prompts:
                 continue
@@ -223,8 +223,8 @@ class FakeWorker:
             token_ids = np.hstack([prompt[1:, None], (prompt[1:, None] + top) % vocab_size])
             ranks = np.broadcast_to(np.concatenate([[1], 1 + top]), token_ids.shape)
             logprobs = np.full(token_ids.size, -math.log(vocab_size), np.float32)
-            told.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
-        return told
+            reported.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
+        return reported
 
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]
@@ -257,7 +257,7 @@ class FakeWorker:
 
     @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
-        """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device."""
+        """Rank, stage of start-up ("new", "device", "model" or "ready"), and device."""
         return {"rank": self.rank, "pid": os.getpid(), "stage": self._stage, "device": _DEVICE}
 
     @rpc(scope="engine")

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, each of one type; what is wrong is told with file, line and field."""
+"""Files of one JSON object a line, each of one type; errors name file, line and field."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Replica:
         self._fewest_tokens_waiting: float = math.inf  # no request that has no row gets fewer before it ends
         self._goes_on_alike = False  # the next step will be of the requests of the last one, each decoding
         self._num_requests = self._num_advances = 0
-        self.ended: list[tuple[float, int]] = []  # (time, request), in order, for whoever takes them away
+        self.ended: list[tuple[float, int]] = []  # (time, request), in order; the caller removes them
 
     # -----------------------------------------------------------------------------------------------------------
     # What happens.
@@ -166,7 +166,7 @@ class Replica:
         if not self._goes_on_alike:
             least_s = min(num_steps, self._fewest_tokens_waiting) * self._cost.base_s
         else:
-            # With too few blocks somebody is preempted, and then nothing goes on alike.
+            # With too few blocks a request is preempted, which ends the uniform decode.
             if rows.blocks_missing(num_steps) > num_free:
                 num_steps = bisect.bisect_right(range(1, num_steps), num_free, key=rows.blocks_missing)
             least_s = self._cost.run_seconds(rows.decode_work(), num_steps)

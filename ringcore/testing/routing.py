@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ReplicaLoads:
-    """What a router is told of the replicas: how many requests each has that are not finished, and their tokens."""
+    """A router's view of the replicas: the number of unfinished requests of each, and of their tokens."""
 
     def __init__(self, num_replicas: int) -> None:
         self.num_requests = [0] * num_replicas

@@ -21,7 +21,7 @@ Script = Callable[[Sequence[int], int, int], int] | Sequence[int] | Mapping[tupl
 
 
 class TokenSource(Protocol):
-    """Samples for rows. It is told of every request that gets a row."""
+    """Samples tokens for rows. `FakeWorker` notifies it of every request that gets a row."""
 
     def start(self, request: NewRequest) -> None: ...
 

@@ -188,7 +188,7 @@ def test_a_call_to_a_worker_that_is_stopped(model_folder):
     with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S) as client:
         pids = client.ready.pids
         os.kill(pids["worker 1"], signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match=r"rank 1 was stopped for .* while 'echo' was under way") as caught:
+        with pytest.raises(EngineDeadError, match=r"rank 1 was stopped for .* while 'echo' was in flight") as caught:
             client.collective_rpc("echo", ["x"])
         assert caught.value.details["rank"] == 1
         assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)

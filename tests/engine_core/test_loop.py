@@ -43,7 +43,7 @@ class Future:
     def done(self) -> bool:
         if not self.is_settled:
             self._executor.asked()
-            self._executor.take_in()
+            self._executor.poll_replies()
         return self.is_settled
 
     def result(self, timeout=None):
@@ -117,7 +117,7 @@ class SurprisingExecutor(Executor):
             self._arrived.append(self._on_the_way.popleft())
             os.eventfd_write(self._wake_fd, 1)
 
-    def take_in(self) -> None:
+    def poll_replies(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -132,7 +132,7 @@ class SurprisingExecutor(Executor):
         return {}
 
     def check(self) -> None:
-        self.take_in()
+        self.poll_replies()
 
     def health(self):
         return []

@@ -22,7 +22,7 @@ class IdleDriver:
         self.table = table
         self.waits: list[int] = []
 
-    def take_in(self) -> None:
+    def poll_replies(self) -> None:
         self.table.expire()
 
     def wait_for(self, call, deadline) -> None:
@@ -298,12 +298,12 @@ def test_a_step_ages_from_the_end_of_what_came_before_it(table, driver, clock):
 
 def test_read_only_calls_make_no_step_younger(table, driver, clock):
     step = open_step(table, driver)
-    aside = table.open_call(driver, "peek", None, is_aside=True)
+    control = table.open_call(driver, "peek", None, is_control=True)
     clock.now += 5
     for rank in range(3):
-        give(table, aside, rank, rank)
+        give(table, control, rank, rank)
     assert table.age_s(step) == 5
-    late = table.open_call(driver, "peek", None, is_aside=True)
+    late = table.open_call(driver, "peek", None, is_control=True)
     clock.now += 1
     assert table.age_s(late) == 1
-    assert table.under_way() == [step, late]
+    assert table.in_flight() == [step, late]

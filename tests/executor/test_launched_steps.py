@@ -17,7 +17,14 @@ from process_checks import BOUND_S, is_gone
 
 from ringcore.errors import EngineDeadError, RpcTimeoutError, WorkerError
 from ringcore.executor import executor_class, worker_group
-from ringcore.executor.launched_steps import DEVICE_PATIENCE, StepOver, is_done, launch_step, look_out, step_result
+from ringcore.executor.launched_steps import (
+    DEVICE_SPIN_FACTOR,
+    FinishedStep,
+    is_done,
+    launch_step,
+    poll_until,
+    step_result,
+)
 
 SOON_S = 0.05  # in which nothing must happen that must not happen
 
@@ -276,7 +283,7 @@ def test_a_step_that_was_not_launched_is_over():
 
 
 def test_a_step_that_cannot_be_asked_tells_why_in_its_result():
-    class Broken(StepOver):
+    class Broken(FinishedStep):
         def done(self) -> bool:
             raise RuntimeError("the device is lost")
 
@@ -285,16 +292,16 @@ def test_a_step_that_cannot_be_asked_tells_why_in_its_result():
 
 def test_looking_out_spins_then_naps_and_checks():
     looks, checks = itertools.count(), itertools.count()
-    assert look_out(lambda: next(looks) >= 1000, 1.0, check=lambda: next(checks))
+    assert poll_until(lambda: next(looks) >= 1000, 1.0, check=lambda: next(checks))
     assert next(checks) == 0, "it napped within its patience"
-    assert look_out(lambda: next(looks) >= 1010, 0.0, check=lambda: next(checks))
+    assert poll_until(lambda: next(looks) >= 1010, 0.0, check=lambda: next(checks))
     assert next(checks) > 5
     began = time.monotonic()
-    assert not look_out(lambda: False, SOON_S / DEVICE_PATIENCE / 2, began + SOON_S)
+    assert not poll_until(lambda: False, SOON_S / DEVICE_SPIN_FACTOR / 2, began + SOON_S)
     assert SOON_S <= time.monotonic() - began < BOUND_S
 
     def peer_is_gone() -> None:
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        look_out(lambda: False, 0.0, check=peer_is_gone)
+        poll_until(lambda: False, 0.0, check=peer_is_gone)

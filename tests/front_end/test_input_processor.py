@@ -220,7 +220,7 @@ def test_a_word_without_tokens_is_an_error():
         ({"logit_bias": {300: 1.0}}, "logit_bias: token id 300 at position 0"),
         ({"allowed_token_ids": [1, 300]}, "allowed_token_ids: token id 300 at position 1"),
         ({"allowed_token_ids": [120], "bad_words": ["x"]}, "allowed_token_ids=.120.: bad_words"),
-        ({"allowed_token_ids": [256], "min_tokens": 1}, "stop tokens until min_tokens, bar all"),
+        ({"allowed_token_ids": [256], "min_tokens": 1}, "stop tokens until min_tokens, mask all"),
         ({"logprobs": 21}, "logprobs=21: asks for 21 tokens, and max_logprobs is 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs=-1: asks for 300 tokens, and max_logprobs is 20"),
     ],

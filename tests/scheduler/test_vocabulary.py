@@ -54,7 +54,7 @@ def test_what_can_be_done(params, bad_words):
         ({}, [[t] for t in range(50)], "bad_words=50: no token of the vocabulary is left"),
         ({"allowed_token_ids": [3, 4]}, [[3], [4]], "allowed_token_ids=.3, 4.: bad_words, or the stop tokens"),
         ({"allowed_token_ids": [0], "min_tokens": 1}, [], "allowed_token_ids=.0.: bad_words, or the stop tokens"),
-        ({"allowed_token_ids": [3, 9], "min_tokens": 1, "stop_token_ids": [9]}, [[3]], "bar all of them"),
+        ({"allowed_token_ids": [3, 9], "min_tokens": 1, "stop_token_ids": [9]}, [[3]], "mask all of them"),
     ],
     ids=str,
 )

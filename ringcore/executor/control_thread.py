@@ -1,4 +1,4 @@
-"""The side thread of a worker: read-only methods are answered while the main thread is in the middle of something."""
+"""The control thread of a worker: executes read-only methods while the main thread executes a step or a call."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ringcore.executor.waiting import DeadlinePassed, PeerDied
 from ringcore.executor.wire import CALL, CallHead, unpack_call
 from ringcore.executor.worker_calls import Outcome, failed, perform_call
 
-__all__ = ["AsideThread"]
+__all__ = ["ControlThread"]
 
 BEAT_S = 1.0
 
 
-class AsideThread:
-    """A daemon thread that reads one queue and never spins: idle, it wakes once in `BEAT_S` for its heartbeat.
+class ControlThread:
+    """A daemon thread that reads the control queue and never spins: idle, it wakes once in `BEAT_S` for the heartbeat.
 
-    It runs before there is a worker, so that the heartbeat also shows how a long start goes; the executor calls nobody
-    aside before every worker stands.
+    It starts before the worker exists, so that a long start has a heartbeat too; the executor sends control calls only
+    after every worker has been created.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AsideThread:
         threading.Thread(target=self._run, name="read-only calls", daemon=True).start()
 
     def serve(self, worker: Any, names: Sequence[str]) -> None:
-        """From now on, the methods of these names may be called."""
+        """Sets the worker, and the names of the methods that may be called here."""
         self._worker, self._names = worker, frozenset(names)
 
     def _run(self) -> None:
@@ -48,8 +48,8 @@ class AsideThread:
                 self._status.beat()
                 self._turn()
         except (RingClosed, PeerDied):
-            return  # the main thread hears of it too
-        except BaseException:  # without this thread a worker would leave calls unanswered
+            return  # the main thread gets the same exception
+        except BaseException:  # without this thread control calls would stay unanswered
             traceback.print_exc(file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
@@ -68,7 +68,7 @@ class AsideThread:
     def _perform(self, head: CallHead, request: Sequence[memoryview]) -> Outcome | None:
         if head.kind != CALL or head.method not in self._names:
             error = InvalidRequestError(
-                f"{head.method!r} is not declared read-only; it must wait its turn", field="method", value=head.method
+                f"{head.method!r} is not declared read-only; call it in order", field="method", value=head.method
             )
             return failed(error, self._rank, head.method)
         return perform_call(self._worker, self._rank, head, request)
