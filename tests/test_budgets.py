@@ -1,6 +1,6 @@
-"""Files of at most 300 lines, functions of at most 40 without their docstring. What is larger is named here, with the reason.
+"""Files of at most 300 lines, functions of at most 40 without their docstring. Larger ones are named, with the reason.
 
-A Triton kernel is one function by nature: what it calls is compiled into it, and its arguments take a line each.
+Triton kernels are exempt: one kernel is one function, and its arguments take a line each.
 """
 
 from __future__ import annotations
@@ -12,8 +12,48 @@ PACKAGE = Path(__file__).parents[1] / "ringcore"
 FILE_LINES, FUNCTION_LINES = 300, 40
 
 # The most lines that a file may have, and why it is one file.
-FILES: dict[str, tuple[int, str]] = {}
-FUNCTIONS: dict[str, tuple[int, str]] = {}
+FILES: dict[str, tuple[int, str]] = {
+    "scheduler/scheduler.py": (
+        382,
+        "schedule, update and preemption share one state; the argument that it drains is a page",
+    ),
+    "engine_core/core.py": (375, "every public call of the engine, a few lines each"),
+    "engine_core/loop.py": (350, "one event loop: each message and each wait of it"),
+    "worker/runner/gpu_model_runner.py": (350, "inherits from ModelRunner; to be composed of stages"),
+    "executor/multiproc.py": (350, "one executor: start, send, receive and close share the call table"),
+    "front_end/async_engine.py": (346, "every public call of AsyncEngine, with its documentation"),
+    "worker/worker.py": (345, "every RPC method of the worker, a few lines each"),
+    "executor/ring_buffer.py": (340, "the protocol's table and both ends of it are read together"),
+    "worker/runner/cuda_graphs.py": (335, "decode and mixed graphs share the capture"),
+    "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
+    "front_end/admin_client.py": (330, "every public call of AdminClient, with its documentation"),
+    "testing/fake_executor.py": (325, "a whole executor"),
+    "front_end/llm.py": (325, "every public call of LLM, with its documentation"),
+    "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
+    "kv_cache/manager.py": (320, "allocation and hits share the books of one cache"),
+    "front_end/client.py": (320, "every public call of the client, a few lines each"),
+    "executor/uniproc.py": (320, "a whole executor"),
+    "engine_core/transport/channel.py": (318, "both ends of one channel"),
+    "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
+    "front_end/input_processor.py": (310, "every check of a prompt"),
+    "serve/answers.py": (306, "every kind of answer"),
+    "engine_core/memory/control.py": (305, "every operation on memory, step by step"),
+}
+FUNCTIONS: dict[str, tuple[int, str]] = {
+    "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),
+    "kernels/paged_attention_decode.py:paged_attention_decode": (63, "a launch, as above"),
+    "kernels/paged_attention_prefill.py:paged_attention_prefill": (60, "a launch, as above"),
+    "kernels/sampling.py:sample_tokens": (50, "a launch, as above"),
+    "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
+    "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
+    "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
+    "cli/serve.py:serve": (66, "a command's flags, a line each"),
+    "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
+    "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
+    "config/option_checks.py:check_values": (50, "a check a line"),
+    "checkpoint/gguf_spec.py:read_gguf_spec": (48, "a field of the specification a line"),
+    "engine_core/process.py:main": (44, "the phases of a process in order"),
+}
 
 
 def test_files():
