@@ -34,7 +34,9 @@ def test_every_link_leads_somewhere(document):
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", [ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/design/*.md")], ids=ids)
+@pytest.mark.parametrize(
+    "document", [ROOT / "ARCHITECTURE.md", ROOT / "docs" / "glossary.md", *ROOT.glob("docs/design/*.md")], ids=ids
+)
 def test_every_path_exists(document):
     """A path is relative to the project, to the package, or to the package that a table or the page is about."""
     text = document.read_text()
