@@ -40,6 +40,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks report --check
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,7 @@
 python -m benchmarks                                          lists the benchmarks
 python -m benchmarks throughput --peer vllm=PYTHON            runs one beside a peer, PYTHON being its interpreter
 python -m benchmarks startup --json benchmarks/results/startup.json
-python -m benchmarks report                                   writes the tables of the READMEs from the results
+python -m benchmarks report                                   writes the tables and the chart of the documents
 python -m benchmarks report --check                           fails if they are not up to date
 """
 
@@ -118,11 +118,17 @@ def _shown_command(name: str, arguments: Sequence[str]) -> str:
 
 def _report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks report", description="Writes the tables of the READMEs."
+        prog="python -m benchmarks report", description="Writes the tables and the chart of the documents."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is not up to date")
     parser.add_argument("--results", type=Path, default=report.RESULTS, metavar="DIR", help="where the results are")
-    parser.add_argument("documents", type=Path, nargs="*", default=list(report.DOCUMENTS), help="default: the READMEs")
+    parser.add_argument(
+        "documents",
+        type=Path,
+        nargs="*",
+        default=list(report.DOCUMENTS),
+        help="default: README.md, RESULTS.md, the chart",
+    )
     options = parser.parse_args(arguments)
     results = report.read_results(options.results)
     if options.check:

@@ -45,6 +45,8 @@ class Driver:
         self._buffer = b""
         self._deadline_s = 0.0
         self._descendants: set[psutil.Process] = set()
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a child inherits that, but no handler
+            signal.signal(signal.SIGHUP, lambda number, frame: None)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_STRIPPED_PREFIXES)}
         self.started_s = time.monotonic()
         self._child = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Turns results into Markdown tables, and keeps those in the documents equal to the results.
 
-In a document, everything between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` belongs to the report.
+In a document, everything between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` belongs to the report, and so does
+the chart of the highlights.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, highlights
 from benchmarks.driver import ROOT, BenchmarkError
 from benchmarks.result import EarlierRun, Measurement, Result, read_result
-from benchmarks.stats import Summary, pairwise_ratios, summarize
+from benchmarks.stats import Summary, number, pairwise_ratios, summarize
 
 __all__ = ["DOCUMENTS", "RESULTS", "outdated", "read_results", "render", "replace_tables", "update"]
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "images" / "speed.svg")
 RESULTS = ROOT / "benchmarks" / "results"
+_HIGHLIGHTS = "highlights"  # the section of the small table
 _OPENING, _CLOSING = "<!-- benchmark:", "<!-- /benchmark -->"
 _SECTION = re.compile(
     rf"(?P<open>^{_OPENING}(?P<name>\w+) -->\n)(?P<body>(?:(?!{_OPENING}).)*?)(?P<close>^{_CLOSING}$)", re.S | re.M
@@ -37,16 +39,20 @@ def read_results(folder: Path = RESULTS) -> dict[str, Result]:
 
 
 def outdated(documents: Sequence[Path], results: Mapping[str, Result]) -> list[Path]:
-    """The documents whose tables are not what the results say."""
-    return [path for path in documents if (text := path.read_text()) != replace_tables(text, results)]
+    """The documents whose tables, or whose chart, are not what the results say."""
+    return [path for path in documents if not path.exists() or path.read_text() != _written(path, results)]
 
 
 def update(documents: Sequence[Path], results: Mapping[str, Result]) -> list[Path]:
     """Writes the tables; returns the documents that changed."""
     changed = outdated(documents, results)
     for path in changed:
-        path.write_text(replace_tables(path.read_text(), results))
+        path.write_text(_written(path, results))
     return changed
+
+
+def _written(path: Path, results: Mapping[str, Result]) -> str:
+    return highlights.chart(results) if path.suffix == ".svg" else replace_tables(path.read_text(), results)
 
 
 def replace_tables(text: str, results: Mapping[str, Result]) -> str:
@@ -58,10 +64,12 @@ def replace_tables(text: str, results: Mapping[str, Result]) -> str:
     if not len(sections) == text.count(_OPENING) == text.count(_CLOSING):
         raise BenchmarkError(f"a benchmark section is not closed; each needs {_OPENING}NAME --> and {_CLOSING} lines")
     for section in sections:
-        if section["name"] not in BENCHMARKS:
+        if section["name"] not in (*BENCHMARKS, _HIGHLIGHTS):
             raise BenchmarkError(f"section {section['name']!r} is no benchmark; there are: {', '.join(BENCHMARKS)}")
 
     def body(section: re.Match[str]) -> str:
+        if section["name"] == _HIGHLIGHTS:
+            return section["open"] + highlights.table(results) + section["close"]
         result = results.get(section["name"])
         return section["open"] + (render(result) if result else "") + section["close"]
 
@@ -146,14 +154,6 @@ def _machine(result: Result) -> str:
 
 def _spread(summary: Summary, unit: str = "") -> str:
     return f"{number(summary.median)}{unit} ({number(summary.low)} to {number(summary.high)})"
-
-
-def number(value: float) -> str:
-    """Three figures that matter, without an exponent."""
-    for floor, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)):
-        if abs(value) >= floor:
-            return f"{value:,.{digits}f}"
-    return f"{value:.4f}"
 
 
 def _line(cells: Sequence[str]) -> str:

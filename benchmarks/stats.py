@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["Summary", "pairwise_ratios", "summarize"]
+__all__ = ["Summary", "number", "pairwise_ratios", "summarize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +32,11 @@ def pairwise_ratios(ours: Sequence[float], theirs: Sequence[float], *, higher_is
     if higher_is_better:
         return [a / b for a, b in zip(ours, theirs, strict=True)]
     return [b / a for a, b in zip(ours, theirs, strict=True)]
+
+
+def number(value: float) -> str:
+    """Three figures that matter, without an exponent."""
+    for floor, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)):
+        if abs(value) >= floor:
+            return f"{value:,.{digits}f}"
+    return f"{value:.4f}"

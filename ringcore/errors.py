@@ -3,16 +3,16 @@
     RingcoreError
     ├── ConfigError            (ValueError)    an engine option is wrong, alone or with another
     ├── UnknownOptionError     (TypeError)     no such engine option or sampling parameter
-    ├── InvalidRequestError    (ValueError)    one request is wrong; its neighbours go on
-    ├── QueueFullError                         too many requests wait; the same one may be served a second later
+    ├── InvalidRequestError    (ValueError)    one request is invalid; others are not affected
+    ├── QueueFullError                         a bounded queue is full (back-pressure); retry later
     ├── ModelLoadError                         the checkpoint cannot be read or does not fit the model
-    ├── CapacityError                          too little memory; carries what would fit
+    ├── CapacityError                          too little memory; details have what would fit
     ├── EngineDeadError                        a process of the engine ended; every later call raises it again
     │   └── WorkerDiedError                    a worker ended under this call; the engine starts new ones
     ├── WorkerError                            a worker method raised; rank, type, message, remote traceback
     ├── PermissionDeniedError  (PermissionError)  the key of an admin client lacks the scope of its call
     ├── RpcTimeoutError        (TimeoutError)  the deadline passed; method and missing ranks
-    └── SleepingError                          the call needs memory that sleep gave back
+    └── SleepingError                          the call needs memory that sleep released
 
 An error has a message for a person and `details` for a program: builtin values only, so that any of them can
 be encoded, sent, and raised again on the other side as the same type with the same details.
@@ -47,7 +47,7 @@ __all__ = [
 class RingcoreError(Exception):
     """Base of every error raised on purpose by ringcore.
 
-    `details` holds the facts of the message as builtin values; which keys there are is said by each subclass.
+    `details` holds the facts of the message as builtin values; each subclass documents its keys.
     """
 
     def __init__(self, message: str, **details: Any) -> None:
@@ -60,9 +60,9 @@ class RingcoreError(Exception):
 
     @property
     def failures(self) -> dict[int, RingcoreError]:
-        """What each rank raised, by rank, where a call failed on workers; empty for any other error.
+        """The error of each rank, by rank, if a call failed on workers; empty for any other error.
 
-        Out of `details["failures"]`, a list of wire forms, each with its `rank`.
+        Decoded from `details["failures"]`, a list of wire forms, each with its `rank`.
         """
         return {wire["rank"]: error_from_wire(wire) for wire in self.details.get("failures", [])}
 
@@ -83,7 +83,7 @@ class UnknownOptionError(RingcoreError, TypeError):
 
 
 class InvalidRequestError(RingcoreError, ValueError):
-    """A request cannot be served as asked. Details: `field`, `value`, and `index` where it came in a batch."""
+    """A request is invalid. Details: `field`, `value`, and `index` if it came in a batch."""
 
 
 class QueueFullError(RingcoreError):
@@ -91,13 +91,14 @@ class QueueFullError(RingcoreError):
 
 
 class ModelLoadError(RingcoreError):
-    """A model cannot be found, read or built. Details: `path`, `field`, `tensor`, `architecture` as known."""
+    """A model cannot be found, read or built. Details, those that are known: `path`, `field`, `tensor`,
+    `architecture`."""
 
 
 class CapacityError(RingcoreError):
-    """Memory does not hold what was asked. Details: `needed_bytes`, `available_bytes`; of a start-up also
-    `missing_bytes`, `max_model_len` that fits (0: none), `budget` (bytes by entry), and by the name of each option that
-    could be raised the smallest value that would do."""
+    """Too little memory. Details: `needed_bytes`, `available_bytes`; of a start-up also `missing_bytes`,
+    `max_model_len` that fits (0: none), `budget` (bytes by entry), and for each option whose increase would help the
+    smallest sufficient value, keyed by the option's name."""
 
 
 class EngineDeadError(RingcoreError):
@@ -108,7 +109,7 @@ class EngineDeadError(RingcoreError):
 
 
 class WorkerDiedError(EngineDeadError):
-    """A worker ended under this call, and the engine replaces it: later calls are served. Details as its base's."""
+    """A worker died during this call, and the engine replaces the workers: later calls succeed. Details: the base's."""
 
 
 class RemoteTraceback(Exception):
@@ -131,7 +132,7 @@ class WorkerError(RingcoreError):
 
 
 class PermissionDeniedError(RingcoreError, PermissionError):
-    """An admin client's key may not make this call. Details: `method`, `scope` that it takes, `key` (the name), `file`
+    """An admin client's key may not make this call. Details: `method`, the `scope` it needs, `key` (the name), `file`
     (of the key, on the engine's host)."""
 
 
@@ -140,7 +141,7 @@ class RpcTimeoutError(RingcoreError, TimeoutError):
 
 
 class SleepingError(RingcoreError):
-    """The engine sleeps and the call needs what it gave back. Details: `tags`."""
+    """The engine sleeps and the call needs released memory. Details: `tags`."""
 
 
 _WIRE_TYPES: dict[str, type[RingcoreError]] = {
@@ -165,7 +166,7 @@ _WIRE_TYPES: dict[str, type[RingcoreError]] = {
 def error_to_wire(error: BaseException) -> dict[str, Any]:
     """An error as builtin values: `{"type", "message", "details"}`.
 
-    A type that is not ours travels as a `WorkerError` would, by name and text: see `executor.worker_proc`.
+    A foreign type is sent by name and text, as in a `WorkerError`: see `executor.worker_proc`.
     """
     if isinstance(error, RingcoreError):
         return {"type": type(error).__name__, "message": error.message, "details": error.details}
@@ -181,7 +182,7 @@ def error_from_wire(wire: Mapping[str, Any]) -> RingcoreError:
 
 
 def unknown_option(option: str, valid: Iterable[str], what: str) -> UnknownOptionError:
-    """The error for a keyword that is not among `valid`; names the nearest one. `what` is e.g. "engine option"."""
+    """The error for a keyword that is not in `valid`; names the nearest one. `what` is e.g. "engine option"."""
     names = sorted(valid)
     close = difflib.get_close_matches(option, names, n=1, cutoff=0.5)
     nearest = close[0] if close else None

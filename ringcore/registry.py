@@ -1,6 +1,6 @@
-"""The model classes ringcore knows: the `architectures` name of config.json, and where its class is.
+"""The registry of model classes, by the `architectures` name of config.json.
 
-Pure data, so that a wrong name is refused before any process starts and without importing torch.
+Pure data, so that an unknown name is refused before any process starts and without importing torch.
 """
 
 from __future__ import annotations

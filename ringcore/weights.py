@@ -1,10 +1,10 @@
-"""Weight updates of a running engine, from the process that has the new weights, e.g. a trainer.
+"""Weight updates of a running engine, on the sender's side, for instance a trainer.
 
     with weight_source(model.state_dict()) as source:        # or a path; the host's tensors, or a GPU's
         llm.update_weights(source)
 
-Tensors have their checkpoint names and are unsharded. torch is imported lazily, by name: a front end without torch
-imports this module too.
+Tensors have a checkpoint's names and are not sharded. torch is imported lazily, by name: a front end imports this
+module too.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ringcore.executor.ring_memory import seal, shared_memory
 
 __all__ = ["SharedTensors", "WeightGroup", "ipc_handles", "weight_source"]
 
-# torch dtype name -> safetensors dtype name.
+# By the dtype's name in torch, its name in the safetensors format.
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_NUM_WRITERS = 8  # threads: enough to saturate the host's memory bandwidth
+_NUM_WRITERS = 8  # threads: a few saturate the host's memory bandwidth
 
 
 @contextmanager
 def weight_source(weights: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The source for `update_weights`, valid inside the context: a safetensors file, a folder of them, or torch tensors
-    by name, all in host memory or all on GPUs.
+    """A source for `update_weights`, valid inside the context: of a safetensors file, a folder of them, or of torch
+    tensors by name, all on the host or all on GPUs.
 
-    Host tensors are copied into shared memory. GPU tensors are shared by CUDA IPC handle and read in place by the rank
-    on the same GPU; they must not change inside the context. Raises `InvalidRequestError`, and `CapacityError` if the
-    host's shared memory is too small.
+    Copies host tensors into shared memory; exports GPU tensors as IPC handles, which the rank on that GPU reads in
+    place, so that they must not change meanwhile. Raises `InvalidRequestError`, and `CapacityError` if the host's
+    shared memory is too small.
     """
     if isinstance(weights, str | os.PathLike):
         yield {"kind": "files", "path": os.path.abspath(weights)}
@@ -55,22 +55,21 @@ def weight_source(weights: str | os.PathLike[str] | Mapping[str, Any]) -> Iterat
         try:
             yield {"kind": "ipc", "tensors": ipc_handles(weights)}
         finally:
-            _torch().cuda.ipc_collect()  # frees IPC memory that the workers have released
+            _torch().cuda.ipc_collect()  # frees memory that receivers have released
         return
     with SharedTensors(weights) as shared:
         yield {"kind": "files", "path": shared.path}
 
 
 class SharedTensors(AbstractContextManager["SharedTensors"]):
-    """Tensors in a sealed memfd in safetensors format, readable by other processes of this user.
+    """Tensors in memory that other processes of this user can read, in the layout of a safetensors file.
 
-    The memfd has no name: it is freed when the context or this process has ended and every reader has closed it. Its
-    contents are sealed against writes where the kernel allows it.
+    A memfd without a name: freed once the context or this process has ended and all readers have closed it. Sealed
+    against writes if the kernel allows it.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        """Copies the tensors. Raises `InvalidRequestError` for anything but a tensor of a supported dtype, and
-        `CapacityError`."""
+        """Copies the tensors. Raises `InvalidRequestError` for an unsupported dtype, and `CapacityError`."""
         header, offsets, num_bytes = _layout(tensors)
         self._fd = shared_memory("weights", num_bytes)
         try:
@@ -87,7 +86,7 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
         try:
             seal(self._fd, _SEALS)
         except OSError as error:
-            if error.errno != errno.EBUSY:  # the kernel holds a page (migration, aging): the memfd stays unsealed
+            if error.errno != errno.EBUSY:  # the kernel holds a page, to migrate or to age it: it stays unsealed
                 raise
 
     def _write_tensor(self, offset: int, tensor: Any) -> None:
@@ -95,7 +94,7 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
 
     @property
     def path(self) -> str:
-        """The path of the memfd in /proc, for processes of this host."""
+        """The path of the memory for other processes of this host and this one."""
         if self._fd < 0:
             raise InvalidRequestError("the shared tensors are closed", field="path", value=None)
         return f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -113,8 +112,8 @@ class SharedTensors(AbstractContextManager["SharedTensors"]):
 
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[bytes, dict[str, int], int]:
-    """(the header with its length prefix, the file offset of each tensor, the file's bytes), as the safetensors format
-    specifies: contiguous data without gaps, after a header padded to a multiple of 8."""
+    """(the header with its length, where each tensor begins in the file, the file's bytes), by the format's
+    specification: contiguous data after a header that ends at a multiple of 8."""
     entries, begin = {}, 0
     for name, tensor in tensors.items():
         _checked(name, tensor)
@@ -136,15 +135,15 @@ def _write(fd: int, offset: int, data: memoryview) -> None:
 
 
 def ipc_handles(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The CUDA IPC handles of GPU tensors: the "tensors" of a source of kind "ipc", as builtin values. Another process
-    can open each handle once, while this process keeps the tensor. Raises `InvalidRequestError`."""
+    """CUDA IPC handles of GPU tensors, the "tensors" of a source of kind "ipc", as builtin values. Another process can
+    open each once, while this process keeps the tensor. Raises `InvalidRequestError`."""
     return [_ipc_handle(name, _checked(name, tensor).detach()) for name, tensor in tensors.items()]
 
 
 def _ipc_handle(name: str, tensor: Any) -> dict[str, Any]:
     if tensor.device.type != "cuda" or not tensor.numel():
         raise _refused(name, f"has no memory on a GPU: it is on {tensor.device}, of shape {list(tensor.shape)}")
-    # As `torch.multiprocessing` shares it. The first value, the device index, may differ in the other process.
+    # As `torch.multiprocessing` shares it. The first item is the device's index, which may differ in the receiver.
     _, handle, *storage = tensor.untyped_storage()._share_cuda_()
     storage_bytes, storage_offset_bytes, ref_counter, ref_counter_offset, event, event_sync_required = storage
     return {
@@ -166,24 +165,24 @@ def _ipc_handle(name: str, tensor: Any) -> dict[str, Any]:
 
 
 class WeightGroup(AbstractContextManager["WeightGroup"]):
-    """Rank 0 of a process group that an engine's workers join: a trainer that broadcasts its weights.
+    """Rank 0 of a group that the workers of an engine join: a trainer that broadcasts its weights.
 
         group = WeightGroup("127.0.0.1", 0, world_size=1 + tensor_parallel_size)
-        # concurrently with `group.connect()`, e.g. in another thread:
+        # while `group.connect()` runs here, elsewhere (another thread will do):
         llm.collective_rpc("join_weight_group", ("127.0.0.1", group.port, world_size, 1, "nccl", 60.0))
-        # and for each chunk, concurrently with `group.broadcast(tensors)`:
+        # and so with each chunk: `group.broadcast(tensors)` here, and elsewhere
         llm.update_weights({"kind": "group", "tensors": group.describe(tensors)})
 
-    Any process that can connect to the port can join. If a rank is lost, the group is closed and the next call raises.
+    Any process that reaches the port can join. If a rank is lost, the group is closed and the next call raises.
     """
 
     def __init__(
         self, address: str, port: int, world_size: int, backend: str = "nccl", timeout_s: float = 60.0
     ) -> None:
-        """Listens on `address` of this host and `port` (0: any free one); returns at once.
+        """Listens at `address`, one of this host's, and `port`, 0 for any; returns at once.
 
-        world_size: this process and all workers. backend: "nccl" sends from the current GPU, which must not be one of
-        the workers' (on a shared GPU give the tensors to `update_weights` instead); "gloo" sends from host memory.
+        world_size: this process and all workers. backend: "nccl" sends from the current GPU, which must be none of the
+        workers' (on theirs, give the tensors to `update_weights` instead); "gloo" sends from the host.
         timeout_s: of the rendezvous, and of each chunk of a tensor. Raises `InvalidRequestError`.
         """
         torch = _torch()
@@ -193,23 +192,23 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """The port that it listens on."""
         return int(self._group.port)
 
     def connect(self) -> None:
-        """Waits until all workers have joined; `broadcast` does so too. Raises `InvalidRequestError`."""
+        """Returns when all workers have joined; `broadcast` does it too. Raises `InvalidRequestError`."""
         self._group.connect()
 
     @staticmethod
     def describe(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The "tensors" of a source of kind "group": names, dtypes and shapes of what `broadcast` sends."""
+        """The "tensors" of the source of kind "group" by which the workers know what `broadcast` sends."""
         return [
             {"name": name, "dtype": torch_name(_checked(name, tensor).dtype), "shape": list(tensor.shape)}
             for name, tensor in tensors.items()
         ]
 
     def broadcast(self, tensors: Mapping[str, Any]) -> None:
-        """Broadcasts the tensors in order; returns when they are sent. Raises `InvalidRequestError`."""
+        """Sends them in their order; returns when they are sent. Raises `InvalidRequestError`."""
         for name, tensor in tensors.items():
             _checked(name, tensor)
         self._group.send(tensors)
@@ -228,7 +227,7 @@ class WeightGroup(AbstractContextManager["WeightGroup"]):
 
 
 def _checked(name: str, tensor: Any) -> Any:
-    """The tensor, checked to be a valid weight. Raises `InvalidRequestError`."""
+    """The tensor, if it can be a weight. Raises `InvalidRequestError`."""
     if not isinstance(tensor, _torch().Tensor):
         raise _refused(name, f"is a {type(tensor).__name__}; give a torch tensor")
     if torch_name(tensor.dtype) not in _DTYPES:

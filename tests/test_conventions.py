@@ -51,13 +51,6 @@ def test_every_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("package", sorted(p.parent for p in SOURCES if p.name == "__init__.py"), ids=lambda p: p.name)
-def test_architecture_names_every_package(package):
-    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
-    top = package.relative_to(PACKAGE).parts
-    assert not top or f"`{top[0]}/`" in text
-
-
 def test_public_names_are_there():
     module = importlib.import_module("ringcore")
     for name in module.__all__:

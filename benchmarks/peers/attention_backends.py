@@ -177,7 +177,7 @@ def prepare_decode(bench: Bench) -> Callable[[], float]:
     out = forward(query, key, value, bench.cache, step, plan, bench.scale)
     for sequence, (keys, values) in bench.checked.items():
         bench.check(query[sequence : sequence + 1], keys, values, out[sequence : sequence + 1])
-    if bench.backend.takes_written_kv:
+    if bench.backend.accepts_prewritten_kv:
         key = value = None  # type: ignore[assignment]
     num_copies = -(-PAST_L2_BYTES // bench.shape.kv_bytes) if bench.device.type == "cuda" else 1
     caches = [bench.cache, *(bench.cache.clone() for _ in range(num_copies - 1))]

@@ -1,4 +1,4 @@
-"""The seam between a model's attention layers and the code that computes them."""
+"""The interface between a model's attention layers and the code that computes them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(ABC):
-    """Paged attention for layers of one KVCacheSpec. Holds no state of a step: that is `plan`'s result."""
+    """Paged attention for layers of one KVCacheSpec. Per-step state is in `plan`'s result, not here."""
 
     name: ClassVar[str]
-    # Whether `forward` takes no keys and values where they stand in their slots already. Then the cache of a layer is
+    # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer is
     # [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values.
-    takes_written_kv: ClassVar[bool] = False
+    accepts_prewritten_kv: ClassVar[bool] = False
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
+    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
         """`num_heads` query heads on this rank, a multiple of `spec.num_kv_heads`.
 
-        neighbours: the specs of other layers that keep their blocks in the same memory; their pages have as many bytes.
-        The layout must give block b the same bytes, no others, in the shape of each of them.
+        sharing_specs: the specs of other layers whose blocks share the same memory; their pages have the same size in
+        bytes. The layout must map block b to the same bytes, and to no others, in each of their shapes.
         """
         self.spec = spec
         self.num_heads = num_heads
@@ -40,24 +40,25 @@ class AttentionBackend(ABC):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """The shape of one layer's cache tensor; its bytes are num_blocks * spec.page_size_bytes."""
 
-    def set_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:  # noqa: B027  most need nothing
-        """Has libraries load and compile what prompts of up to `max_len` tokens need, in steps of up to `num_tokens`.
+    def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:  # noqa: B027  most need nothing
+        """Loads libraries and compiles what prompts of up to `max_len` tokens need, in steps of up to `num_tokens`.
 
-        A thread of its own may call it. Nothing depends on it: without it the first such step does all that.
+        May be called on another thread. Optional: without it the first such step does the same.
         """
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> object:
-        """Whatever all layers of this step share. Valid until the next call to `plan`."""
+        """Per-step data that all layers share. Valid until the next call to `plan`."""
 
     def plan_on_device(
         self,
         seq_lens: torch.Tensor,  # [num_seqs] int32
         block_table: torch.Tensor,  # [num_seqs, max_num_blocks] int32
     ) -> object | None:
-        """`plan` for one token a sequence, of numbers that the device alone knows, and that a CUDA graph reads anew in
-        every replay. A sequence of no tokens, wherever it stands, is padding or has stopped: `forward` may leave its
-        row as it is, and gives the others what they would get without it. None: it needs them on the host.
+        """`plan` for one token per sequence, from lengths that only the device knows, and that a CUDA graph reads again
+        in every replay. An empty sequence, at any index, is padding or a stopped row: `forward` may leave its output
+        row unwritten, and gives the other rows the same results as without it. None: the backend needs the lengths on
+        the host.
         """
         return None
 
@@ -69,13 +70,14 @@ class AttentionBackend(ABC):
         decode_seq_lens: torch.Tensor,  # [any number up to num_seqs] int32
         num_tokens: int,
     ) -> object | None:
-        """`plan_on_device` for a step of `num_tokens` tokens, padding among them, that sequences share in any way.
+        """`plan_on_device` for a mixed step of `num_tokens` tokens, padding included, with any number of tokens per
+        sequence.
 
-        Sequences that decode come first: sequence i has token i, and decode_seq_lens[i] tokens in all. Of every other
-        one decode_seq_lens is 0. The others own the tokens query_start_loc[i] to query_start_loc[i + 1], and in
-        query_start_loc those that decode have none: with d of them its first d + 1 numbers are d. A sequence that is
-        padding has no tokens in either, so the last number is the number of the step's tokens. `forward` leaves the
-        rows of tokens that no sequence has as they are, which may be anything. None: it needs the numbers on the host.
+        Decodes come first: sequence i has token i, and decode_seq_lens[i] tokens of context. decode_seq_lens is 0 for
+        all others. The others own the tokens query_start_loc[i] to query_start_loc[i + 1]; in query_start_loc the
+        decodes are empty: with d of them its first d + 1 entries are d. A padding sequence is empty in both, so the
+        last entry is the number of the step's real tokens. `forward` leaves the output rows of tokens outside all
+        sequences unwritten. None: the backend needs the lengths on the host.
         """
         return None
 
@@ -90,8 +92,8 @@ class AttentionBackend(ABC):
         plan: object,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_size]
-        """Writes keys and values to their slots, then attends causally: over each sequence's whole context, or what
-        the spec's sliding window leaves of it. None in place of both: they stand in their slots already.
+        """Writes keys and values to their slots, then attends causally: over each sequence's whole context, or its
+        sliding window. If both are None they are in their slots already.
 
-        Slots of block 0 are written like any other, and read as keys and values of nothing.
+        Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """

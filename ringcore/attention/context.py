@@ -1,4 +1,4 @@
-"""What a forward pass is handed beside weights, ids and positions."""
+"""Inputs of a forward pass other than weights, ids and positions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ForwardContext", "GroupContext"]
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What the layers of one KV cache group share in a step."""
+    """Per-step data of the layers of one KV cache group."""
 
     metadata: AttentionMetadata
     backend: AttentionBackend
-    plan: object  # what the backend's `plan()` made of the metadata
+    plan: object  # the result of the backend's `plan()`
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, backend: AttentionBackend) -> GroupContext:
@@ -27,9 +27,9 @@ class GroupContext:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything a forward pass needs beside weights, ids and positions; handed down as an argument.
+    """Everything a forward pass needs except weights, ids and positions; passed as an argument.
 
-    Layers whose caches differ in kind are in different groups: each has block tables, slots and a backend of its own.
+    Layers whose caches differ in kind are in different groups: each has its own block tables, slot mapping and backend.
     """
 
     groups: tuple[GroupContext, ...]

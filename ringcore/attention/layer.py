@@ -1,4 +1,4 @@
-"""One attention layer of a model: what it needs cached, and the call into the backend."""
+"""One attention layer of a model: its KV cache spec and the call into the backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-__all__ = ["Attention", "WrittenPages"]
+__all__ = ["Attention", "KVWriteTarget"]
 
 
-class WrittenPages(NamedTuple):
-    """Where the keys and values of a step's tokens belong."""
+class KVWriteTarget(NamedTuple):
+    """Where the keys and values of a step's tokens are written: one layer's cache and the slot mapping."""
 
     kv_cache: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
@@ -22,9 +22,9 @@ class WrittenPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of layer `index` on this rank's heads: a token sees itself and what is before it in its sequence.
+    """Causal attention of layer `index` on this rank's heads.
 
-    With a `sliding_window` it sees sliding_window tokens at most, itself among them.
+    With a `sliding_window` a token sees the last sliding_window tokens, itself included.
     """
 
     index: int
@@ -39,9 +39,9 @@ class Attention:
         return f"layers.{self.index}.attention"
 
     def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
-        """What the layer stores, in blocks of `block_size` tokens.
+        """What the layer caches, in blocks of `block_size` tokens.
 
-        The plan may store it otherwise: in longer blocks, or all tokens where the window hides none of them.
+        The KV cache plan may store it otherwise: in longer blocks, or as full attention if the window masks no token.
         """
         if self.sliding_window is None:
             return FullAttentionSpec(
@@ -55,19 +55,20 @@ class Attention:
             sliding_window=self.sliding_window,
         )
 
-    def pages(self, ctx: ForwardContext) -> WrittenPages | None:
-        """Where keys and values may be written before the call, which then gets none; None: it writes them itself."""
+    def kv_write_target(self, ctx: ForwardContext) -> KVWriteTarget | None:
+        """Where to write keys and values before `__call__`, which then gets none; None: the backend writes them
+        itself."""
         group = ctx.groups[ctx.group_of_layer[self.index]]
-        if not group.backend.takes_written_kv:
+        if not group.backend.accepts_prewritten_kv:
             return None
-        return WrittenPages(ctx.kv_caches[self.index], group.metadata.slot_mapping)
+        return KVWriteTarget(ctx.kv_caches[self.index], group.metadata.slot_mapping)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, ctx: ForwardContext
     ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_size], k and v: [num_tokens, num_kv_heads, head_size] -> as q.
 
-        k and v are None where they were written to `pages`.
+        k and v are None if they were written to `kv_write_target`.
         """
         group = ctx.groups[ctx.group_of_layer[self.index]]
         return group.backend.forward(q, k, v, ctx.kv_caches[self.index], group.metadata, group.plan, self.scale)

@@ -1,4 +1,4 @@
-"""What attention is told about a step. It does not know what a request is, only sequences of tokens."""
+"""A step as attention sees it: sequences of tokens, not requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ __all__ = ["AttentionMetadata"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The ragged layout of one step in one KV cache group: sequence i owns the tokens query_start_loc[i] to
+    """The varlen layout of one step in one KV cache group: sequence i owns the tokens query_start_loc[i] to
     query_start_loc[i + 1].
 
-    `seq_lens` counts the tokens of a sequence whose keys are in the cache once this step's are written, so
-    the first query token of sequence i stands at position seq_lens[i] - query_lens[i].
-    A block that a sliding window has left behind has no meaning: its entry is 0, or an id that others may have by now.
-    A token whose keys and values are in the cache already, in a block that others may share, has its slot in block 0.
+    `seq_lens` counts the tokens of a sequence whose keys are cached once this step's are written, so the first query
+    token of sequence i has position seq_lens[i] - query_lens[i].
+    The block table entry of a block that the sliding window has passed has no meaning: 0, or an id that another
+    sequence may use.
+    A token whose keys and values are cached already, in a block that other sequences may share, has its slot in the
+    null block (block 0).
     `*_cpu` arrays are host mirrors of the same numbers.
 
     The first `num_decodes` sequences have one token each, so sequence i of them has token i. More such sequences may
-    follow: 0 is always right.
+    follow: 0 is always valid.
     """
 
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What a chat model wrote, taken apart: content, reasoning, and calls of tools. Text only, of any model's tokenizer.
+"""Parses a chat model's output into content, reasoning and tool calls. Works on text, so with any tokenizer.
 
 chat_format = choose_format(tokenizer.chat_template)
 parser = ChatParser(chat_format, tools=request_tools, prompt_end=prompt_text[-32:])

@@ -1,4 +1,4 @@
-"""What all ways of writing a call have: text that is followed, and arguments that come out of it."""
+"""The interface of the incremental parsers of one tool call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ __all__ = ["CallBody"]
 
 
 class CallBody(ABC):
-    """Follows one call from behind its marker to its end. `name` is set once the call is certain.
+    """Parses one call incrementally, from the end of its marker to its end. `name` is set once the call is certain.
 
-    `_mode` says where in the call the position is: "open" at first, "complete" or "broken" at its end, and between
-    them what each way of writing has.
+    `_mode` is the parser state: "open" at first, "complete" or "broken" at the end, with states of each syntax between.
     """
 
     _mode: str
@@ -34,12 +33,12 @@ class CallBody(ABC):
 
     @abstractmethod
     def scan(self, text: str) -> int:
-        """Takes in the text up to the position returned; what is behind it, if neither complete nor broken, is
-        given again with more text.
+        """Consumes the text up to the returned position; unless complete or broken, the caller passes the rest again
+        with more text.
         """
 
     def take_arguments(self) -> str:
-        """The arguments' JSON text since the last call of this."""
+        """The arguments' JSON text since the last `take_arguments`."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text

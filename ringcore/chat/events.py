@@ -1,4 +1,4 @@
-"""What a model's text is made of, as events of a stream and as the message that they add up to."""
+"""The events of a parsed output stream, and the message that they add up to."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thought before it answered. Never empty."""
+    """More of the reasoning before the answer. Never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call whose name is a tool's and whose arguments have begun. `index` counts a message's calls, from 0."""
+    """A call of a known tool whose arguments have started. `index` counts a message's calls, from 0."""
 
     index: int
     id: str
@@ -44,7 +44,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments. All pieces of a complete call, joined, are the JSON text of an object."""
+    """More of a call's arguments. The pieces of a complete call, joined, are the JSON text of an object."""
 
     index: int
     text: str
@@ -52,9 +52,9 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The end of a call. One that is not complete broke off, or went on as something that is no JSON.
+    """The end of a call. An incomplete call was cut off, or continued with invalid syntax.
 
-    text: what the model wrote for an incomplete call, markers included, up to where it broke; "" for a complete one.
+    text: of an incomplete call, as the model wrote it, including markers, up to the error; "" for a complete one.
     """
 
     index: int
@@ -84,7 +84,7 @@ class ChatMessage:
 
 
 class MessageBuilder:
-    """Adds events up to a message."""
+    """Accumulates events into a message."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -111,7 +111,7 @@ class MessageBuilder:
 
     def _end(self, is_complete: bool, text: str) -> None:
         start, self._start = self._start, None
-        assert start is not None, "a tool call ended that had not begun"
+        assert start is not None, "a tool call ended without a start"
         if is_complete:
             self._tool_calls.append(ToolCall(start.id, start.name, "".join(self._arguments)))
         else:
@@ -119,5 +119,5 @@ class MessageBuilder:
 
     @property
     def message(self) -> ChatMessage:
-        """What was added so far; a call that has not ended is left out."""
+        """The message so far; a call that has not ended is left out."""
         return ChatMessage("".join(self._content), "".join(self._reasoning), tuple(self._tool_calls))

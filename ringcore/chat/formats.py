@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a model writes."""
+"""The tool call and reasoning formats by name, and their detection from the chat template."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringcore.chat.call_rules import json_call, xml_call
 from ringcore.chat.json_call import JsonCall
 from ringcore.chat.reasoning import CLOSE, OPEN, ReasoningSyntax
 from ringcore.chat.tool_parser import CallSyntax
-from ringcore.chat.written_calls import json_call, xml_call
 from ringcore.chat.xml_call import FUNCTION, XmlCall
 from ringcore.errors import ConfigError
 
@@ -18,23 +18,23 @@ __all__ = ["REASONING_FORMATS", "TOOL_CALL_FORMATS", "ChatFormat", "choose_forma
 TOOL_CALL_FORMATS: dict[str, CallSyntax] = {
     # Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     "hermes": CallSyntax(JsonCall, json_call("arguments"), openings=("<tool_call>",), closing="</tool_call>"),
-    # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}} as all of the output, or behind <|python_tag|>
+    # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}} as the whole output, or after <|python_tag|>
     "llama3_json": CallSyntax(JsonCall, json_call("parameters"), openings=("<|python_tag|>",), bare="{", separator=";"),
-    # Qwen3-Coder: <tool_call><function=...><parameter=...>...</parameter></function></tool_call>, which at times
-    # forgets its opening tag
+    # Qwen3-Coder: <tool_call><function=...><parameter=...>...</parameter></function></tool_call>; the model
+    # sometimes omits the opening tag
     "qwen3_coder": CallSyntax(
         XmlCall, xml_call, openings=("<tool_call>",), unopened=(FUNCTION,), closing="</tool_call>"
     ),
 }
 
 REASONING_FORMATS: dict[str, ReasoningSyntax] = {
-    # Qwen3: the model opens <think> itself, or the template does
+    # Qwen3: the model writes <think> itself, or the template does
     "qwen3": ReasoningSyntax(thinks_first=False),
-    # DeepSeek-R1 and its distillations: reasoning from the first token, with or without the tag
+    # DeepSeek-R1 and its distillations: reasoning from the first token on, with or without the tag
     "deepseek_r1": ReasoningSyntax(thinks_first=True),
 }
 
-# What a template of each format says, in this order: the first that fits is it. All its marks have to be there.
+# Texts that identify a template of each format; the first format whose marks all occur is chosen.
 _TOOL_CALL_MARKS: dict[str, tuple[str, ...]] = {
     "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
     "hermes": ("<tool_call>", '"arguments"'),
@@ -48,14 +48,14 @@ _REASONING_MARKS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What is looked for in a model's text, by name; None for nothing."""
+    """The formats to parse, by name; None for no parsing."""
 
     tool_calls: str | None = None
     reasoning: str | None = None
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts that a parser of this format has to see, even where they are special tokens of the model's."""
+        """The texts that a parser of this format must see, even where they are special tokens of the model."""
         calls = None if self.tool_calls is None else TOOL_CALL_FORMATS[self.tool_calls]
         of_calls = () if calls is None else (*calls.openings, *calls.unopened, calls.closing)
         of_reasoning = () if self.reasoning is None else (OPEN, CLOSE)
@@ -67,10 +67,10 @@ def choose_format(
 ) -> ChatFormat:
     """The format of a model with this template.
 
-    "auto" goes by the template, which shows a model the form of its calls; the architecture does not tell, since
-    models of one architecture are trained for different forms. None switches parsing off.
+    "auto" detects it from the template, which shows the model the syntax of its calls; the architecture does not
+    determine it, since models of one architecture are trained for different formats. None disables parsing.
 
-    Raises `ConfigError` for a name that is no format's.
+    Raises `ConfigError` for an unknown name.
     """
     return ChatFormat(
         _choose("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS, _TOOL_CALL_MARKS, chat_template),
@@ -92,5 +92,5 @@ def _choose(
         raise ConfigError(
             f"{option}={name!r}: no such format; give 'auto', None or one of {valid}", option=option, value=name
         )
-    template = (chat_template or "").replace('\\"', '"')  # within a string of the template's own
+    template = (chat_template or "").replace('\\"', '"')  # inside a string literal of the template
     return next((one for one, words in marks.items() if all(word in template for word in words)), None)

@@ -1,9 +1,9 @@
-"""What a model may write where a request says so: calls of tools, a text of a given form, and reasoning before it.
+"""The grammar of an answer: tool calls, text of a given form, and reasoning before it.
 
     start:  reasoning?  ( text | call (separator call)* )
 
-The grammar is of llguidance's Lark. A request that asks for a form of text alone, of a model without reasoning, needs
-none: its own specification is it.
+The grammar is in llguidance's Lark. A request for a form of text only, of a model without reasoning, uses its own
+specification unchanged.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
+from ringcore.chat.call_rules import SHARED_RULES, json_value, literal
 from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
 from ringcore.chat.reasoning import CLOSE, OPEN, reasoning_of_prompt
 from ringcore.chat.tool_parser import CallSyntax
-from ringcore.chat.written_calls import SHARED_RULES, json_value, literal
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.regular_expressions import whole_regex, write_regex
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.grammars.regular_expressions import fullmatch_regex, write_regex
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["answer_grammar"]
 
@@ -35,21 +35,21 @@ def answer_grammar(
     prompt_end: str = "",
     marker_ids: Mapping[str, int] | None = None,
 ) -> StructuredOutputsParams | None:
-    """What holds a completion to what a request asks for; None where nothing has to.
+    """The structured outputs that constrain a completion to the request; None where nothing is constrained.
 
-    text: the form of an answer in words. With tools, an answer is of that form or is calls; a grammar of the client's
-        own is for the whole completion, reasoning and calls among it.
-    tools: what may be called, in OpenAI's form. must_call: nothing but calls of these, at least one. is_parallel:
-        further calls may follow the first.
-    prompt_end: as for `ChatParser`: reasoning may have begun there, or ended.
-    marker_ids: the ids of the format's markers that are one token each. Such a token and its text written in letters
-        are both taken: whether a grammar sees a token as text is its tokenizer's matter.
+    text: the form of a text answer. With tools, an answer has that form or is calls; a grammar of the client is for
+        the whole completion, including reasoning and calls.
+    tools: the callable tools, in OpenAI's format. must_call: only calls of these, at least one. is_parallel: more
+        calls may follow the first.
+    prompt_end: as for `ChatParser`: reasoning may start or end there.
+    marker_ids: the token ids of the format's single-token markers. Both such a token and its text spelled in other
+        tokens are accepted: whether a grammar sees a special token as text depends on its tokenizer.
 
-    Raises `InvalidRequestError` for tools that cannot be called in this format, and for what no grammar can keep.
+    Raises `InvalidRequestError` for tools that cannot be called in this format, and for what no grammar can enforce.
     """
     if text is None and not must_call:
         return None
-    assert not (must_call and text), "a text beside calls alone"
+    assert not (must_call and text), "must_call excludes a text form"
     reasoning = _reasoning(chat_format, prompt_end)
     if text is not None and (text.kind == "grammar" or not (reasoning or tools)):
         return text
@@ -57,7 +57,7 @@ def answer_grammar(
     marks = _Marks(marker_ids or {})
     rules = []
     if tools:
-        assert chat_format.tool_calls is not None, "tools without a format for them"
+        assert chat_format.tool_calls is not None, "tools need a tool call format"
         syntax = TOOL_CALL_FORMATS[chat_format.tool_calls]
         answers.append("calls")
         rules += _calls(syntax, tools, marks, is_parallel=is_parallel)
@@ -69,7 +69,7 @@ def answer_grammar(
 
 
 class _Marks:
-    """Markers as a grammar takes them."""
+    """The markers in Lark syntax."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -83,7 +83,7 @@ class _Marks:
 
 
 def _reasoning(chat_format: ChatFormat, prompt_end: str) -> str:
-    """What stands before the answer; "" for nothing."""
+    """The rule before the answer; "" for none."""
     if chat_format.reasoning is None:
         return ""
     match reasoning_of_prompt(prompt_end):
@@ -111,7 +111,7 @@ def _reasoning_rules(marks: _Marks) -> list[str]:
 
 def _calls(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], marks: _Marks, *, is_parallel: bool) -> list[str]:
     begin = end = ""
-    if syntax.closing:  # in tags, which templates set on lines of their own
+    if syntax.closing:  # in tags, which templates write on their own lines
         begin = f"{marks.either(syntax.openings[0])} {literal(chr(10))} "
         end = f" {literal(chr(10))} {marks.either(syntax.closing)}"
     bodies = [_call_body(syntax, tool["function"]) for tool in tools]
@@ -139,7 +139,7 @@ def _text(text: StructuredOutputsParams) -> str:
     try:
         return _text_rule(text)
     except ValueError as error:
-        raise unkept(text, str(error)) from error
+        raise spec_error(text, str(error)) from error
 
 
 def _text_rule(text: StructuredOutputsParams) -> str:
@@ -150,7 +150,7 @@ def _text_rule(text: StructuredOutputsParams) -> str:
             return json_value({"type": "object"})
         case "regex":
             assert text.regex is not None
-            return f"/{write_regex(whole_regex(text.regex))}/"
+            return f"/{write_regex(fullmatch_regex(text.regex))}/"
         case "choice":
             return " | ".join(literal(choice) for choice in text.choice or ())
         case "grammar":

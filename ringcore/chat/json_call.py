@@ -12,29 +12,29 @@ from ringcore.chat.tools import ToolSchemas
 __all__ = ["JsonCall"]
 
 _ARGUMENTS = ("arguments", "parameters")
-_REMARKS = ("type", "id")  # written by some models beside the name; of no use
+_IGNORED = ("type", "id")  # written by some models with the name
 
 _Mode = Literal["open", "first key", "key", "colon", "value", "next", "complete", "broken"]
 
 
 class JsonCall(CallBody):
-    """Follows one call. Any other key than those of a call breaks it at once, so that an answer in JSON is not held.
+    """Parses one call. An unknown key breaks it at once, so that an answer in JSON is not held back.
 
-    `name` is set once the call is certain: it is a tool's, and the arguments have begun. The keys may come in any
-    order; arguments before the name are kept until it is there.
+    `name` is set once the call is certain: it is a tool's, and the arguments have started. The keys may be in any
+    order; arguments before the name are buffered until the name is complete.
     """
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
         self._mode: _Mode = "open"
-        self._scanner: JsonScanner | None = None  # of the key or value in which the position is
-        self._token: list[str] = []  # its text so far; of arguments, what was not taken yet
+        self._scanner: JsonScanner | None = None  # of the current key or value
+        self._token: list[str] = []  # the text of the current key or value other than arguments
         self._key = ""
         self._seen: set[str] = set()
         self._given_name: str | None = None
 
     def scan(self, text: str) -> int:
-        """Takes in what belongs to the call; returns where it stopped: behind it, where it broke, or at the end."""
+        """Consumes the call's text; returns the position after it, of the error, or the end of the text."""
         position = 0
         while position < len(text) and self._mode not in ("complete", "broken"):
             if self._scanner is not None:
@@ -61,7 +61,7 @@ class JsonCall(CallBody):
         self._token.clear()
         if self._mode != "value":
             self._key = json.loads(token)
-            known = self._key == "name" or self._key in (*_ARGUMENTS, *_REMARKS)
+            known = self._key == "name" or self._key in (*_ARGUMENTS, *_IGNORED)
             part = "arguments" if self._key in _ARGUMENTS else self._key
             self._mode = "colon" if known and part not in self._seen else "broken"
             self._seen.add(part)
@@ -75,7 +75,7 @@ class JsonCall(CallBody):
                 self.name = self._given_name
 
     def _between(self, character: str, position: int) -> int:
-        """Takes in a character of the call's own braces, commas and colons, or begins a key or value there."""
+        """Consumes one of the call's own braces, commas and colons, or starts a key or value."""
         match self._mode, character:
             case "open", "{":
                 self._mode = "first key"

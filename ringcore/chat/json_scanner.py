@@ -1,4 +1,4 @@
-"""Follows one JSON value through a text that arrives in pieces, without looking at any of it twice."""
+"""An incremental JSON scanner: finds the end of one value in a text that arrives in pieces, in linear time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 __all__ = ["JsonScanner", "skip_blanks"]
 
-MAX_DEPTH = 128  # what any JSON library reads without running out of stack
-MAX_SCALAR_CHARS = 1000  # of a number; Python's own reader takes 4,300 digits
+MAX_DEPTH = 128  # that every JSON library can parse
+MAX_SCALAR_CHARS = 1000  # of a number; Python's int() accepts 4,300 digits
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -16,7 +16,7 @@ _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _CLOSING = {"{": "}", "[": "]"}
 
-# What comes next. A "first" is what may also be the end of its container.
+# What is expected next. After "first ..." the container may also end.
 _Mode = Literal[
     "value",
     "first value",
@@ -34,21 +34,21 @@ _Mode = Literal[
 
 
 def skip_blanks(text: str, position: int) -> int:
-    """The position of the first character from `position` on that is no white space of JSON's."""
+    """The position of the first character from `position` on that is not JSON whitespace."""
     match = _BLANKS.match(text, position)
     assert match is not None
     return match.end()
 
 
 class JsonScanner:
-    """Reads RFC 8259 strictly. `scan` takes what belongs to the value and stops behind it, or where it breaks.
+    """Parses RFC 8259 strictly. `scan` consumes the value's text and stops after it, or at a syntax error.
 
-    A number, `true`, `false` or `null` that stands alone is complete only once another character follows.
+    A top-level number, `true`, `false` or `null` is complete only when another character follows.
     """
 
     def __init__(self) -> None:
         self._mode: _Mode = "value"
-        self._open: list[str] = []  # the containers around the position, outermost first
+        self._open: list[str] = []  # the enclosing containers, outermost first
         self._string_is_key = False
         self._num_hex = 0
         self._scalar = ""
@@ -62,7 +62,7 @@ class JsonScanner:
         return self._mode == "broken"
 
     def scan(self, text: str, position: int = 0) -> int:
-        """Takes `text` in from `position` on; returns where it stopped."""
+        """Consumes `text` from `position` on; returns where it stopped."""
         while position < len(text) and self._mode not in ("complete", "broken"):
             match self._mode:
                 case "string":
@@ -126,7 +126,7 @@ class JsonScanner:
         return end
 
     def _between(self, character: str, position: int) -> int:
-        """Takes in a character that stands outside of strings and scalars."""
+        """Consumes a character outside strings and scalars."""
         mode = self._mode
         if self._open and character == _CLOSING[self._open[-1]] and mode in ("next", "first key", "first value"):
             self._open.pop()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["TextRun", "find_first", "held_length"]
+__all__ = ["TextRun", "find_first", "partial_marker_length"]
 
 
-def held_length(text: str, markers: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is the beginning of a marker, and not all of it."""
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]
@@ -18,44 +18,44 @@ def held_length(text: str, markers: Sequence[str]) -> int:
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first marker in `text` begins, and which it is."""
+    """The position of the first marker in `text`, and the marker."""
     found = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
 class TextRun:
-    """Text between markers. Templates set markers on lines of their own, so the line breaks next to a marker are
-    layout and left out; those at either end of the whole output stay.
+    """Text between markers. Templates write markers on their own lines, so line breaks next to a marker are layout and
+    are dropped; those at either end of the whole output are kept.
 
-    `_held` are the line breaks at the end of the text so far: what follows decides on them.
+    `_held`: the line breaks at the end of the text so far, held back until the following text decides.
     """
 
     def __init__(self) -> None:
-        self._is_behind_marker = False
+        self._is_after_marker = False
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
         """The text that `text` releases."""
-        if self._is_behind_marker:
+        if self._is_after_marker:
             text = text.lstrip("\n")
         body = text.rstrip("\n")
         if not body:
             if text:
                 self._held.append(text)
             return ""
-        self._is_behind_marker = False
+        self._is_after_marker = False
         released = self.release() + body
         if len(body) < len(text):
             self._held.append(text[len(body) :])
         return released
 
     def release(self) -> str:
-        """The line breaks held back. At the end of the output they are text; before a marker they are layout."""
+        """The line breaks held back: text at the end of the output, layout before a marker."""
         held = "".join(self._held)
         self._held.clear()
         return held
 
-    def begin_behind_marker(self) -> None:
-        """A marker has ended. What is pushed now is a new run."""
+    def begin_after_marker(self) -> None:
+        """Starts a new run after a marker."""
         self._held.clear()
-        self._is_behind_marker = True
+        self._is_after_marker = True

@@ -1,4 +1,4 @@
-"""Messages as OpenAI's clients send them, in the form that chat templates expect."""
+"""Converts messages in OpenAI's format to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["to_template_messages"]
 
 
 def to_template_messages(messages: Sequence[Any]) -> list[Any]:
-    """Content given as parts of text becomes one text, and a call's arguments, sent as JSON text, become an object.
+    """Joins text parts of content into one text, and parses tool call arguments, sent as JSON text, into objects.
 
-    Anything else stays as it is: `Tokenizer.apply_chat_template` checks the messages' shape. Raises
-    `InvalidRequestError` for a part that is no text, and for arguments that are no JSON object.
+    Everything else stays unchanged: `Tokenizer.apply_chat_template` checks the messages' shape. Raises
+    `InvalidRequestError` for a part that is not text, and for arguments that are not a JSON object.
     """
     return [_converted(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
@@ -30,7 +30,7 @@ def _converted(message: Any, field: str) -> Any:
     if isinstance(calls, list):
         converted["tool_calls"] = [_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
     elif "tool_calls" in converted and calls is None:
-        del converted["tool_calls"]  # templates ask whether the key is there
+        del converted["tool_calls"]  # templates test whether the key exists
     return converted
 
 

@@ -1,4 +1,4 @@
-"""Parses what a chat model wrote, as it comes or whole."""
+"""Parses a chat model's output, streamed or whole."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def random_call_id() -> str:
 
 
 class ChatParser:
-    """Parses one completion, given as pieces of text.
+    """Parses one completion incrementally.
 
-    It never raises for what a model wrote. However the text is cut into pieces, the events add up (`MessageBuilder`)
-    to the same message. Work is linear in the text, and what is held back is the beginning of a marker, line breaks
-    that may stand before one, or a call whose name is not known yet.
+    It never raises for a model's output. However the text is cut into pieces, the events add up (`MessageBuilder`) to
+    the same message. Work is linear in the text. Held back are only a partial marker, line breaks that may precede a
+    marker, and a call whose name is not known yet.
 
-    tools: the request's tools, in OpenAI's form. A call of any other name is content, so with an empty list there are
-        no calls; None takes every name.
-    prompt_end: the end of the prompt's text (its last 32 characters do), special tokens written out: the template may
-        have opened the reasoning there, or closed it.
-    new_id: makes the ids of calls.
+    tools: the request's tools, in OpenAI's format. A call of any other name is content, so an empty list disables
+        calls; None accepts every name.
+    prompt_end: the end of the prompt's text (the last 32 characters suffice) with its special tokens: the template may
+        have opened or closed the reasoning there.
+    new_id: generates the ids of calls.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChatParser:
         return self._events(*self._reasoning.feed(text))
 
     def finish(self) -> list[ChatEvent]:
-        """The events of what was held back, at the end of the text. Nothing may be fed after it."""
+        """The events of the text held back, at the end of the output. Nothing may be fed afterwards."""
         assert not self._is_finished, "the text has ended"
         self._is_finished = True
         return [*self._events(*self._reasoning.finish()), *self._content.finish()]
@@ -64,7 +64,7 @@ class ChatParser:
         if content and not self._has_content:
             self._has_content = True
             if self._reasoning.has_closed:
-                self._content.begin_behind_marker()
+                self._content.begin_after_marker()
         if content:
             events += self._content.feed(content)
         return events
@@ -77,7 +77,7 @@ def parse_message(
     prompt_end: str = "",
     new_id: Callable[[], str] = random_call_id,
 ) -> ChatMessage:
-    """The message that a whole text is; arguments as for `ChatParser`."""
+    """Parses a whole text into a message; arguments as for `ChatParser`."""
     parser = ChatParser(chat_format, tools, prompt_end, new_id)
     builder = MessageBuilder()
     builder.add(parser.feed(text))

@@ -1,11 +1,11 @@
-"""Tells what a model thought from what it answers: `<think>...</think>` at the beginning of its output."""
+"""Splits reasoning, `<think>...</think>` at the start of the output, from the answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ringcore.chat.markers import TextRun, held_length
+from ringcore.chat.markers import TextRun, partial_marker_length
 
 __all__ = ["ReasoningSplitter", "ReasoningSyntax", "reasoning_of_prompt"]
 
@@ -17,18 +17,18 @@ PromptReasoning = Literal["open", "closed", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """How a family of models writes its reasoning.
+    """How a model family writes its reasoning.
 
-    thinks_first: whether an output without an opening tag is reasoning up to the closing one.
+    thinks_first: whether an output without an opening tag is reasoning up to the closing tag.
     """
 
     thinks_first: bool
 
 
 def reasoning_of_prompt(prompt_end: str) -> PromptReasoning:
-    """What a prompt leaves a model with, by the last characters of its text, markers written out.
+    """The state of the reasoning at the end of the prompt, from its last characters with markers.
 
-    "open": the template has written `<think>` already; "closed": it has written an empty reasoning.
+    "open": the template has already written `<think>`; "closed": it has written an empty reasoning block.
     """
     end = prompt_end.rstrip()
     if end.endswith(OPEN):
@@ -37,9 +37,9 @@ def reasoning_of_prompt(prompt_end: str) -> PromptReasoning:
 
 
 class ReasoningSplitter:
-    """Splits one output. A tag anywhere else than where reasoning begins or ends is text.
+    """Splits one output. A tag that neither starts nor ends the reasoning is text.
 
-    Reasoning that is never closed, as in an output that was cut off, is reasoning to its end.
+    Reasoning that is never closed, as in a truncated output, extends to the end.
     """
 
     def __init__(self, syntax: ReasoningSyntax | None, prompt: PromptReasoning = "none") -> None:
@@ -86,7 +86,7 @@ class ReasoningSplitter:
 
     def _begin_reasoning(self) -> None:
         self._state = "reasoning"
-        self._run.begin_behind_marker()
+        self._run.begin_after_marker()
 
     def _reason(self) -> str:
         end = self._pending.find(CLOSE)
@@ -95,6 +95,6 @@ class ReasoningSplitter:
             self._pending = self._pending[end + len(CLOSE) :]
             self._state, self.has_closed = "content", True
             return reasoning
-        cut = len(self._pending) - held_length(self._pending, [CLOSE])
+        cut = len(self._pending) - partial_marker_length(self._pending, [CLOSE])
         reasoning, self._pending = self._run.push(self._pending[:cut]), self._pending[cut:]
         return reasoning

@@ -1,12 +1,12 @@
-"""Finds the calls of tools in a model's text as it arrives.
+"""Finds the tool calls in a model's text incrementally.
 
-    text ──marker──▶ call ──complete──▶ closing ──▶ text      formats whose calls stand in tags
-    bare ──{ or marker──▶ call ──complete──▶ bare             formats whose calls may stand alone: at the beginning
+    text ──marker──▶ call ──complete──▶ closing ──▶ text      formats with calls in tags
+    bare ──{ or marker──▶ call ──complete──▶ bare             formats with bare calls: at the beginning
     bare ──anything else──▶ text                              of the output, and after another call
     call ──broken──▶ text
 
-A call is held until it is certain (see the bodies), then it is given out as it comes. What breaks before that is
-text, from its marker on. Nothing is looked at twice, so work is linear in the text however it is cut.
+A call is held back until it is certain (see the `CallBody` classes), then streamed. A call that breaks before that is
+text, from its marker on. Every character is processed once, so work is linear in the text however it is cut.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringcore.chat.call_body import CallBody
+from ringcore.chat.call_rules import CallRule
 from ringcore.chat.events import ChatEvent, ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
-from ringcore.chat.markers import TextRun, find_first, held_length
+from ringcore.chat.markers import TextRun, find_first, partial_marker_length
 from ringcore.chat.tools import ToolSchemas
-from ringcore.chat.written_calls import WriteCall
 
 __all__ = ["CallSyntax", "ToolCallParser"]
 
@@ -28,16 +28,16 @@ _BLANKS = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family of models marks its calls.
+    """How a model family marks its calls.
 
-    write: the form of a call, as a rule of a grammar.
+    write: writes a call as a grammar rule.
     openings: markers before a call, anywhere in a text. unopened: the same, but part of the call itself.
-    closing: the marker behind a call; a model that leaves it out is understood.
-    bare: what a call without any marker begins with, where calls may stand alone. separator: may stand between those.
+    closing: the marker after a call; a model may omit it.
+    bare: the first character of a call without a marker, where bare calls may occur. separator: optional between them.
     """
 
     body: Callable[[ToolSchemas], CallBody]
-    write: WriteCall
+    write: CallRule
     openings: tuple[str, ...]
     unopened: tuple[str, ...] = ()
     closing: str = ""
@@ -46,7 +46,7 @@ class CallSyntax:
 
 
 class ToolCallParser:
-    """Splits the text of one output into content and calls. With no syntax, or no tools, all of it is content."""
+    """Splits the text of one output into content and calls. Without a syntax or tools, all of it is content."""
 
     def __init__(self, syntax: CallSyntax | None, tools: ToolSchemas, new_id: Callable[[], str]) -> None:
         self._syntax = None if tools.is_empty else syntax
@@ -55,18 +55,18 @@ class ToolCallParser:
         self._markers = (*self._syntax.openings, *self._syntax.unopened) if self._syntax else ()
         is_bare = self._syntax is not None and bool(self._syntax.bare)
         self._state: Literal["text", "bare", "call", "closing"] = "bare" if is_bare else "text"
-        self._pending = ""  # what no state has taken in: the beginning of a marker at most
+        self._pending = ""  # unconsumed text: at most a partial marker
         self._run = TextRun()
-        self._gap: list[str] = []  # blanks, and a separator, before what may be a call or a closing marker
+        self._gap: list[str] = []  # whitespace and a separator before a possible call or closing marker
         self._may_separate = False
         self._body: CallBody | None = None
-        self._raw: list[str] = []  # what the model wrote for the call, its marker included
-        self._index = -1  # of the call that began last
-        self._is_started = False  # whether the call under way was given out
+        self._raw: list[str] = []  # the call's text as the model wrote it, including its marker
+        self._index = -1  # of the last call
+        self._is_started = False  # whether the current call's start event was emitted
 
-    def begin_behind_marker(self) -> None:
-        """What is fed from now on stands behind a marker of another kind."""
-        self._run.begin_behind_marker()
+    def begin_after_marker(self) -> None:
+        """The following text comes after a marker of another parser."""
+        self._run.begin_after_marker()
 
     def feed(self, text: str) -> list[ChatEvent]:
         """The events that `text` releases."""
@@ -78,7 +78,7 @@ class ToolCallParser:
         return events
 
     def finish(self) -> list[ChatEvent]:
-        """The events of what was held back, once nothing more comes."""
+        """The events of the text held back, at the end of the output."""
         events: list[ChatEvent] = []
         pending, self._pending = self._pending, ""
         match self._state:
@@ -90,18 +90,18 @@ class ToolCallParser:
             case "text":
                 self._add_content(pending, events)
             case "bare" | "closing":
-                pass  # blanks, or the beginning of the closing marker, behind a complete call
+                pass  # whitespace or a partial closing marker after a complete call
         if rest := self._run.release():
             events.append(ContentDelta(rest))
         return events
 
     # -----------------------------------------------------------------------------------------------------------
-    # The states. Each takes in what it can of the pending text, and returns whether another one is to go on.
+    # The states. Each consumes what it can of the pending text; True: the next state continues.
 
     def _in_text(self, events: list[ChatEvent]) -> bool:
         found = find_first(self._pending, self._markers)
         if found is None:
-            cut = len(self._pending) - held_length(self._pending, self._markers)
+            cut = len(self._pending) - partial_marker_length(self._pending, self._markers)
             text, self._pending = self._pending[:cut], self._pending[cut:]
             self._add_content(text, events)
             return False
@@ -140,7 +140,7 @@ class ToolCallParser:
         self._raw.append(self._pending[:position])
         self._pending = self._pending[position:]
         if body.name is not None:
-            self._give_out(body, body.name, events)
+            self._emit_call(body, body.name, events)
         if body.is_complete:
             self._end_call(events)
             return True
@@ -167,7 +167,7 @@ class ToolCallParser:
     # -----------------------------------------------------------------------------------------------------------
 
     def _skip_blanks(self) -> bool:
-        """Moves blanks to the gap; whether anything else is pending."""
+        """Moves whitespace to the gap; -> whether other text is pending."""
         rest = self._pending.lstrip(_BLANKS)
         self._gap.append(self._pending[: len(self._pending) - len(rest)])
         self._pending = rest
@@ -182,7 +182,7 @@ class ToolCallParser:
         self._body, self._raw, self._is_started = self._syntax.body(self._tools), raw, False
         self._state = "call"
 
-    def _give_out(self, body: CallBody, name: str, events: list[ChatEvent]) -> None:
+    def _emit_call(self, body: CallBody, name: str, events: list[ChatEvent]) -> None:
         if not self._is_started:
             self._is_started = True
             self._index += 1
@@ -195,11 +195,11 @@ class ToolCallParser:
         assert self._syntax is not None
         events.append(ToolCallEnd(self._index, is_complete=True))
         self._raw, self._gap, self._may_separate = [], [], bool(self._syntax.separator)
-        self._run.begin_behind_marker()
+        self._run.begin_after_marker()
         self._state = "closing" if self._syntax.closing else "bare"
 
     def _break_off(self, events: list[ChatEvent]) -> None:
-        """The call is none, or not whole: what was written is text."""
+        """Ends an invalid or incomplete call: its text becomes content."""
         raw = "".join(self._raw)
         if self._is_started:
             events.append(ToolCallEnd(self._index, is_complete=False, text=raw))

@@ -1,4 +1,4 @@
-"""What a parser has to know of a request's tools: their names, and the types of their parameters."""
+"""The names of a request's tools, and the types of their parameters, for the parsers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ __all__ = ["ToolSchemas"]
 
 
 class ToolSchemas:
-    """The tools of a request, in OpenAI's form: `{"type": "function", "function": {"name", "parameters"}}`.
+    """The tools of a request, in OpenAI's format: `{"type": "function", "function": {"name", "parameters"}}`.
 
-    `None` in place of tools takes any name for a tool's. What is no tool's description is passed over here: the chat
-    template refuses it, with its reason.
+    None for tools accepts any name. Malformed entries are ignored here: the chat template's checks refuse them.
     """
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] | None) -> None:
@@ -26,15 +25,15 @@ class ToolSchemas:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can be a call."""
+        """Whether no name is accepted."""
         return not (self._takes_any or self._parameters)
 
     def __contains__(self, name: str) -> bool:
-        # Half a surrogate pair, as JSON can write it, is not printable: it could not be sent to anybody.
+        # A lone surrogate, which JSON can escape, is not printable: it could not be encoded for the client.
         return name in self._parameters or (self._takes_any and name.isprintable() and name != "")
 
     def types_of(self, tool: str, parameter: str) -> frozenset[str]:
-        """The JSON types that a parameter may have; empty where the tool's schema does not say."""
+        """The JSON types that a parameter may have; empty where the tool's schema declares none."""
         schema = self._parameters.get(tool, {}).get(parameter)
         return frozenset(_types(schema)) if isinstance(schema, Mapping) else frozenset()
 

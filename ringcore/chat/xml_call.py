@@ -1,4 +1,4 @@
-"""A call as Qwen3-Coder writes it: `<function=name>`, then `<parameter=key>` and a value each, then `</function>`.
+"""Qwen3-Coder's call syntax: `<function=name>`, then `<parameter=key>` and a value each, then `</function>`.
 
 Values are plain text, so their JSON types come from the tool's schema.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from ringcore.chat.call_body import CallBody
 from ringcore.chat.json_scanner import skip_blanks
-from ringcore.chat.markers import held_length
+from ringcore.chat.markers import partial_marker_length
 from ringcore.chat.tools import ToolSchemas
 
 __all__ = ["FUNCTION", "XmlCall"]
@@ -24,25 +24,24 @@ _Mode = Literal["open", "name", "between", "key", "value", "complete", "broken"]
 
 
 class XmlCall(CallBody):
-    """Follows one call. `name` is set once it is known to be a tool's.
+    """Parses one call. `name` is set once it is known to be a tool's.
 
-    A value has one line break before and one after it that are not its own. The value of a string is passed on as
-    it comes; what has another type by the schema is kept until it is whole, and stays a string where it is not of
-    that type.
+    The single line breaks before and after a value are layout. A string value is streamed; a value of another type by
+    the schema is buffered until complete, and becomes a string where it is not of that type.
     """
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
         self._mode: _Mode = "open"
-        self._word: list[str] = []  # the name or key at the position
+        self._word: list[str] = []  # the current name or key
         self._keys: set[str] = set()
         self._types: frozenset[str] = frozenset()
-        self._value: list[str] = []  # of a value that is no string
+        self._value: list[str] = []  # a buffered value other than a string
         self._is_value_begun = False
 
     def scan(self, text: str) -> int:
-        """Takes in what belongs to the call; returns where it stopped: behind it, where it broke, or before the
-        beginning of what may be a marker, which has to be given again with more text behind it.
+        """Consumes the call's text; returns the position after it, of the error, or of a partial marker, which the
+        caller passes again with more text.
         """
         position = 0
         while position < len(text) and self._mode not in ("complete", "broken"):
@@ -56,7 +55,7 @@ class XmlCall(CallBody):
         return position
 
     def _at_marker(self, text: str, position: int) -> int | None:
-        """Takes in blanks and one marker. None where more text is needed to know."""
+        """Consumes whitespace and one marker. None where more text is needed."""
         start = skip_blanks(text, position)
         if start == len(text):
             return start
@@ -120,7 +119,7 @@ class XmlCall(CallBody):
         stop = end
         if end < 0:
             tail = text[max(position, len(text) - len(PARAMETER_END)) :]
-            stop = len(text) - held_length(tail, ["\n" + PARAMETER_END, PARAMETER_END])
+            stop = len(text) - partial_marker_length(tail, ["\n" + PARAMETER_END, PARAMETER_END])
             if stop == position:
                 return None
         piece = text[position:stop]
@@ -151,10 +150,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _typed(written: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that should be of one of `types`; as a string where it is of none of them."""
+    """The JSON text of a value of one of `types`; a JSON string where it has none of them."""
     text = written.strip()
     if text in ("True", "False") or (text == "None" and "null" in types):
-        text = {"True": "true", "False": "false", "None": "null"}[text]  # as Python writes them
+        text = {"True": "true", "False": "false", "None": "null"}[text]  # Python literals
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reads what a model's files say without loading a weight; it does not know what a tensor library is."""
+"""Reads a model's configuration, tokenizer and tensor headers without loading weights; it does not import torch."""
 
 from ringcore.checkpoint.gguf_header import GGUFHeader, GGUFTensorInfo, read_gguf_header
 from ringcore.checkpoint.model_files import ModelFiles, find_model

@@ -1,8 +1,7 @@
-"""Renders a chat template. A template comes with a model, so it is code of a stranger: it runs in jinja2's sandbox.
+"""Renders a chat template. A template comes with a model, so it is untrusted code: it runs in jinja2's sandbox.
 
-The environment gives what transformers gives a template: blocks are trimmed, `break` and `continue` work, and
-`tojson`, `raise_exception` and `strftime_now` are there. Rendering takes no template from a request, and all that a
-request gives it is builtin values.
+The environment is that of transformers: blocks are trimmed, `break` and `continue` work, and `tojson`,
+`raise_exception` and `strftime_now` are defined. A request cannot supply a template, and its values are builtins.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training: here its body is plain text."""
+    """`{% generation %}` marks the assistant's text for training: here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -43,7 +42,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which no model expects."""
+    """Without the HTML escapes of jinja2's own filter, which no model expects."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -56,14 +55,14 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict` without its attributes, for a template that makes one."""
+    """`dict` as a plain callable: a template cannot reach the class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's own, which takes any name for an attribute; here none of Python's internals."""
+    """jinja2's namespace, which accepts any attribute name, without names that start with an underscore."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -93,7 +92,7 @@ class ChatTemplate:
     """A model's template, compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: str) -> None:
-        """`path` says where it came from, for messages. Raises `ModelLoadError` where the template is not valid."""
+        """path: its origin, for errors. Raises `ModelLoadError` where the template is not valid."""
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -101,8 +100,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, conversation: str) -> str:
-        """The conversation, as `conversation_json` has it, as one text. Raises `InvalidRequestError` where the template
-        refuses it."""
+        """Renders a conversation, from `conversation_json`, to one text. Raises `InvalidRequestError` where the
+        template refuses it."""
         given = json.loads(conversation)
         messages = given["messages"]
         variables = self._special_tokens | {"documents": None} | given.pop("chat_template_kwargs") | given
@@ -118,7 +117,7 @@ class ChatTemplate:
             raise
         except MemoryError:
             raise _bad("the model's chat template takes too much memory for them; send less", messages) from None
-        except Exception as error:  # a template can fail in any way that Python can
+        except Exception as error:  # a template can raise anything
             raise _bad(f"the model's chat template refuses them: {type(error).__name__}: {error}", messages) from error
         return "".join(pieces)
 
@@ -133,9 +132,9 @@ def conversation_json(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """What a chat template is given, as JSON: the sandbox knows what its values can do.
+    """The variables of a chat template as JSON, so that the sandbox handles only builtin values.
 
-    No tools and an empty list are the same; `chat_template_kwargs` are further variables of the template. Raises
+    None and an empty list of tools are equivalent; `chat_template_kwargs` are further variables of the template. Raises
     `InvalidRequestError` for values of a wrong shape.
     """
     fields = {

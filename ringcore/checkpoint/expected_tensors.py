@@ -1,6 +1,6 @@
-"""The tensors that a model needs of its checkpoint, by its configuration alone: looked for before a worker starts.
+"""The tensors that a model needs from its checkpoint, from its configuration alone: checked before a worker starts.
 
-The models declare the same with their layers, in torch's column; a test holds the two together.
+The models declare the same with their layers; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ Shape = tuple[int, ...]
 
 _HEAD_NORMS = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
 _FOUR_NORMS = ("Gemma3ForCausalLM",)  # after attention and MLP too
-# Tensors that a checkpoint may hold and no model needs: tables that are computed, and the copy of the embeddings
-# that some tied checkpoints carry. Any other tensor without a place means that the model would compute something
-# else than its authors did.
+# Tensors of a checkpoint that are ignored: computed tables, and the copy of the embeddings in some tied checkpoints.
+# Any other tensor that the model does not use means that the model would compute something else than the checkpoint's.
 _DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
 
 
 def is_dispensable(checkpoint_name: str) -> bool:
-    """Whether no model misses this tensor that has no place for it."""
+    """Whether a model may ignore this tensor."""
     return _DISPENSABLE.fullmatch(checkpoint_name) is not None
 
 
 def and_more(names: Sequence[str]) -> str:
-    """What is said behind the first of several names."""
+    """The suffix of an error that shows the first of several names."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -90,7 +89,7 @@ def check_checkpoint(files: ModelFiles, spec: ModelSpec) -> None:
 def check_tensors(
     expected: Mapping[str, Shape], found: Mapping[str, Shape], path: str, file_of: Callable[[str], str]
 ) -> None:
-    """Every tensor is there in the right shape, and none is left over. `file_of` a tensor, for messages.
+    """Checks that every tensor exists in the right shape, and none is unused. file_of: a tensor's file, for errors.
 
     Raises `ModelLoadError` that names the tensor, the file and both shapes.
     """
@@ -111,12 +110,12 @@ def check_tensors(
                 path=file,
                 tensor=name,
             )
-    left = [name for name in found if name not in expected and not is_dispensable(name)]
-    if left:
-        file = file_of(left[0])
+    unused = [name for name in found if name not in expected and not is_dispensable(name)]
+    if unused:
+        file = file_of(unused[0])
         raise ModelLoadError(
-            f"{file}: tensor {left[0]!r} has no place in the model{and_more(left)}; its output would be wrong "
+            f"{file}: tensor {unused[0]!r} has no place in the model{and_more(unused)}; its output would be wrong "
             "without it: config.json describes another model, or the checkpoint is quantized or carries adapters",
             path=file,
-            tensor=left[0],
+            tensor=unused[0],
         )

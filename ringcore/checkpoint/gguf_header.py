@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and where each tensor lies, every length checked against the file.
+"""Parses the header of a GGUF file: metadata and tensor offsets, every length checked against the file size.
 
     magic "GGUF" | version u32 | num_tensors u64 | num_metadata u64
     metadata      key: string, type: u32, value
@@ -6,7 +6,7 @@
     padding to general.alignment, then the data; offsets count from its first byte
 
 A string is a u64 length and UTF-8 bytes; an array a u32 type, a u64 length and its values. All little-endian.
-The package `gguf` reads the same, but takes seconds on the token arrays.
+The package `gguf` parses the same, but takes seconds for the token arrays.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _MAX_DIMS = 4  # the format's own cap
 HEADER_MAX_BYTES = 128 << 20  # the largest vocabularies take 20 MiB
 _MAX_ENTRIES = 1 << 18  # tensors, or keys
 _READ_BYTES = 1 << 20
-_LONG = 1024  # elements; an array beyond is a vocabulary or its like
+_LONG = 1024  # elements; longer arrays belong to the vocabulary
 
 
 class LongArray(msgspec.Struct, frozen=True):
-    """Stands for an array that was not read."""
+    """The placeholder of an array that was not read."""
 
     length: int
 
@@ -70,19 +70,12 @@ class GGUFHeader(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensorInfo]
 
-    def array_length(self, key: str) -> int | None:
-        """The length of an array of the metadata, read or not; None where it is absent."""
-        value = self.metadata.get(key)
-        if isinstance(value, LongArray):
-            return value.length
-        return len(value) if isinstance(value, list) else None
-
 
 def read_gguf_header(path: str | os.PathLike[str], *, long_arrays: bool = False) -> GGUFHeader:
     """The header of a GGUF file of version 2 or 3.
 
-    Arrays of more than 1024 values (the vocabulary) are read only if `long_arrays`: else a `LongArray` stands
-    in their place. Raises `ModelLoadError` where the file is truncated or not what the format says.
+    Arrays of more than 1024 values (the vocabulary) are read only if `long_arrays`: else they are
+    `LongArray` placeholders. Raises `ModelLoadError` where the file is truncated or malformed.
     """
     path = os.fspath(path)
     try:
@@ -93,10 +86,9 @@ def read_gguf_header(path: str | os.PathLike[str], *, long_arrays: bool = False)
 
 
 class _Parser:
-    """Walks the header. `position` never passes the end of `data`: `_take` is the one way to move it.
+    """Parses the header. `position` never exceeds the end of `data`: only `_take` advances it.
 
-    data: the file's bytes as far as they were needed. Not a mapping: where the file shrinks under that, the process
-    ends by SIGBUS.
+    data: the prefix of the file read so far. Not mmap: a file that shrinks while it is mapped raises SIGBUS.
     """
 
     def __init__(self, path: str, file: io.FileIO, long_arrays: bool) -> None:
@@ -136,7 +128,7 @@ class _Parser:
         return ModelLoadError(f"{self.path}: {what}", **details)
 
     def _take(self, nbytes: int) -> int:
-        """Moves past `nbytes` bytes; returns where they begin."""
+        """Advances by `nbytes`; returns the position before."""
         begin = self.position
         if nbytes > self.size - begin:
             raise self.error(
@@ -160,7 +152,7 @@ class _Parser:
         return kind.unpack_from(self.data, self._take(kind.size))[0]
 
     def _count(self, min_bytes_each: int) -> int:
-        """A u64 count of things that take at least so many bytes each: more than the file can hold is refused."""
+        """Reads a u64 count of entries of at least `min_bytes_each`; refuses more than the file can hold."""
         count: int = self._scalar(_U64)
         if count * min_bytes_each > self.size - self.position:
             raise self.error(f"truncated: it claims {count} entries at byte {self.position}, the file has {self.size}")
@@ -209,7 +201,7 @@ class _Parser:
         return name, tuple(reversed(dims)), self._scalar(_U32), self._scalar(_U64)
 
     def _place(self, raw: list[tuple[str, tuple[int, ...], int, int]], alignment: object) -> dict[str, GGUFTensorInfo]:
-        """The tensors with their places in the file, each inside it and none over another."""
+        """The tensors with their offsets in the file, checked to be inside the file and disjoint."""
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.error(f"general.alignment is {alignment!r}, a power of two is needed")
         data_begin = -(-self.position // alignment) * alignment

@@ -26,10 +26,10 @@ GGUF_ARCHITECTURES = {
 }
 # A quantized weight is exact only in float32, to which it is expanded.
 _FILE_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
-# The parameters of llama3 scaling that all of its family were published with.
+# The parameters of llama3 scaling in all published models.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
-# A file of gemma3 may leave out the base of the layers with a window, and does not say that one size of the family
-# scales its scores by hidden_size / num_heads: GGML knows it by its number of layers.
+# A gemma3 file may omit the RoPE base of the sliding-window layers, and does not record that the 27B model scales its
+# scores by hidden_size / num_heads: GGML recognizes it by its number of layers.
 _GEMMA3_LOCAL_THETA, _GEMMA3_27B_LAYERS = 10_000.0, 62
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -84,7 +84,7 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
 
 
 def _gemma3(meta: Metadata, num_layers: int, hidden_size_per_head: int) -> dict[str, Any]:
-    """The fields of `ModelSpec` that no other architecture has. `rope` is that of layers without a window."""
+    """The fields of `ModelSpec` that only gemma3 has. `rope` is that of the full-attention layers."""
     is_27b = num_layers == _GEMMA3_27B_LAYERS
     return {
         "sliding_windows": read_gguf_windows(meta, "gemma3", num_layers),
@@ -124,7 +124,7 @@ def _token_id(meta: Metadata, key: str) -> int | None:
 
 
 def _commonest_type(header: GGUFHeader) -> int:
-    """The type of most bytes of the matrices."""
+    """The type that most bytes of the matrices have."""
     sizes: dict[int, int] = {}
     for info in header.tensors.values():
         if len(info.shape) == 2:
@@ -170,10 +170,10 @@ def _llama3_divisors(theta: float, factor: float, head_dim: int) -> np.ndarray:
 
 
 def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> RopeSpec:
-    """Llama 3.1's scaling: a GGUF file holds only the divisors it comes to.
+    """Llama 3.1's RoPE scaling: a GGUF file holds only the resulting frequency divisors.
 
-    The family publishes one set of parameters besides the factor, which is the largest divisor; they are taken
-    if they give the divisors of the file, else the file is refused.
+    All published models share the parameters except the factor, which is the largest divisor; these are used if they
+    reproduce the file's divisors, else the file is refused.
     """
     info = header.tensors["rope_freqs.weight"]
     if info.shape == (head_dim // 2,) and info.ggml_type == 0:

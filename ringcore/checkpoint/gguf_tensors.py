@@ -42,14 +42,14 @@ _GEMMA3_LAYER = {
 }
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP_BIASED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# Not in a checkpoint of safetensors: `gguf_spec` reads the scaling from it.
+# Not in a safetensors checkpoint: `gguf_spec` reads the RoPE scaling from it.
 _DERIVED = "rope_freqs.weight"
-# Bytes of float32 expanded at once, so that the temporaries stay in the CPU's cache.
+# Bytes of float32 dequantized at once, so that the temporaries stay in the CPU's cache.
 _PIECE_BYTES = 1 << 18
 
 
 def gguf_tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, for every tensor that a model may have whose general.architecture is this."""
+    """Hugging Face name -> GGUF name, for every possible tensor of a model of this general.architecture."""
     in_layer = _GEMMA3_LAYER if architecture == "gemma3" else _LAYER
     names = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _TOP.items()}
     for layer in range(num_layers):
@@ -66,7 +66,7 @@ def read_gguf_tensor(
     """Rows `start` to `stop` of one tensor, in the file's own order: float32, [stop - start, *shape[1:]].
 
     Only the bytes of these rows are read. Raises `ModelLoadError` where the type cannot be dequantized or the
-    file has become shorter than its header says.
+    file is shorter than its header says.
     """
     from gguf.constants import GGMLQuantizationType
 
@@ -112,7 +112,7 @@ def _dequantize(path: str | os.PathLike[str], info: GGUFTensorInfo, kind: Any, d
     try:
         for begin in range(0, len(blocks), step):
             piece = blocks[begin : begin + step]
-            # As one row: `gguf` walks over groups of 16 rows in Python.
+            # As one row: `gguf` loops over groups of 16 rows in Python.
             values[begin : begin + step] = dequantize(piece.reshape(1, -1), kind).reshape(len(piece), block_size)
     except NotImplementedError as error:
         raise ModelLoadError(
@@ -134,24 +134,24 @@ class GGUFTensors:
         name = meta.text("general.architecture")
         self._num_heads = meta.integer(f"{name}.attention.head_count")
         self._num_kv_heads = meta.integer(f"{name}.attention.head_count_kv", self._num_heads)
-        # Llama's q and k are stored for a rotary embedding that turns neighbours (0, 1), (2, 3), ...; a Hugging
-        # Face checkpoint has the halves, (0, d/2), (1, d/2 + 1), ... Qwen's are stored as they come.
+        # Llama's q and k are stored for interleaved RoPE, which rotates the pairs (0, 1), (2, 3), ...; a Hugging Face
+        # checkpoint pairs the halves, (0, d/2), (1, d/2 + 1), ... Qwen's are stored unchanged.
         self._interleaved = name == "llama"
         # Gemma's norms multiply by 1 + weight: the sum is stored, a Hugging Face checkpoint has the weight.
         self._norms_plus_one = name == "gemma3"
         self._infos: dict[str, GGUFTensorInfo] = {}
-        left = dict(header.tensors)
-        left.pop(_DERIVED, None)
+        unknown = dict(header.tensors)
+        unknown.pop(_DERIVED, None)
         num_layers = meta.integer(f"{name}.block_count", high=MAX_SIZES["num_layers"])
         for hf_name, gguf_name in gguf_tensor_names(name, num_layers).items():
-            if gguf_name in left:
-                self._infos[hf_name] = left.pop(gguf_name)
-        if left:
-            unknown = sorted(left)
+            if gguf_name in unknown:
+                self._infos[hf_name] = unknown.pop(gguf_name)
+        if unknown:
+            first = min(unknown)
             raise ModelLoadError(
-                f"{self.path}: {len(unknown)} tensors are not known for {name!r}, the first is {unknown[0]!r}",
+                f"{self.path}: {len(unknown)} tensors are not known for {name!r}, the first is {first!r}",
                 path=self.path,
-                tensor=unknown[0],
+                tensor=first,
             )
 
     @property
@@ -170,7 +170,7 @@ class GGUFTensors:
         if heads is None:
             values = read_gguf_tensor(self.path, info, start, stop)
             return values - 1 if self._norms_plus_one and name.endswith("norm.weight") else values
-        # Rows change places within a head: whole heads are read.
+        # Rows are permuted within a head, so whole heads are read.
         head_dim = info.shape[0] // heads
         first, last = start // head_dim, -(-stop // head_dim)
         rows = read_gguf_tensor(self.path, info, first * head_dim, last * head_dim)

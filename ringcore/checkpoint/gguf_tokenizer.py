@@ -21,9 +21,9 @@ _QWEN2_SPLIT = (
 )
 _LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-# tokenizer.ggml.pre: how text is split before the merges. GPT-2's own split is part of ByteLevel.
+# tokenizer.ggml.pre: the pre-tokenizer. GPT-2's split is part of ByteLevel.
 _GPT2 = ("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gpt2")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # GPT-2's after every digit alone
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # GPT-2's, after splitting digits individually
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez")
 _SPECIAL_KEYS = {
@@ -77,13 +77,13 @@ def _merges(meta: Metadata) -> list[tuple[str, str]]:
 def _bpe(meta: Metadata, **options: Any) -> models.BPE:
     try:
         return models.BPE(**options)
-    except Exception as error:  # tokenizers raises its own kind, by no name
+    except Exception as error:  # tokenizers raises plain Exception
         raise ModelLoadError(f"{meta.path}: the vocabulary is not valid: {error}", path=meta.path) from error
 
 
 def _byte_level(meta: Metadata, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     pre = meta.text("tokenizer.ggml.pre", "default")
-    # Ids that the embedding has and no text comes to ("[PAD151665]") are left out, as Hugging Face's files do.
+    # Unused ids of the embedding ("[PAD151665]") are left out, as in Hugging Face's files.
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     backend = Tokenizer(_bpe(meta, vocab=vocab, merges=_merges(meta), ignore_merges=pre in _LLAMA3))
     backend.decoder = decoders.ByteLevel()
@@ -120,7 +120,7 @@ def _sentencepiece(meta: Metadata, tokens: list[str], types: list[int]) -> Token
 
 
 def _merges_by_score(meta: Metadata, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies: every split of a token into two, best score first."""
+    """The merges that a SentencePiece vocabulary implies: every split of a token into two tokens, best score first."""
     scores = meta.required("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise meta.error("tokenizer.ggml.scores", f"does not have one score for each of {len(tokens)} tokens")
@@ -136,7 +136,7 @@ def _merges_by_score(meta: Metadata, tokens: list[str], types: list[int]) -> lis
 
 
 def _add_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens (special) and the user's own (plain) are found in a text before it is split."""
+    """Adds control tokens (special) and user-defined tokens (plain), which match before pre-tokenization."""
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
@@ -156,7 +156,7 @@ def _special_tokens(meta: Metadata, tokens: list[str]) -> dict[str, str]:
 
 
 def _add_bos_and_eos(meta: Metadata, backend: Tokenizer, special: dict[str, str], adds_bos: bool) -> None:
-    """Puts the special tokens around every text that the file wants there, where it has them at all."""
+    """Adds the post-processor with the BOS and EOS tokens that the file asks for."""
     bos = special.get("bos_token") if meta.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
     eos = special.get("eos_token") if meta.flag("tokenizer.ggml.add_eos_token", False) else None
     ids = {token: backend.token_to_id(token) for token in (bos, eos) if token is not None}

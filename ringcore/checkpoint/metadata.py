@@ -1,4 +1,4 @@
-"""Reads typed values from a dict that came out of a file; every error names the field and the file."""
+"""Typed access to a dict read from a file; every error names the field and the file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringcore.errors import ModelLoadError
 __all__ = ["JSON_MAX_BYTES", "Metadata", "read_json"]
 
 _MAX_SHOWN = 100  # characters
-JSON_MAX_BYTES = 1 << 20  # of config.json and its like: a real one has a few KiB
+JSON_MAX_BYTES = 1 << 20  # of config.json and similar files, which have a few KiB
 
 
 def read_json(path: str | Path, max_bytes: int = JSON_MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelLoadError` where it cannot be read, is too large or is no object."""
+    """The JSON object in a file. Raises `ModelLoadError` where it cannot be read, is too large or is not an object."""
     try:
         value = msgspec.json.decode(read_model_file(path, max_bytes))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -30,13 +30,13 @@ def read_json(path: str | Path, max_bytes: int = JSON_MAX_BYTES) -> dict[str, An
 
 
 def _shown(value: object) -> str:
-    """As much of it as a message needs."""
+    """The value, shortened for an error."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class Metadata:
-    """A mapping with the file it came from. A value of None counts as absent, as it does in config.json.
+    """A mapping read from a file. None counts as absent, as in config.json.
 
     Each method returns the value of `key` in the type of its name, or `default` where it is absent; without a
     default an absent field is an error. All raise `ModelLoadError`.
@@ -45,7 +45,7 @@ class Metadata:
     def __init__(self, values: Mapping[str, Any], path: str, prefix: str = "") -> None:
         self.values = values
         self.path = path
-        self.prefix = prefix  # where `values` lies in the file, for messages: "rope_scaling."
+        self.prefix = prefix  # the path of `values` in the file, for errors: "rope_scaling."
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -104,7 +104,7 @@ class Metadata:
         return value
 
     def child(self, key: str) -> Metadata | None:
-        """The object at `key` as metadata of its own, None where it is absent or empty."""
+        """The object at `key` as `Metadata`, None where it is absent or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None

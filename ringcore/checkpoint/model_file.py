@@ -1,7 +1,7 @@
-"""Opens a model's file: a regular one, and without waiting for anything.
+"""Opens model files: regular files only, and without blocking.
 
-A folder that came from elsewhere may hold FIFOs, sockets, devices and links to them: to open a FIFO waits for a writer,
-and to read /dev/zero never ends.
+A folder from an untrusted source may contain FIFOs, sockets, devices and links to them: opening a FIFO blocks until a
+writer opens it, and reading /dev/zero never ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 
 from ringcore.errors import ModelLoadError
 
-__all__ = ["check_model_file", "is_there", "open_model_file", "read_model_file"]
+__all__ = ["check_model_file", "open_model_file", "path_exists", "read_model_file"]
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -23,13 +23,13 @@ _KINDS = {
 }
 
 
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything of that name, a link that leads nowhere too: opening it tells what is wrong."""
+def path_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether the path exists, even as a dangling symbolic link: opening that reports the error."""
     return os.path.lexists(path)
 
 
 def check_model_file(path: str | os.PathLike[str]) -> None:
-    """Raises `ModelLoadError` where what is there is no regular file; for files that a library opens by itself."""
+    """Raises `ModelLoadError` unless it is a regular file; for files that a library opens by itself."""
     try:
         _check_kind(os.fspath(path), os.stat(path).st_mode)
     except OSError as error:
@@ -39,12 +39,12 @@ def check_model_file(path: str | os.PathLike[str]) -> None:
 def open_model_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> io.FileIO:
     """The file for reading, unbuffered.
 
-    Raises `ModelLoadError` where it cannot be opened, is no regular file, or has more than `max_bytes`.
+    Raises `ModelLoadError` where it cannot be opened, is not a regular file, or has more than `max_bytes`.
     """
     name = os.fspath(path)
-    check_model_file(name)  # a socket cannot be opened at all, and to open a device may already do something
+    check_model_file(name)  # opening a socket fails, and opening a device may have side effects
     try:
-        # What has taken its place since is not waited for.
+        # O_NONBLOCK: the file may have been replaced by a FIFO since the check.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise _unreadable(name, error) from error
@@ -60,14 +60,14 @@ def open_model_file(path: str | os.PathLike[str], max_bytes: int | None = None) 
 
 
 def read_model_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """All of it, as one read gives it. Raises `ModelLoadError` as `open_model_file` does."""
+    """The whole file. Raises `ModelLoadError` as `open_model_file` does."""
     name = os.fspath(path)
     try:
         with io.BufferedReader(open_model_file(path, max_bytes)) as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise _unreadable(name, error) from error
-    if len(data) > max_bytes:  # one that grows, or a file of /proc, which says that it is empty
+    if len(data) > max_bytes:  # it grows, or is a file of /proc, whose size is reported as 0
         raise _too_large(name, max_bytes)
     return data
 

@@ -1,4 +1,4 @@
-"""Finds a model's files and checks, before any process starts, that they are whole."""
+"""Finds a model's files and checks, before any process starts, that they are complete."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 
 from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.metadata import read_json
-from ringcore.checkpoint.model_file import is_there
+from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.errors import ModelLoadError
 
 __all__ = ["ModelFiles", "find_model", "find_tokenizer", "safetensors_files"]
 
-INDEX_MAX_BYTES = 64 << 20  # of model.safetensors.index.json: a line a tensor
+INDEX_MAX_BYTES = 64 << 20  # of model.safetensors.index.json: one line per tensor
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 class ModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a model's parts lie. All paths are absolute.
+    """The files of a model. All paths are absolute.
 
     `path` is the folder or the .gguf file that was found; `config_path` is None where the configuration is in a
     GGUF file; `weight_files` is empty for dummy weights.
@@ -39,15 +39,14 @@ class ModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def find_model(model: str | os.PathLike[str], load_format: str = "auto") -> ModelFiles:
     """Finds a model given as a folder, a .gguf file or a hub id.
 
-    `load_format` "safetensors" or "gguf" asks for that kind, "auto" takes what is there (safetensors first),
-    "dummy" needs the configuration alone. Raises `ModelLoadError` where a file is missing, broken or of a kind
-    that is not read.
+    `load_format` "safetensors" or "gguf" asks for that kind, "auto" takes the existing one (safetensors first),
+    "dummy" needs only the configuration. Raises `ModelLoadError` where a file is missing, broken or unsupported.
     """
     name = os.fspath(model)
     path = Path(name).expanduser()
-    if os.path.isdir(path):  # pathlib's own raises where it may not look
+    if os.path.isdir(path):  # Path.is_dir raises without permission
         return _in_folder(path.absolute(), load_format)
-    if is_there(path):
+    if path_exists(path):
         return _single_file(path.absolute(), load_format)
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _in_folder(_download(name, load_format), load_format)
@@ -59,11 +58,11 @@ def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
     """The folder or .gguf file of a tokenizer given as either of them, as a tokenizer.json or as a hub id."""
     name = os.fspath(tokenizer)
     path = Path(name).expanduser()
-    if path.name == "tokenizer.json" and is_there(path):
+    if path.name == "tokenizer.json" and path_exists(path):
         path = path.parent
-    if os.path.isdir(path) or (path.suffix == ".gguf" and is_there(path)):
+    if os.path.isdir(path) or (path.suffix == ".gguf" and path_exists(path)):
         return path.absolute()
-    if not is_there(path) and _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".json")):
+    if not path_exists(path) and _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".json")):
         return _download(name, "dummy")
     raise ModelLoadError(
         f"tokenizer {name!r}: give a folder with a tokenizer.json, a .gguf file or a hub id; none is there", path=name
@@ -87,12 +86,12 @@ def _single_file(path: Path, load_format: str) -> ModelFiles:
 def _in_folder(folder: Path, load_format: str) -> ModelFiles:
     config = folder / "config.json"
     gguf_files = sorted(folder.glob("*.gguf"))
-    if load_format == "gguf" or (gguf_files and not is_there(config)):
+    if load_format == "gguf" or (gguf_files and not path_exists(config)):
         if len(gguf_files) != 1:
             names = ", ".join(file.name for file in gguf_files) or "none"
             raise _bad(folder, f"one .gguf file is needed, found {names}; give the path of the file")
         return _single_file(gguf_files[0], load_format)
-    if not is_there(config):
+    if not path_exists(config):
         raise _bad(folder, "config.json is missing; give a folder in the Hugging Face layout, or a .gguf file")
     if load_format == "dummy":
         return ModelFiles("dummy", str(folder), str(config), [], str(folder))
@@ -116,11 +115,11 @@ def _no_weights(folder: Path) -> ModelLoadError:
 
 
 def safetensors_files(folder: Path) -> list[str]:
-    """The files with the weights, each checked against its header; none if there are none. Raises `ModelLoadError`."""
+    """The weight files, each checked against its header; empty if there are none. Raises `ModelLoadError`."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if is_there(single):
+    if path_exists(single):
         files = [str(single)]
-    elif is_there(index):
+    elif path_exists(index):
         return _indexed_files(folder, index)
     else:
         files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
@@ -138,7 +137,7 @@ def _indexed_files(folder: Path, index: Path) -> list[str]:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or PurePath(shard).name != shard or not shard.endswith(".safetensors"):
             raise _bad(index, f"names {shard!r} for {tensor!r}: a .safetensors file beside it is needed", tensor=tensor)
-        if shard not in shards and not is_there(folder / shard):
+        if shard not in shards and not path_exists(folder / shard):
             raise _bad(folder, f"shard {shard} is missing; {index.name} names it for {tensor!r}", tensor=tensor)
         shards[shard] = str(folder / shard)
     files = sorted(shards.values())
@@ -150,7 +149,7 @@ def _indexed_files(folder: Path, index: Path) -> list[str]:
 
 
 def _download(hub_id: str, load_format: str) -> Path:
-    """The folder of a hub id, downloaded where the cache of huggingface_hub does not hold it."""
+    """The folder of a hub id, downloaded unless huggingface_hub has it in its cache."""
     if load_format == "gguf":
         raise ModelLoadError(
             f"model {hub_id!r}: no such file; a hub repository may hold many .gguf files: download one, give its path",
@@ -161,7 +160,7 @@ def _download(hub_id: str, load_format: str) -> Path:
     patterns = _HUB_FILES if load_format == "dummy" else [*_HUB_FILES, "*.safetensors"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except Exception as error:  # the client raises a dozen kinds, of its own and of the network's libraries
+    except Exception as error:  # the client raises many types, also those of network libraries
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ModelLoadError(
             f"model {hub_id!r}: no such folder here, and as a hub id it cannot be downloaded: "

@@ -1,4 +1,4 @@
-"""The facts of a model that the engine needs, normalised from config.json or a GGUF header."""
+"""The architecture parameters of a model, normalized from config.json or a GGUF header."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 __all__ = ["MAX_SIZES", "ModelSpec", "RopeSpec"]
 
-# By field of `ModelSpec`: several times what any published model has. A file that claims more is broken, and no loop
-# or table becomes as long as it says: names for each layer, an order of the entries of each head.
+# By field of `ModelSpec`: several times those of any published model. A file that claims more is broken; the limits
+# bound loops and tables such as the names of all layers or the permutation of a head's rows.
 MAX_SIZES = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -58,6 +58,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     bos_token_id: int | None
     eos_token_ids: list[int]  # any of them ends a completion
-    sliding_windows: dict[int, int] = {}  # layer: the tokens that a token sees, itself among them; others see all
-    sliding_rope: RopeSpec | None = None  # of the layers with a window, where it is another than `rope`
+    sliding_windows: dict[int, int] = {}  # layer: window in tokens, the token itself included; absent: full attention
+    sliding_rope: RopeSpec | None = None  # of sliding-window layers, where it differs from `rope`
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim

@@ -1,4 +1,4 @@
-"""Reads the rotary embedding of config.json, in the words of transformers 5 (`rope_parameters`) and before."""
+"""Reads the rotary embedding from config.json, in the fields of transformers 5 (`rope_parameters`) and earlier."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["DEFAULT_THETA", "ROPE_KINDS", "read_gemma3_ropes", "read_rope"]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
-GEMMA3_THETA = 1_000_000.0  # of the layers that see all tokens
+GEMMA3_THETA = 1_000_000.0  # of full-attention layers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
-    """The rotary embedding; raises `ModelLoadError` for a kind that is not known, by its name.
+    """The rotary embedding. Raises `ModelLoadError` that names an unknown kind.
 
-    `rope_theta` stands in the parameters since transformers 5, beside `rope_scaling` before.
-    `original_max_position_embeddings` is `max_position_embeddings` where absent, as transformers has it.
+    `rope_theta` is in `rope_parameters` since transformers 5, and beside `rope_scaling` before.
+    `original_max_position_embeddings` defaults to `max_position_embeddings`, as in transformers.
     """
     scaling = config.child("rope_scaling") or config.child("rope_parameters")
     if scaling is not None and (kinds := [key for key in _LAYER_TYPES if key in scaling]):
@@ -26,10 +26,10 @@ def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
 
 
 def read_gemma3_ropes(config: Metadata, max_position_embeddings: int) -> tuple[RopeSpec, RopeSpec]:
-    """(of the layers that see all tokens, of those with a window); raises as `read_rope` does.
+    """(of full-attention layers, of sliding-window layers). Raises as `read_rope` does.
 
-    transformers 5 writes `rope_parameters` for each kind of layer. Before, `rope_theta` and `rope_scaling` were those
-    of the first and `rope_local_base_freq` the base of the second, which is never scaled.
+    transformers 5 has `rope_parameters` per layer type. Earlier, `rope_theta` and `rope_scaling` applied to the first
+    and `rope_local_base_freq` was the base of the second, which is never scaled.
     """
     parameters = config.child("rope_parameters") or Metadata({}, config.path)
     for key in parameters.values:
@@ -47,7 +47,7 @@ def read_gemma3_ropes(config: Metadata, max_position_embeddings: int) -> tuple[R
 
 
 def _read(config: Metadata, scaling: Metadata | None, theta: float, max_position_embeddings: int) -> RopeSpec:
-    """From `scaling`, whose own rope_theta goes before `theta`."""
+    """From `scaling`, whose own rope_theta takes precedence over `theta`."""
     _refuse_partial(config)
     if scaling is not None:
         _refuse_partial(scaling)

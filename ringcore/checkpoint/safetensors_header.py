@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors file lies, checked against the file before anything reads it.
+"""Parses the header of a safetensors file: tensor offsets, checked against the file before any tensor is read.
 
 8 bytes            header_size bytes                    the rest
 header_size (LE)   {"name": {dtype, shape, [begin, end]}}   data; offsets count from its first byte
@@ -60,10 +60,10 @@ class _RawEntry(msgspec.Struct, frozen=True):
 
 
 def read_safetensors_header(path: str | os.PathLike[str]) -> dict[str, TensorEntry]:
-    """The tensors of one file, by name, in the order of their bytes.
+    """The tensors of one file by name, in the order of their offsets.
 
-    Raises `ModelLoadError` naming the file, and the tensor where one is at fault: truncated, an offset outside
-    the file, overlapping tensors, a length that does not match dtype and shape.
+    Raises `ModelLoadError` naming the file, and the faulty tensor: truncated, an offset outside the file, overlapping
+    tensors, a length that does not match dtype and shape.
     """
     path = os.fspath(path)
     raw, data_begin, file_bytes = _read_raw(path)
@@ -84,7 +84,7 @@ def _bad(path: str, what: str, tensor: str | None = None) -> ModelLoadError:
 
 
 def _read_raw(path: str) -> tuple[dict[str, _RawEntry], int, int]:
-    """The header's entries, the offset of the data, the size of the file."""
+    """The header's entries, the offset of the data, the file size."""
     try:
         with open_model_file(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size

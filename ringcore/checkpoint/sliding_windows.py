@@ -1,4 +1,4 @@
-"""Reads which layers attend to a window of tokens only, as config.json and a GGUF header say it."""
+"""Reads which layers have sliding-window attention, from config.json or a GGUF header."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["read_gguf_windows", "read_windows"]
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN_KEYS = ("sliding_window_pattern", "_sliding_window_pattern")
-_GEMMA3_PATTERN = 6  # every sixth layer sees all tokens
+_GEMMA3_PATTERN = 6  # every sixth layer has full attention
 _FIRST_WINDOW_LAYER = 28  # transformers' default of max_window_layers
 
 
 def read_windows(config: Metadata, architecture: str, num_layers: int) -> dict[int, int]:
-    """`ModelSpec.sliding_windows` of config.json. Raises `ModelLoadError` for what the model class does not compute,
-    for a window below 1 and for layer types that are unknown or of another number than the layers.
+    """`ModelSpec.sliding_windows` of config.json. Raises `ModelLoadError` for what the model class does not
+    support, for a window below 1, and for layer types that are unknown or do not match the number of layers.
     """
     given = _layer_types(config, num_layers)
     match architecture:
@@ -41,8 +41,8 @@ def read_windows(config: Metadata, architecture: str, num_layers: int) -> dict[i
 
 
 def read_gguf_windows(meta: Metadata, name: str, num_layers: int) -> dict[int, int]:
-    """`ModelSpec.sliding_windows` of a GGUF file of gemma3, whose pattern is a period, or true for each layer with a
-    window. Raises `ModelLoadError` as `read_windows` does.
+    """`ModelSpec.sliding_windows` of a gemma3 GGUF file, whose pattern is a period, or a flag per layer that is true
+    for a sliding window. Raises `ModelLoadError` as `read_windows` does.
     """
     key = f"{name}.attention.sliding_window_pattern"
     pattern = meta.get(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
-from ringcore.checkpoint.model_file import is_there
+from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec, RopeSpec
 from ringcore.checkpoint.rope import read_gemma3_ropes, read_rope
@@ -26,7 +26,7 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# What transformers' config classes assume where config.json is silent. A null there is no silence.
+# The defaults of transformers' config classes for absent fields of config.json; an explicit null is kept.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
     "Qwen2ForCausalLM": {},
@@ -47,20 +47,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
-# The field of the activation and the names of the one that the model class computes.
+# The field of the activation, and the names of the activation that the model class implements.
 _SILU = ("hidden_act", ("silu", "swish"))
 _ACTIVATIONS = {"Gemma3ForCausalLM": ("hidden_activation", ("gelu_pytorch_tanh",))}
-# Fields that change what a model computes, to something that no model class here does.
+# Fields that enable features which no model class implements.
 _NOT_COMPUTED = {
     "Gemma3ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 }
 
 
 def read_model_spec(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
-    """The facts of the model. `known` holds the architectures there is a model class for.
+    """The model's spec. `known`: the architectures with a model class.
 
-    Raises `ModelLoadError` for an architecture not in `known`, a field that is missing or cannot be right
-    (naming it and the file), and for what the model classes do not compute: windows where the architecture has none,
+    Raises `ModelLoadError` for an architecture not in `known`, a missing or invalid field (naming it and the file), and
+    for what the model classes do not implement: sliding windows where the architecture has none,
     partial rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
@@ -123,12 +123,12 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
 
 
 def _size(config: Metadata, key: str, field: str | None = None, default: int | None = None) -> int:
-    """field: of `ModelSpec`, where it has another name."""
+    """field: of `ModelSpec`, if its name differs from `key`."""
     return config.integer(key, default, high=MAX_SIZES[field or key])
 
 
 def _biases(config: Metadata, architecture: str) -> dict[str, bool]:
-    """By field of `ModelSpec`. Some families have them fixed in their code, whatever the file says."""
+    """By field of `ModelSpec`. Some architectures have fixed biases, regardless of the file."""
     given = config.flag("attention_bias", False)
     match architecture:
         case "Qwen2ForCausalLM":
@@ -159,7 +159,7 @@ def _refuse_unsupported(config: Metadata, architecture: str) -> None:
 
 
 def _dtype(config: Metadata, files: ModelFiles) -> str:
-    """What config.json says (`torch_dtype` before transformers 5), else what most tensors of the files have."""
+    """From config.json (`torch_dtype` before transformers 5), else the dtype of most tensors."""
     for key in ("dtype", "torch_dtype"):
         if key in config:
             name = config.text(key).removeprefix("torch.")
@@ -183,7 +183,7 @@ def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
     """The ids that end a completion: those of generation_config.json, then those of config.json."""
     sources = [config]
     generation = Path(files.path) / "generation_config.json"
-    if is_there(generation):
+    if path_exists(generation):
         sources.insert(0, Metadata(read_json(generation), str(generation)))
     ids: list[int] = []
     for source in sources:
@@ -191,13 +191,13 @@ def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise source.error("eos_token_id", f"is {value!r}, a token id or a list of them is needed")
-            if token_id >= 0 and token_id not in ids:  # -1 is how some say "none"
+            if token_id >= 0 and token_id not in ids:  # some files have -1 for none
                 ids.append(token_id)
     return ids
 
 
 def _check_sizes(spec: ModelSpec, source: str) -> None:
-    """The sizes with each other."""
+    """Checks the sizes against each other."""
 
     def bad(what: str) -> ModelLoadError:
         return ModelLoadError(f"{source}: {what}", path=source, architecture=spec.architecture)
@@ -205,7 +205,7 @@ def _check_sizes(spec: ModelSpec, source: str) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise bad(f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} attention heads")
     if spec.head_dim % 2:
-        raise bad(f"head_dim {spec.head_dim} is odd; a rotary embedding turns pairs")
+        raise bad(f"head_dim {spec.head_dim} is odd; a rotary embedding rotates pairs")
     for token_id in spec.eos_token_ids:
         if token_id >= spec.vocab_size:
             raise bad(f"eos_token_id {token_id} is outside the vocabulary of {spec.vocab_size}")

@@ -1,5 +1,4 @@
-"""How many bytes of a text one token can stand for: from that follows how many tokens a text has at least, without
-encoding it."""
+"""A lower bound of the number of tokens of a text, from the maximum bytes per token, without encoding the text."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 __all__ = ["TokenLengths"]
 
-_MAX_COMPOSED = 3  # NFC and NFKC shorten a text in UTF-8 at most so many times (Unicode Standard Annex 15)
+_MAX_COMPOSED = 3  # NFC and NFKC shorten UTF-8 at most by this factor (Unicode Standard Annex 15)
 _COMPOSING = ("NFC", "NFKC")
 _EXPANDING = ("NFD", "NFKD", "Prepend", "ByteLevel")  # normalizers that never shorten a text
 _KEEPING = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that never drop a character
@@ -20,8 +19,8 @@ _KEEPING = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that never dro
 class TokenLengths:
     """A lower bound of the number of tokens of a text.
 
-    Only for byte-level BPE, and BPE with byte fallback, behind steps that drop nothing of a text. A tokenizer of any
-    other kind may drop or merge characters without bound: there the lower bound is 0.
+    Only for byte-level BPE, and BPE with byte fallback, after steps that drop nothing. Any other tokenizer may drop or
+    merge characters without bound: its lower bound is 0.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -53,7 +52,7 @@ class TokenLengths:
 
 
 def _unknown_bytes(backend: Tokenizer, is_byte_level: bool) -> bytes | None:
-    """The bytes for which the model has no token, which byte-level BPE drops. None where it does not work on bytes."""
+    """The bytes without a token, which byte-level BPE drops. None where the model does not work on bytes."""
     if not isinstance(backend.model, models.BPE):
         return None
     if is_byte_level:
@@ -63,8 +62,7 @@ def _unknown_bytes(backend: Tokenizer, is_byte_level: bool) -> bytes | None:
 
 
 def _byte_level_tokens() -> dict[int, str]:
-    """The character that stands for each byte in byte-level BPE: its own where that is printable, else the next one
-    from U+0100 on."""
+    """The byte-level BPE alphabet: the character of each byte, its own if printable, else from U+0100 on."""
     alphabet = set(ByteLevel.alphabet())
     others = iter(sorted(char for char in alphabet if ord(char) >= 256))
     return {byte: chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)}
@@ -82,7 +80,7 @@ def _pre_tokenizer_keeps(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any, of_sequence: str) -> list[dict[str, Any]]:
-    """A component as the steps that it has in tokenizer.json."""
+    """A component's steps as in tokenizer.json."""
     if component is None:
         return []
     described = json.loads(component.__getstate__())

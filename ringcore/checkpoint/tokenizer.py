@@ -1,6 +1,6 @@
-"""Text to token ids and back. Of the front end only: the engine and its workers see ids.
+"""Tokenizes and detokenizes, in the front end only: the engine and its workers see token ids.
 
-Built on the `tokenizers` library, straight from the model's files; transformers (seconds to import) converts only
+Built on the `tokenizers` library, directly from the model's files; transformers (seconds to import) converts only
 folders without a tokenizer.json.
 """
 
@@ -31,14 +31,14 @@ __all__ = [
     "read_tokenizer_files",
 ]
 
-_REPLACEMENT = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet
-# Tokens of the prompt that a completion's decoder looks back on: a SentencePiece decoder drops the space before
-# the first word it sees.
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
+# Prompt tokens that give a completion's decoder its context: a SentencePiece decoder drops the space before the first
+# word.
 _CONTEXT_TOKENS = 8
-# Tokens in a row that may stay without text. A character has at most 4 bytes, so a run of this length is of special
-# tokens that are skipped, or of bytes that are no text: it is given out as it is, and the work per token is bounded.
+# Consecutive tokens that may be held back without text. A character has at most 4 bytes, so a longer run consists of
+# skipped special tokens or of invalid UTF-8: it is flushed, which bounds the work per token.
 _MAX_HELD_TOKENS = 64
-_LONG_TEXT = 1 << 12  # characters: some milliseconds
+_LONG_TEXT = 1 << 12  # characters, which take some milliseconds
 
 
 def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
@@ -50,13 +50,13 @@ def load_tokenizer(source: str | os.PathLike[str] | ModelFiles) -> Tokenizer:
 
 
 def check_tokenizer_files(files: ModelFiles) -> None:
-    """Raises `ModelLoadError` where a model has no tokenizer, without reading one; a .gguf file is not looked into."""
+    """Raises `ModelLoadError` where a model has no tokenizer, without reading it; a .gguf file is not checked."""
     if not files.tokenizer_path.endswith(".gguf"):
         check_tokenizer_folder(Path(files.tokenizer_path))
 
 
 def read_tokenizer_files(source: str | os.PathLike[str] | ModelFiles) -> TokenizerFiles:
-    """What the files say that `load_tokenizer` reads; raises as it does."""
+    """The tokenizer files that `load_tokenizer` reads; raises as it does."""
     path = Path(source.tokenizer_path) if isinstance(source, ModelFiles) else find_tokenizer(source)
     return read_gguf_tokenizer(str(path)) if path.suffix == ".gguf" else read_tokenizer_folder(path)
 
@@ -75,7 +75,7 @@ def check_unicode(text: str, field: str = "prompt") -> None:
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to use from several threads."""
+    """A model's tokenizer. Thread-safe."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens known, the added ones among them. A model's embedding may have more rows than that."""
+        """The number of tokens, including added ones. A model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -101,20 +101,20 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The texts of the tokens that decoding with `skip_special_tokens` leaves out."""
+        """The texts of the tokens that `skip_special_tokens` skips."""
         added = self._backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that the model's files say to add (often a BOS, or none)."""
+        """Tokenizes a text, with the special tokens that the model's files add (often a BOS, or none)."""
         check_unicode(text)
         try:
             if len(text) <= _LONG_TEXT:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # it leaves out the places of tokens in the text, and lets other threads run meanwhile
+            else:  # without offsets, and releases the GIL
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of tokenizers' Rust code; no Exception, and not importable
+            if type(error).__name__ != "PanicException":  # of tokenizers' Rust code: cannot be imported
                 raise
             raise InvalidRequestError(
                 f"prompt: the model's tokenizer fails at it: {error}", field="prompt", value=repr(text[:80])
@@ -126,23 +126,23 @@ class Tokenizer:
         return TokenLengths(self._backend)
 
     def min_num_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of a text, by its length alone; 0 for tokenizers of which there is none."""
+        """A lower bound of the number of tokens of a text, from its length; 0 for tokenizers without a bound."""
         return self._lengths.min_num_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary become nothing."""
+        """Detokenizes; invalid UTF-8 becomes U+FFFD, ids beyond the vocabulary are skipped."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands within a text, special tokens included; U+FFFD for half a character."""
-        # A SentencePiece decoder drops the space before the first word, so the token is decoded as the second.
+        """The text of one token inside a text, also of special tokens; U+FFFD for a partial character."""
+        # A SentencePiece decoder drops the space before the first word, so the token is decoded as the second one.
         anchor_ids, anchor_text = self._anchor
         return self.decode([*anchor_ids, token_id], skip_special_tokens=False)[len(anchor_text) :]
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """A plain token to stand before another, and its text. Most vocabularies have this one: nothing is encoded."""
+        """A plain token to decode before another, and its text. Most vocabularies have the token a."""
         token_id = self._backend.token_to_id("a")
         ids = self.encode("a", add_special_tokens=False) if token_id is None else [token_id]
         return ids, self.decode(ids)
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source. It tells in which form the model was trained to call tools."""
+        """The template's source. It shows the tool call syntax that the model was trained on."""
         return self._files.chat_template
 
     def apply_chat_template(
@@ -167,16 +167,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The ids of a conversation, in the form the model was trained on.
+        """The token ids of a conversation, in the format the model was trained on.
 
         messages: dicts with "role" and "content", or "tool_calls" whose arguments are dicts.
-        add_generation_prompt: adds the beginning of the assistant's answer.
-        tools: what the model may call, as OpenAI describes it: `{"type": "function", "function": {"name", ...}}`.
-        chat_template_kwargs: the template's own variables, as `{"enable_thinking": False}`; one that it does not
-            know changes nothing.
+        add_generation_prompt: adds the start of the assistant's answer.
+        tools: the callable tools, in OpenAI's format: `{"type": "function", "function": {"name", ...}}`.
+        chat_template_kwargs: the template's own variables, as `{"enable_thinking": False}`; unknown ones
+            have no effect.
 
-        Raises `InvalidRequestError` where one of them has a wrong shape, and where the model has no template or it
-        refuses the messages.
+        Raises `InvalidRequestError` where an argument is malformed, and where the model has no template or its
+        template refuses the messages.
         """
         text = self.render_chat(messages, add_generation_prompt, tools, chat_template_kwargs)
         return self.encode(text, add_special_tokens=False)
@@ -188,11 +188,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, its special tokens written out; see `apply_chat_template`."""
+        """The text of a conversation, with special tokens as text; see `apply_chat_template`."""
         return self.render_conversation(conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs))
 
     def render_conversation(self, conversation: str) -> str:
-        """`render_chat` with its arguments as `conversation_json` has them."""
+        """`render_chat` with the arguments encoded by `conversation_json`."""
         if self._chat_template is None:
             if self._files.chat_template is None:
                 raise InvalidRequestError(
@@ -206,12 +206,12 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Decodes one completion as its tokens come, never giving out half a character.
+    """Incremental detokenizer of one completion, which never returns a partial character.
 
-    The pieces and the flush, joined, are the text that decoding all tokens at once gives; only where the bytes are
-    no UTF-8 a SentencePiece decoder may count the U+FFFD otherwise, since it looks at runs of bytes as a whole.
-    `_held` are the tokens since text was last given out, `_context` those that this text came from: with them,
-    `flush` can decode the rest.
+    The pieces and the flush, joined, equal the text of decoding all tokens at once; only for invalid UTF-8 a
+    SentencePiece decoder may return a different number of U+FFFD, since it decodes runs of bytes as a whole.
+    `_held`: the tokens since text was last returned. `_context`: the tokens of that text, which `flush` needs to decode
+    the rest.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         context = list(prompt_ids[-_CONTEXT_TOKENS:])
         if context and tokenizer.decode(context, skip_special_tokens).endswith(_REPLACEMENT):
-            context = []  # the prompt ends within a character, which the completion does not give out again
+            context = []  # the prompt ends within a character, which is not part of the completion's text
         self._restart(context)
 
     def _restart(self, context: list[int]) -> None:
@@ -229,12 +229,12 @@ class IncrementalDecoder:
         self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
 
     def append(self, token_id: int) -> str:
-        """The text that became complete with this token, often "" in the middle of a character."""
+        """The text completed by this token; "" within a character."""
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
-        except Exception as error:  # tokenizers raises its own kind, by no name
-            # What was given out is no prefix of what the tokens now decode to: invalid bytes, regrouped.
+        except Exception as error:  # tokenizers raises plain Exception
+            # The returned text is not a prefix of the new decoding: invalid bytes were regrouped.
             if "prefix" not in str(error).lower():
                 raise
             return self.flush()
@@ -244,7 +244,7 @@ class IncrementalDecoder:
         return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
 
     def flush(self) -> str:
-        """The text of the tokens held back, at the end of the completion; an unfinished character is U+FFFD."""
+        """The text of the tokens held back, at the end of the completion; a partial character is U+FFFD."""
         if not self._held:
             return ""
         before = self._tokenizer.decode(self._context, self._skip_special_tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ringcore.checkpoint.metadata import Metadata, read_json
-from ringcore.checkpoint.model_file import check_model_file, is_there, read_model_file
+from ringcore.checkpoint.model_file import check_model_file, path_exists, read_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["TokenizerFiles", "check_tokenizer_folder", "read_tokenizer_folder"]
@@ -16,14 +16,14 @@ __all__ = ["TokenizerFiles", "check_tokenizer_folder", "read_tokenizer_folder"]
 TOKENIZER_MAX_BYTES = 256 << 20
 TOKENIZER_CONFIG_MAX_BYTES = 16 << 20  # it may repeat every added token
 TEMPLATE_MAX_BYTES = 1 << 20
-# Vocabularies of older layouts, each with the files that it takes.
+# Vocabulary formats of older layouts, each with its files.
 _CONVERTIBLE = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",))
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a model's files say of its tokenizer. `special_tokens` maps "eos_token" and its like to the text."""
+    """The parsed tokenizer files of a model. `special_tokens` maps names such as "eos_token" to their text."""
 
     path: str
     backend: Tokenizer
@@ -34,19 +34,19 @@ class TokenizerFiles:
 def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     """The tokenizer in a folder. Raises `ModelLoadError` where a file is missing, too large or broken.
 
-    Which special tokens go around a text is said by tokenizer.json alone, as in transformers 5: the fields
-    add_bos_token and add_eos_token of tokenizer_config.json are of a time before it.
+    Only tokenizer.json decides which special tokens are added to a text, as in transformers 5: the fields
+    add_bos_token and add_eos_token of tokenizer_config.json are obsolete and ignored.
     """
     config_path = folder / "tokenizer_config.json"
-    raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if is_there(config_path) else {}
+    raw = read_json(config_path, TOKENIZER_CONFIG_MAX_BYTES) if path_exists(config_path) else {}
     config = Metadata(raw, str(config_path))
     special = _special_tokens(config, folder)
     template = _chat_template(config, folder)
     file = folder / "tokenizer.json"
-    if not is_there(file):
-        return TokenizerFiles(str(folder), _through_transformers(folder), special, template)
+    if not path_exists(file):
+        return TokenizerFiles(str(folder), _convert_with_transformers(folder), special, template)
     backend = _load(file)
-    # A limit of length saved by a training run would cut prompts and pad them.
+    # Truncation and padding saved by a training run would alter prompts.
     backend.no_truncation()
     backend.no_padding()
     return TokenizerFiles(str(folder), backend, special, template)
@@ -56,19 +56,19 @@ def _load(file: Path) -> Tokenizer:
     data = read_model_file(file, TOKENIZER_MAX_BYTES)
     try:
         return Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises its own kind, by no name
+    except Exception as error:  # tokenizers raises plain Exception
         raise ModelLoadError(f"{file}: not a valid tokenizer: {error}", path=str(file)) from error
 
 
-def _through_transformers(folder: Path) -> Tokenizer:
-    """A folder in an older layout: transformers can convert it."""
+def _convert_with_transformers(folder: Path) -> Tokenizer:
+    """Converts a folder in an older layout with transformers."""
     check_tokenizer_folder(folder)
-    from transformers import AutoTokenizer  # takes seconds, so only here
+    from transformers import AutoTokenizer  # the import takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend: Tokenizer = tokenizer.backend_tokenizer
-    except Exception as error:  # of many kinds, by the layout
+    except Exception as error:  # of many types, depending on the layout
         raise ModelLoadError(
             f"{folder}: tokenizer.json is missing, and transformers cannot convert what is there: {error}",
             path=str(folder),
@@ -77,14 +77,14 @@ def _through_transformers(folder: Path) -> Tokenizer:
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """There is a tokenizer.json, or a vocabulary that transformers can convert and nothing whose opening would wait.
+    """Checks for a tokenizer.json, or a vocabulary that transformers can convert and no file that blocks on open.
 
     Raises `ModelLoadError`.
     """
-    if is_there(folder / "tokenizer.json"):
+    if path_exists(folder / "tokenizer.json"):
         check_model_file(folder / "tokenizer.json")
         return
-    if not any(all(is_there(folder / name) for name in names) for names in _CONVERTIBLE):
+    if not any(all(path_exists(folder / name) for name in names) for names in _CONVERTIBLE):
         layouts = ", ".join(" with ".join(names) for names in _CONVERTIBLE)
         raise ModelLoadError(
             f"{folder}: tokenizer.json is missing, and so is what could be converted ({layouts}); give the option "
@@ -98,10 +98,10 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def _special_tokens(config: Metadata, folder: Path) -> dict[str, str]:
-    """From tokenizer_config.json; where it has none, from special_tokens_map.json, as older folders have it."""
+    """From tokenizer_config.json, else from special_tokens_map.json of older folders."""
     sources = [config]
     older = folder / "special_tokens_map.json"
-    if is_there(older):
+    if path_exists(older):
         sources.append(Metadata(read_json(older), str(older)))
     special: dict[str, str] = {}
     for name in _SPECIAL:
@@ -118,9 +118,9 @@ def _special_tokens(config: Metadata, folder: Path) -> dict[str, str]:
 
 
 def _chat_template(config: Metadata, folder: Path) -> str | None:
-    """chat_template.jinja, else the field of tokenizer_config.json; of several named ones the "default"."""
+    """chat_template.jinja, else the field of tokenizer_config.json, of several named templates the "default"."""
     file = folder / "chat_template.jinja"
-    if is_there(file):
+    if path_exists(file):
         try:
             return read_model_file(file, TEMPLATE_MAX_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The ringcore command; it does not know how anything is computed."""
+"""The ringcore command line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["main"]
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Exit code 2 for what the user can mend in the command, 1 for every other failure."""
+    """Runs the command line. Exit code 2 for an error in the command's arguments, 1 for every other failure."""
     from ringcore.cli.app import make_app
     from ringcore.errors import ConfigError, InvalidRequestError, RingcoreError, UnknownOptionError
 
-    _print_anything()
+    _escape_unencodable()
     try:
         make_app()(args)
     except (ConfigError, InvalidRequestError, UnknownOptionError) as error:
@@ -22,8 +22,8 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(_report(error, 1))
 
 
-def _print_anything() -> None:
-    """What the terminal's encoding lacks is written as an escape: no error in the middle of an answer."""
+def _escape_unencodable() -> None:
+    """Writes characters that the terminal's encoding lacks as escapes, in place of a UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

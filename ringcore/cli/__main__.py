@@ -1,4 +1,4 @@
-"""`python -m ringcore.cli`: the command, where its script is not on the path."""
+"""`python -m ringcore.cli`: the command, if its script is not on the path."""
 
 from ringcore.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands. Each is imported where it is made, and what it runs when it runs: `--help` starts at once."""
+"""The commands. Imports are lazy, down to what a command runs, so that `--help` starts fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make_app() -> typer.Typer:
         help="Runs large language models on this machine.",
         no_args_is_help=True,
         add_completion=False,
-        pretty_exceptions_enable=False,  # errors are ours to show; a bug is shown as Python shows it
+        pretty_exceptions_enable=False,  # `main` reports our errors; a bug gets Python's own traceback
         rich_markup_mode=None,
     )
 

@@ -17,7 +17,7 @@ __all__ = ["make_generate"]
 
 
 def make_generate() -> Callable[..., None]:
-    """The command with every engine option and sampling parameter among its flags."""
+    """The command, with a flag for every engine option and sampling parameter."""
     return with_options(generate, [*sampling_options(), *engine_options()])
 
 
@@ -25,10 +25,10 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="one prompt a line; or .jsonl with a prompt (a dict, a string, token ids) a line"),
+        typer.Option(help="one prompt per line; or .jsonl with one prompt (a dict, a string, token ids) per line"),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user's message to a chat model")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt on stdout")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user message to a chat model")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt on stdout")] = False,
     progress: Annotated[bool, typer.Option(help="a progress bar on stderr")] = True,
     **options: Any,
 ) -> None:
@@ -59,7 +59,7 @@ def generate(
 
 
 def _read_prompts(file: Path) -> Iterator[Any]:
-    """The prompts of a file, blank lines left out."""
+    """The prompts of a file, without blank lines."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # a prompt may hold other line separators
     except (OSError, UnicodeDecodeError) as error:

@@ -32,16 +32,16 @@ def keys(
       ringcore rpc tcp://127.0.0.1:5600 stats --keys ./admin-keys
 
     For another client make keys in another directory, and copy its clients/client.key, its scopes with it, into
-    clients/ here, under another name that ends in .key; its client.key_secret belongs beside a copy of the server.key
-    made here.
+    clients/ here, under another name that ends in .key; that client keeps its client.key_secret together with a
+    copy of this server.key.
     """
     from ringcore.config.admin_keys import create_keys
     from ringcore.protocol.scopes import SCOPES
 
     path = create_keys(directory, scope or SCOPES)
     print(f"{path}: keys of an engine and of one client.")
-    print(f"The engine is given the whole directory: admin_keys={str(path)!r}.")
+    print(f"The engine uses the whole directory: admin_keys={str(path)!r}.")
     print("A client on another host needs two files, in a directory of its own that it gives as --keys:")
     print(f"  {path / 'server.key'}         a copy")
-    print(f"  {path / 'client.key_secret'}  to be moved, over a channel that nobody else can read (scp)")
-    print("server.key_secret stays here. An engine reads its keys when it starts.")
+    print(f"  {path / 'client.key_secret'}  to be moved, over a confidential channel (scp)")
+    print("server.key_secret stays here. The engine reads its keys when it starts.")

@@ -21,7 +21,7 @@ from ringcore.serve.options import ServiceOptions
 
 __all__ = ["engine_options", "given", "sampling_options", "service_options", "with_options"]
 
-# The engine's `seed` has the plain name; a request's own seed is the one option that goes by another.
+# `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}
 _NO_FLAGS = ("output_kind",)  # for streams alone
 
@@ -56,14 +56,14 @@ def sampling_options() -> list[inspect.Parameter]:
 def given(values: dict[str, Any], parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
     """The options of `parameters` that the command line set, by the names of their fields.
 
-    What was not given is left out, so that the default is the dataclass's own.
+    Options that were not given are left out, so that the dataclass's default applies.
     """
     names = {shown: name for name, shown in _SAMPLING_NAMES.items()}
     return {names.get(p.name, p.name): values[p.name] for p in parameters if values[p.name] not in (None, [])}
 
 
 def with_options(command: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
-    """`command(**options)` as a function whose signature also lists `parameters`, which typer reads."""
+    """Wraps `command(**options)` in a function whose signature, which typer reads, also lists `parameters`."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     every = [*own, *parameters]
 
@@ -94,7 +94,7 @@ def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: 
 
 
 def _plain_type(kind: Any) -> Any:
-    """The type that one flag takes: `int | None` is int; `list[str] | str | None` is a flag given several times."""
+    """The type of one flag: `int | None` is int; `list[str] | str | None` is a repeatable flag."""
     if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
         kinds = [k for k in typing.get_args(kind) if k is not NoneType]
         return next((k for k in kinds if typing.get_origin(k) is list), kinds[0])
@@ -102,7 +102,7 @@ def _plain_type(kind: Any) -> Any:
 
 
 def _reading(kind: Any) -> dict[str, Any]:
-    """How the text of a flag is read that takes a JSON object, or a number or one of a few words, such as
+    """The parser of a flag that takes a JSON object, or a number or one of a few words, such as
     `int | Literal["auto"]`."""
     plain = _plain_type(kind)
     if plain is StructuredOutputsParams:
@@ -115,7 +115,7 @@ def _reading(kind: Any) -> dict[str, Any]:
 
 
 def _number_or_word(text: str) -> int | str:
-    """A word as it is: which ones there are, the config knows, and says so."""
+    """An int, or the word itself, which the config validates."""
     try:
         return int(text)
     except ValueError:
@@ -123,11 +123,11 @@ def _number_or_word(text: str) -> int | str:
 
 
 def _json_object(text: str, keys: type = str) -> dict[Any, Any]:
-    """A JSON object whose keys are written as strings, and read as `keys`."""
+    """A JSON object whose string keys are converted to `keys`."""
     try:
         value = json.loads(text)
         if not isinstance(value, dict):
-            raise ValueError("it is no object")
+            raise ValueError("not an object")
         return {keys(key): item for key, item in value.items()}
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"give a JSON object with {keys.__name__} keys: {error}") from error

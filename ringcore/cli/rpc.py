@@ -19,12 +19,12 @@ def rpc(
     keys: Annotated[Path, typer.Option(help="a directory with server.key and client.key_secret")],
     method: Annotated[str | None, typer.Argument(help="e.g. stats, memory, stack, sleep; --list has them all")] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="JSON, or else a string")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds until the call is given up")] = 30.0,
-    rank: Annotated[int | None, typer.Option(help="every rank executes the call, this one alone answers")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds until the call times out")] = 30.0,
+    rank: Annotated[int | None, typer.Option(help="every rank executes the call, only this one replies")] = None,
     engine: Annotated[bool, typer.Option("--engine", help="call the engine itself, e.g. pause")] = False,
     list_methods: Annotated[bool, typer.Option("--list", help="print what can be called, and by which scope")] = False,
 ) -> None:
-    """Calls a method on every worker of a running engine, and prints what each returned: JSON, one line a rank.
+    """Calls a method on every worker of a running engine, and prints what each returned: JSON, one line per rank.
 
     The key's scopes, in clients/ of the engine's keys, must have the method's: read (changes nothing), call (any other
     worker method) or lifecycle (stops serving or changes the model).
@@ -62,7 +62,7 @@ def rpc(
 
 
 def _table(methods: list[RpcMethod]) -> list[str]:
-    """A line a method: whose it is, the scope it takes, whether it changes something, how it is called, what for."""
+    """One line per method: target, scope, effect, signature, summary."""
     lines = []
     for one in methods:
         effect = "reads" if one.read_only else "changes"
@@ -82,5 +82,5 @@ def _argument(text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as nested lists, a complex number as its two parts."""
+    """Converts arrays and tensors to nested lists, a complex number to [real, imag]."""
     return [value.real, value.imag] if isinstance(value, complex) else value.tolist()

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["bind", "make_serve"]
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "httptools")
-_END_S = 10.0  # beyond the drain: for the last answers to be sent
+_END_S = 10.0  # after the drain: to send the last responses
 
 
 def make_serve() -> Callable[..., None]:
-    """The command with every engine option, and every bound of the service, among its flags; the model is its
-    argument."""
+    """The command, with a flag for every engine option and every limit of the service; the model is its argument."""
     return with_options(serve, [*service_options(), *_engine_flags()])
 
 
@@ -38,15 +37,15 @@ def _engine_flags() -> list[Any]:
 
 def serve(
     model: Annotated[str, typer.Argument(help="a model folder, a .gguf file, or a hub id")],
-    host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 is every one of IPv4")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 for all of IPv4")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks one")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="what clients call the model, several times for several names")
+        list[str] | None, typer.Option(help="the model name for clients; repeat it for more names")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="a key that clients have to bring; others on this machine can see it here")
+        list[str] | None, typer.Option(help="an API key that clients must send; visible to other users of this machine")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one a line")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one per line")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="a name by which clients may call a service without keys, or '*' for any")
     ] = None,
@@ -59,19 +58,17 @@ def serve(
     reasoning_parser: Annotated[
         str, typer.Option(help="the format of the model's reasoning: qwen3, deepseek_r1, none, or auto")
     ] = "auto",
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="seconds that requests may go on when the service is asked to end")
-    ] = 30.0,
+    drain_s: Annotated[float, typer.Option(min=0, help="seconds that unfinished requests may take at shutdown")] = 30.0,
     engine_restarts: Annotated[
-        int, typer.Option(min=0, help="how often an engine that died is replaced by a new one; then the service ends")
+        int, typer.Option(min=0, help="how often a dead engine is restarted; then the service ends")
     ] = 0,
     access_log: Annotated[bool, typer.Option(help="a line on stdout for each request")] = True,
     **options: Any,
 ) -> None:
     """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
 
-    Ctrl-C or SIGTERM ends it: requests that run may finish for --drain-s seconds. A second Ctrl-C does not wait.
-    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 where the engine died.
+    Ctrl-C or SIGTERM ends it: unfinished requests have --drain-s seconds. A second Ctrl-C does not wait.
+    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 if the engine died.
 
     Examples:
 
@@ -99,17 +96,18 @@ def serve(
         reasoning_parser=_or_none(reasoning_parser),
         **given(options, service_options()),
     )
-    listening = bind(host, port)  # now: a model is not loaded for a port that is taken
+    listening = bind(host, port)  # before the model is loaded: a port in use fails at once
     service = _fitted(service, host, listening)
     if not service.api_keys and not _is_loopback(host):
         print(
-            f"ringcore: whoever reaches {host} may use the model; --api-key-file would ask for a key", file=sys.stderr
+            f"ringcore: every client that reaches {host} may use the model; --api-key-file requires a key",
+            file=sys.stderr,
         )
     engine = given(options, _engine_flags()) | {"engine_restarts": engine_restarts}
     with listening:
         try:
             exit_code = asyncio.run(_serve(model, engine, service, listening, drain_s, access_log))
-        except KeyboardInterrupt:  # before it serves, or while the last of it ends
+        except KeyboardInterrupt:  # before it serves, or at the end of the shutdown
             exit_code = 130
     sys.exit(exit_code)
 
@@ -134,7 +132,7 @@ async def _serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             try:
                 await super().startup(sockets)
-            except OSError as error:  # another began to listen here meanwhile
+            except OSError as error:  # another process has started to listen here
                 raise _cannot_listen(host, port, error) from error
             shown = f"[{host}]" if ":" in host else host
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
@@ -152,9 +150,9 @@ async def _serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of this address, which listens once the server runs.
+    """A socket bound to this address; it listens once the server runs.
 
-    Its protocol is named, and not 0: asyncio sends small pieces at once (TCP_NODELAY) only where it is.
+    Its protocol is explicit, not 0: asyncio sets TCP_NODELAY only then.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -171,7 +169,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _fitted(options: ServiceOptions, host: str, listening: socket.socket) -> ServiceOptions:
-    """The options with as many connections as there are descriptors, and the hosts that its address stands for."""
+    """The options with `max_connections` limited to the file descriptors, and `allowed_hosts` from the address."""
     from ringcore.serve.descriptors import fit_connections, raise_descriptor_limit
     from ringcore.serve.hosts import hosts_of_listener
 
@@ -213,7 +211,7 @@ def _read_keys(file: Path) -> list[str]:
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise ConfigError(
-            f"api_key_file={str(file)!r}: there is no key in it; write one a line",
+            f"api_key_file={str(file)!r}: it has no key; write one per line",
             option="api_key_file",
             value=str(file),
         )

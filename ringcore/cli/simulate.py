@@ -15,45 +15,48 @@ from ringcore.errors import ConfigError, InvalidRequestError
 
 __all__ = ["make_simulate"]
 
-# Engine options that say how real workers are run, or what a simulation decides itself.
-_OTHERS = {"tokenizer", "load_format", "steps_in_flight", "device", "attention_backend"}
+# Engine options of real workers, or that a simulation sets itself.
+_NOT_SIMULATED = {"tokenizer", "load_format", "steps_in_flight", "device", "attention_backend"}
 
 
 def make_simulate() -> Callable[..., None]:
-    """The command with the engine options that matter to scheduling among its flags."""
-    kept = [p for p in engine_options() if p.name not in _left_out()]
+    """The command, with flags for the engine options that affect scheduling."""
+    kept = [p for p in engine_options() if p.name not in _excluded()]
     return with_options(simulate, kept)
 
 
-def _left_out() -> set[str]:
-    return _OTHERS | (set(ParallelConfig.__dataclass_fields__) - {"tensor_parallel_size"})
+def _excluded() -> set[str]:
+    return _NOT_SIMULATED | (set(ParallelConfig.__dataclass_fields__) - {"tensor_parallel_size"})
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="time, prompt_tokens, output_tokens a line")],
-    gpus: Annotated[int, typer.Option(help="devices; every tensor_parallel_size of them are a replica")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE.jsonl", help="one request per line: time, prompt_tokens, output_tokens")
+    ],
+    gpus: Annotated[int, typer.Option(help="devices; tensor_parallel_size of them per replica")],
     routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affinity")] = "round-robin",
     load_bound: Annotated[
         float, typer.Option(help="of prefix-affinity: a replica's requests over the mean, at most; 0 for no bound")
     ] = 1.25,
     hardware: Annotated[str, typer.Option(help="the device: h200, h100, a100 or l40s")] = "h200",
     measurements: Annotated[
-        Path | None, typer.Option(help="measured steps (.jsonl) to fit the costs to, in place of the device's numbers")
+        Path | None, typer.Option(help="measured steps (.jsonl) to fit the costs to, instead of the device's numbers")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="to simulate in, where the routing looks at no loads; one a core if not given")
+        int | None,
+        typer.Option(help="processes of the simulation, for routing that ignores loads; default: one per core"),
     ] = None,
     png: Annotated[Path | None, typer.Option(help="draw the result; needs ringcore[simulate]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
-    poisson: Annotated[float | None, typer.Option(help="make the trace first: mean requests a second")] = None,
-    requests: Annotated[int, typer.Option(help="of a trace that is made: how many")] = 10_000,
-    prompt_tokens: Annotated[int, typer.Option(help="of a trace that is made: the mean")] = 500,
-    output_tokens: Annotated[int, typer.Option(help="of a trace that is made: the mean")] = 200,
-    prefixes: Annotated[int, typer.Option(help="of a trace that is made: how many shared prefixes")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(help="of a trace that is made: the length of each")] = 0,
+    poisson: Annotated[float | None, typer.Option(help="generate the trace first: mean requests per second")] = None,
+    requests: Annotated[int, typer.Option(help="of a generated trace: how many")] = 10_000,
+    prompt_tokens: Annotated[int, typer.Option(help="of a generated trace: the mean")] = 500,
+    output_tokens: Annotated[int, typer.Option(help="of a generated trace: the mean")] = 200,
+    prefixes: Annotated[int, typer.Option(help="of a generated trace: how many shared prefixes")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="of a generated trace: the length of each")] = 0,
     **options: Any,
 ) -> None:
-    """Replays requests over engine replicas whose steps take no time but their computed cost, and prints how it went.
+    """Replays requests over engine replicas in virtual time: a step takes its modelled cost. Prints the results.
 
     The schedulers and prefix caches are the real ones; no model is loaded and no device is needed. --model is a folder
     with a config.json, or that file.
@@ -102,7 +105,7 @@ def simulate(
 
 
 def _model_folder(model: str) -> str:
-    """The folder of a config.json; anything else as it is."""
+    """The folder of a config.json; any other path unchanged."""
     return os.path.dirname(os.path.abspath(model)) if os.path.basename(model) == "config.json" else model
 
 
@@ -117,7 +120,7 @@ def _num_replicas(gpus: int, ranks: int) -> int:
 
 
 def _check_folder(option: str, file: Path | None) -> None:
-    """Before a long simulation rather than after it."""
+    """Fails before a long simulation rather than after it."""
     if file is not None and not file.absolute().parent.is_dir():
         raise ConfigError(f"{option}={str(file)!r}: there is no such folder; make it", option=option, value=str(file))
 
@@ -127,7 +130,7 @@ def _make_trace(file: Path, requests: int, rate: float, prompt: int, output: int
 
     if file.exists():
         raise InvalidRequestError(
-            f"trace {str(file)!r}: is there, and --poisson would make it; give another name, or leave out --poisson",
+            f"trace {str(file)!r}: exists, and --poisson would make it; give another name, or leave out --poisson",
             field="trace",
             value=str(file),
         )

@@ -1,4 +1,4 @@
-"""The engine's options, resolved and checked once, then frozen."""
+"""The engine's options, resolved and validated once, then frozen."""
 
 from ringcore.config.engine_config import EngineConfig
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig

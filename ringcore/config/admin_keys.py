@@ -1,14 +1,14 @@
-"""Where the admin endpoint is and who may use it: its TCP address, and CurveZMQ keys in a directory.
+"""The admin endpoint's TCP address, and the CurveZMQ keys that authorize its clients, in a directory.
 
     DIR/                    0700
-      server.key            public: clients have a copy
-      server.key_secret     the engine's, for its owner alone
-      client.key_secret     a client's, for its owner alone
-      clients/              whoever has his public key here is let in
-        client.key          a file each, any name that ends in .key
+      server.key            the engine's public key; clients have a copy
+      server.key_secret     the engine's secret key, readable by its owner only
+      client.key_secret     a client's secret key, readable by its owner only
+      clients/              the public keys of the authorized clients
+        client.key          one file each, any name that ends in .key
 
 The metadata section of a client's public key has the scopes of its calls, e.g. `scope = "read call"` (see `scopes`).
-Without such a line it is let in to read alone.
+Without such a line the client has the scope `read` only.
 
 The engine reads server.key_secret and clients/; a client reads server.key and client.key_secret.
 """
@@ -45,7 +45,7 @@ _KEY_CHARS = 40  # 32 bytes in Z85
 
 @dataclass(frozen=True, slots=True)
 class KnownClient:
-    """Who is let in. name: the file's, without .key. file: its path."""
+    """An authorized client. name: the file's, without .key. file: its path."""
 
     name: str
     scopes: frozenset[str]
@@ -54,7 +54,7 @@ class KnownClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """Keys as 40 characters of Z85. clients: those who are let in, by their public keys."""
+    """Keys as 40 characters of Z85. clients: the authorized clients, by public key."""
 
     secret: bytes = field(repr=False)
     clients: Mapping[bytes, KnownClient]
@@ -70,7 +70,7 @@ class ClientKeys:
 
 
 def check_endpoint(option: str, endpoint: object, *, to_listen: bool) -> None:
-    """Raises `ConfigError` unless it is "tcp://HOST:PORT". Port 0 or *, and host *, are for listening alone."""
+    """Raises `ConfigError` unless it is "tcp://HOST:PORT". Port 0 or *, and host *, are for listening only."""
     found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
     if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
         raise _bad(option, endpoint, "give tcp://HOST:PORT, e.g. tcp://127.0.0.1:5600")
@@ -92,7 +92,7 @@ def require_curve(option: str, value: object) -> None:
 
 
 def read_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
-    """What the engine needs of the directory. Raises `ConfigError` (`admin_keys`): see `_Directory`."""
+    """The engine's keys in the directory. Raises `ConfigError` (`admin_keys`): see `_Directory`."""
     keys = _Directory("admin_keys", directory)
     secret = keys.secret(SERVER)
     keys.refuse_writable(keys.path / CLIENTS)
@@ -109,14 +109,14 @@ def read_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
 
 
 def read_client_keys(directory: str | os.PathLike[str]) -> ClientKeys:
-    """What a client needs of the directory. Raises `ConfigError` (`keys`): see `_Directory`."""
+    """A client's keys in the directory. Raises `ConfigError` (`keys`): see `_Directory`."""
     keys = _Directory("keys", directory)
     secret = keys.secret(CLIENT)
     return ClientKeys(keys.public(keys.path / f"{SERVER}.key"), public_key_of(secret), secret)
 
 
 def read_key(option: str, key: str | bytes) -> bytes:
-    """A key given as 40 characters of Z85. Raises `ConfigError`, which does not show it."""
+    """A key given as 40 characters of Z85. Raises `ConfigError`, which does not reveal it."""
     raw = key.encode("utf-8", "replace") if isinstance(key, str) else key
     if not isinstance(raw, bytes) or not _is_key(raw):
         raise _bad(option, "...", f"no CurveZMQ key; give its {_KEY_CHARS} characters of Z85")
@@ -132,8 +132,8 @@ def public_key_of(secret: bytes) -> bytes:
 class _Directory:
     """A directory of keys, for the `option` that names it.
 
-    Everything is refused that is missing or unreadable; a secret key that others than its owner may read; and
-    whatever others may write, since they could let themselves in.
+    It refuses missing or unreadable files, secret keys that other users may read, and files or directories that other
+    users may write, since they could authorize themselves.
     """
 
     def __init__(self, option: str, path: str | os.PathLike[str]) -> None:
@@ -164,7 +164,7 @@ class _Directory:
         return public
 
     def scopes(self, file: Path) -> frozenset[str]:
-        """Those of a client's public key, which `public` has read."""
+        """The scopes in a client's public key file, which `public` has read."""
         pairs = [line.partition("=") for line in file.read_text("utf-8", "replace").splitlines()]
         given = [value for key, _, value in pairs if key.strip() == _SCOPE]
         if not given:
@@ -213,14 +213,14 @@ def _bad(option: str, value: object, remedy: str) -> ConfigError:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Making.
+# Creating.
 
 
 def create_keys(directory: str | os.PathLike[str], scopes: Iterable[str] = SCOPES) -> Path:
-    """Makes keys for one engine and one client, in a directory that only its owner can enter. Returns its path.
+    """Creates keys for one engine and one client, in a directory with mode 0700. Returns its path.
 
-    scopes: of the client's calls. Raises `ConfigError`: of `scope` for another one, of `directory` where keys are there
-    already, or where others can enter what is there.
+    scopes: of the client's calls. Raises `ConfigError`: of `scope` for an unknown one, of `directory` where it already
+    has keys, or other users can enter it.
     """
     given = set(scopes)
     if unknown := sorted(given - set(SCOPES)):
@@ -248,12 +248,12 @@ def create_keys(directory: str | os.PathLike[str], scopes: Iterable[str] = SCOPE
 def _create_pair(path: Path, name: str) -> None:
     import zmq.auth
 
-    zmq.auth.create_certificates(path, name)  # as the umask has it, in a directory that nobody else can enter
+    zmq.auth.create_certificates(path, name)  # with the umask's mode, in a directory that other users cannot enter
     for end in (".key", ".key_secret"):
         (path / f"{name}{end}").chmod(0o600)
 
 
 def _write_scopes(public: Path, scopes: Iterable[str]) -> None:
-    """Into the metadata of the certificate; pyzmq writes none to a public one."""
+    """Writes the scopes to the metadata of the certificate; pyzmq writes no metadata to a public one."""
     section, _, keys = public.read_text().partition("\ncurve\n")
     public.write_text(f'{section}\n    {_SCOPE} = "{" ".join(scopes)}"\ncurve\n{keys}')

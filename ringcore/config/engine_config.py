@@ -1,8 +1,8 @@
-"""What is known before start: the engine options, resolved and cross-checked once, then frozen.
+"""The engine configuration: the engine options, resolved and cross-checked once at start-up, then frozen.
 
-`EngineConfig.from_options(model=..., **options)` is the one door. Each option is a field of exactly one part;
-fields below the line `# resolved` are facts read from the model's files. What is measured at run time is never
-written back here. No environment variable is read.
+`EngineConfig.from_options(model=..., **options)` is the only constructor to use. Each option is a field of exactly one
+part; fields below the line `# resolved` are read from the model's files. Values measured at run time are never written
+back. No environment variable is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringcore.registry import MODELS
 
 __all__ = ["EngineConfig"]
 
-_TOKENS_A_STEP = {"cuda": 8192, "cpu": 2048}  # by device, where the user does not say
+_DEFAULT_TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}  # by device, for max_num_batched_tokens=None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class EngineConfig:
         options["logits_processors"] = _processor_names(options["logits_processors"])
         options["executor"] = _executor_name(options["executor"])
         check_values(options)
-        # Plain strings: the config travels to other processes.
+        # Plain strings: the config is sent to other processes.
         for name in ("model", "tokenizer", "admin_keys", "sleep_directory"):
             options[name] = options[name] and as_file_name(os.fspath(options[name]))
         files = find_model(options["model"], options["load_format"])
@@ -83,10 +83,10 @@ class EngineConfig:
         return config if config.device.device == "auto" else config.on_device(config.device.device)
 
     def on_device(self, device: str) -> EngineConfig:
-        """With numbers where None leaves them to the device, "cuda" or "cpu". Which one "auto" is, the workers find."""
+        """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""
         if self.scheduler.max_num_batched_tokens is not None:
             return self
-        return replace(self, scheduler=replace(self.scheduler, max_num_batched_tokens=_TOKENS_A_STEP[device]))
+        return replace(self, scheduler=replace(self.scheduler, max_num_batched_tokens=_DEFAULT_TOKEN_BUDGET[device]))
 
 
 def _default(option: Field[Any]) -> Any:
@@ -96,7 +96,7 @@ def _default(option: Field[Any]) -> Any:
 
 
 def _processor_names(processors: object) -> list[str]:
-    """Each can be loaded here, and so in the workers."""
+    """The names of the processors. Loads each here, since what fails here would fail in the workers."""
     if not isinstance(processors, list | tuple):
         raise bad_value("logits_processors", processors, "give a list of classes, or of their names as 'module:Class'")
     names = [logits_processor_name(processor) for processor in processors]

@@ -1,4 +1,4 @@
-"""Checks of option values: each alone, and with each other and the model."""
+"""Validates option values: each alone, and against each other and the model."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:
     if directory is None:
         return
     if not isinstance(directory, str | os.PathLike) or not os.path.isdir(directory):
-        raise bad_value("sleep_directory", directory, "give a directory that is there, with room for the weights")
+        raise bad_value("sleep_directory", directory, "give an existing directory, with room for the weights")
     if not is_enabled:
         raise bad_value(
             "sleep_directory", directory, "it is for sleep mode; give enable_sleep_mode=True too, or neither"
@@ -115,7 +115,7 @@ def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:
 
 
 def _check_admin(endpoint: object, keys: Any) -> None:
-    """An endpoint on the network and its keys go together, and the keys are such that they protect it."""
+    """The admin endpoint and its keys require each other, and the keys must be valid and private."""
     if endpoint is None and keys is None:
         return
     if endpoint is None:
@@ -141,7 +141,7 @@ def _check_seconds(name: str, value: object) -> None:
 
 
 def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig) -> None:
-    """The options with each other and with the model."""
+    """Checks the options against each other and the model."""
     spec, size = model.spec, parallel.tensor_parallel_size
     limit = spec.max_position_embeddings
     if model.context_len > limit:
@@ -150,7 +150,7 @@ def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: Par
         raise bad_value(
             "preempt_lower_priority",
             True,
-            f"scheduling_policy={scheduler.scheduling_policy!r} knows no priorities; "
+            f"scheduling_policy={scheduler.scheduling_policy!r} has no priorities; "
             "give scheduling_policy='priority' too, or leave this out",
         )
     if parallel.executor == "uniproc" and size != 1:

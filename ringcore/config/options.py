@@ -1,4 +1,4 @@
-"""Every engine option: its name, its default, one line about it, and its part of the configuration."""
+"""Every engine option: its name, default, one-line description, and part of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
 
 
 def _option(default: Any, doc: str) -> Any:
-    if isinstance(default, list):  # each gets its own
+    if isinstance(default, list):  # a copy per instance
         return field(default_factory=default.copy, metadata={"option": doc})
     return field(default=default, metadata={"option": doc})
 
@@ -44,7 +44,7 @@ class ModelConfig:
 
     @property
     def context_len(self) -> int:
-        """`max_model_len`, or the model's own. Of "auto" the upper bound; what fits, the start-up finds."""
+        """`max_model_len`, or the model's own; for "auto" the upper bound, which start-up lowers to what fits."""
         return self.max_model_len if isinstance(self.max_model_len, int) else self.spec.max_position_embeddings
 
 
@@ -66,7 +66,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = _option(
         None, "tokens computed in one step, prompts and completions together; None means 8192 on a GPU, 2048 on a CPU"
     )
-    long_prefill_token_threshold: int | None = _option(None, "the most tokens of one prompt in one step")
+    long_prefill_token_threshold: int | None = _option(None, "chunked prefill: the most tokens of a prompt in a step")
     scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")
     preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
     max_skip_ahead: int = _option(16, "how many later requests may start before one that waits for blocks")
@@ -79,13 +79,13 @@ class SchedulerConfig:
 
     @property
     def token_budget(self) -> int:
-        """`max_num_batched_tokens` once the device is known: see `EngineConfig.on_device`."""
+        """`max_num_batched_tokens`, resolved by `EngineConfig.on_device`."""
         assert self.max_num_batched_tokens is not None, "the device is not known yet"
         return self.max_num_batched_tokens
 
     @property
     def max_tokens_in_flight(self) -> int:
-        """The most tokens of one request that are scheduled and not confirmed; once the device is known."""
+        """The most tokens of one request in steps in flight: scheduled, results pending."""
         return self.steps_in_flight * min(self.token_budget, self.long_prefill_token_threshold or self.token_budget)
 
 
@@ -98,10 +98,10 @@ class ParallelConfig:
     max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
     step_timeout_s: float | None = _option(300.0, "a step that takes longer ends its workers; None means never")
     engine_timeout_s: float | None = _option(
-        60.0, "an engine process that stands still for longer, or a worker that is stopped, is ended; None means never"
+        60.0, "an engine process without progress for longer, or a stopped worker, is killed; None means never"
     )
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
-    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger messages go beside it")
+    call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger ones use a memfd")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")

@@ -1,1 +1,1 @@
-"""Ranks and the collectives between them: gloo, NCCL, and peer memory on one host."""
+"""Tensor-parallel ranks and their collectives: gloo, NCCL, and peer GPU memory on one host."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism between worker processes of one host: over gloo for CPUs, over NCCL for GPUs."""
+"""Tensor-parallel communicators between worker processes of one host: gloo for CPUs, NCCL for GPUs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
 
 __all__ = ["GlooCommunicator", "NcclCommunicator"]
 
-# Ranks execute the same steps at the same time, so a collective waits for no more than another rank's share of the
-# step; and a rank that died is seen at once by its closed connection. This ends what neither of these ends.
+# Ranks execute the same steps at the same time, so a collective waits at most for another rank's share of the step; and
+# a dead rank is detected at once by its closed connection. The timeout covers all other hangs.
 _TIMEOUT = timedelta(seconds=300)
-_ALIGNMENT = 16  # bytes, of what the kernels are given
+_ALIGNMENT = 16  # bytes, of the kernels' tensors
 
 
 class GlooCommunicator(TensorParallel):
-    """Collectives over the loopback interface. A process group of its own: torch's global one stays the user's."""
+    """Collectives over the loopback interface, in a private process group: torch's global one stays the user's."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, timeout: timedelta = _TIMEOUT) -> None:
-        """Meets the other ranks through the file `rendezvous`; returns when all are connected, or raises RuntimeError.
+        """Rendezvous with the other ranks through the file `rendezvous`; returns when all are connected, or raises
+        RuntimeError.
 
-        The file is not used afterwards. It must be private: who can write it can join.
+        The file is not used afterwards. It must be private: a process that can write it can join.
         """
         self.rank = rank
         self.size = size
@@ -39,9 +40,9 @@ class GlooCommunicator(TensorParallel):
         self._group: Any = ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In float32 whatever the dtype: sums of half formats would be rounded at every rank."""
+        """In float32 whatever the dtype: 16-bit sums would be rounded at every rank."""
         assert self._group is not None, "closed"
-        exact = tensor.to(torch.float32)  # the tensor itself where it is float32
+        exact = tensor.to(torch.float32)  # the tensor itself if it is float32
         contiguous = exact.contiguous()
         self._group.allreduce([contiguous]).wait()
         return contiguous.to(tensor.dtype)
@@ -57,16 +58,16 @@ class GlooCommunicator(TensorParallel):
 
 
 class NcclCommunicator(TensorParallel):
-    """Collectives between GPUs, on the stream that is current. A process group of its own, as gloo's.
+    """Collectives between GPUs, on the current stream, in a private process group as gloo's.
 
-    Messages up to some MiB go through mailboxes in each other's memory, where the GPUs reach it: NCCL takes 12 to 19 us
-    however few the bytes are (two H200). Shape and dtype decide which way, and so all ranks alike.
+    Messages up to some MiB take the one-shot kernels over peer memory, where the GPUs have peer access: NCCL takes 12
+    to 19 us however small the message is (two H200). Only shape and dtype decide, so all ranks decide alike.
     """
 
     def __init__(
         self, rank: int, size: int, rendezvous: str, device: torch.device, timeout: timedelta = _TIMEOUT
     ) -> None:
-        """As `GlooCommunicator`. `device`: this rank's GPU, another one than any other rank's."""
+        """As `GlooCommunicator`. `device`: this rank's GPU, distinct from every other rank's."""
         from torch.distributed import ProcessGroupNCCL  # a CPU build has none
 
         self.rank = rank
@@ -77,29 +78,29 @@ class NcclCommunicator(TensorParallel):
         store.set_timeout(timeout)
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
-        self.all_reduce(torch.zeros(1, device=device))  # connects: now, and not in the first request
+        self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
         self._peers = PeerCollectives.connect(rank, size, store, device)
         torch.cuda.synchronize(device)
 
     @property
     def has_peer_memory(self) -> bool:
-        """Whether small messages go without NCCL."""
+        """Whether small messages bypass NCCL."""
         return self._peers is not None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place where the tensor is contiguous; in its own dtype, summed in the same order on every rank."""
+        """In place if the tensor is contiguous; in its own dtype, summed in the same order on every rank."""
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
-        if self._peers is not None and self._peers.reduces(contiguous):
+        if self._peers is not None and self._peers.can_reduce(contiguous):
             return self._peers.all_reduce(contiguous)
         self._group.allreduce([contiguous]).wait()
         return contiguous
 
     def all_reduce_add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """A small sum is rounded once, with the residual in it; a large one before it is added, too."""
+        """A small sum is rounded once, after the residual add; a large one also before it."""
         assert self._group is not None, "closed"
         contiguous = partial.contiguous()
-        if self._peers is not None and self._peers.adds(contiguous, residual):
+        if self._peers is not None and self._peers.can_add(contiguous, residual):
             self._peers.all_reduce(contiguous, residual)
         else:
             super().all_reduce_add(contiguous, residual)
@@ -107,12 +108,14 @@ class NcclCommunicator(TensorParallel):
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
-        if self._peers is not None and self._peers.gathers(contiguous):
+        if self._peers is not None and self._peers.can_gather(contiguous):
             return self._peers.all_gather_last_dim(contiguous, out)
         return _all_gather_last_dim(self._group, self.size, contiguous, out)
 
-    def apart(self) -> TensorParallel:
-        return self._of(self.rank, self.size, _Nobody(), None if self._peers is None else self._peers.apart())
+    def detached(self) -> TensorParallel:
+        return self._of(
+            self.rank, self.size, _NullProcessGroup(), None if self._peers is None else self._peers.detached()
+        )
 
     @classmethod
     def _of(cls, rank: int, size: int, group: Any, peers: PeerCollectives | None) -> NcclCommunicator:
@@ -130,28 +133,28 @@ class NcclCommunicator(TensorParallel):
 
 
 def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Of a single row the parts lie side by side as they come; several rows are copied."""
+    """The gathered shards of a single row are contiguous already; several rows are copied."""
     first, *others = tensor.shape
     if out is not None and tensor.numel() == tensor.shape[-1]:
         group._allgather_base(out.view(size * first, *others), tensor).wait()
         return out
-    parts = tensor.new_empty(size * first, *others)
-    group._allgather_base(parts, tensor).wait()
-    rows = parts.view(size, *tensor.shape).movedim(0, -2)
+    gathered = tensor.new_empty(size * first, *others)
+    group._allgather_base(gathered, tensor).wait()
+    rows = gathered.view(size, *tensor.shape).movedim(0, -2)
     if out is None:
         return rows.reshape(*tensor.shape[:-1], size * tensor.shape[-1])
     out.view(rows.shape).copy_(rows)
     return out
 
 
-class _Nobody:
-    """In place of a process group: nothing is sent, and nothing comes."""
+class _NullProcessGroup:
+    """A process group without communication, for a detached rank."""
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> _Nobody:
+    def allreduce(self, tensors: list[torch.Tensor]) -> _NullProcessGroup:
         return self
 
-    def _allgather_base(self, parts: torch.Tensor, part: torch.Tensor) -> _Nobody:
-        parts.zero_()
+    def _allgather_base(self, gathered: torch.Tensor, shard: torch.Tensor) -> _NullProcessGroup:
+        gathered.zero_()
         return self
 
     def wait(self) -> None:
@@ -162,76 +165,78 @@ class _Nobody:
 
 
 class PeerCollectives:
-    """The collectives of messages that are not large, through `PeerMemory`."""
+    """One-shot collectives for small messages, through `PeerMemory`."""
 
-    # One-shot: for a sum every rank sends its whole message to every other one. In two steps, a part's sum and then its
-    # result, it would send 2 / size of that: as much where there are two ranks, and less the more there are.
-    _SENT_BYTES = 8 << 20  # by a rank for a sum, to all others
-    _GATHERED_BYTES = 2 << 20  # from each rank; to gather in one shot is to send no byte twice
+    # One-shot all-reduce: every rank sends its whole message to every other one. A two-shot one (reduce-scatter, then
+    # all-gather) would send 2 / size of that: as much with two ranks, and less with more.
+    _SENT_BYTES = 8 << 20  # by one rank for an all-reduce, to all others
+    _GATHERED_BYTES = 2 << 20  # from each rank; a one-shot all-gather sends no byte twice
 
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
         from ringcore.kernels import all_reduce  # needs Triton, as all kernels
-        from ringcore.kernels.dependent_launch import overlaps_launches
+        from ringcore.kernels.dependent_launch import supports_pdl
 
         self._memory = memory
         self._kernels = all_reduce
         size = len(memory.addresses)
-        self._mailboxes = all_reduce.Mailboxes.at(memory.addresses, rank, self.capacity_bytes(size), device)
+        self._buffers = all_reduce.PeerBuffers.at(memory.addresses, rank, self.capacity_bytes(size), device)
         self._max_reduced_bytes = self.max_reduced_bytes(size)
-        self._pdl = overlaps_launches(device)
+        self._pdl = supports_pdl(device)
 
     @classmethod
     def connect(cls, rank: int, size: int, store: FileStore, device: torch.device) -> PeerCollectives | None:
-        """None, on every rank, where the GPUs do not all reach each other, or are too many."""
-        from ringcore.kernels.all_reduce import EMPTY_BYTE, MAX_RANKS, Mailboxes
+        """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
+        from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None
-        num_bytes = Mailboxes.num_bytes(size, cls.capacity_bytes(size))
-        memory = PeerMemory.connect(rank, size, store, num_bytes, EMPTY_BYTE, CudaPeerDriver(device))
+        num_bytes = PeerBuffers.num_bytes(size, cls.capacity_bytes(size))
+        memory = PeerMemory.connect(rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device))
         return None if memory is None else cls(memory, rank, device)
 
     @classmethod
     def max_reduced_bytes(cls, size: int) -> int:
-        """Of a message that is summed."""
+        """Of an all-reduce message."""
         return cls._SENT_BYTES // (size - 1) // _ALIGNMENT * _ALIGNMENT
 
     @classmethod
     def capacity_bytes(cls, size: int) -> int:
-        """Of a mailbox."""
+        """Of a receive buffer."""
         return max(cls.max_reduced_bytes(size), cls._GATHERED_BYTES)
 
-    def apart(self) -> PeerCollectives:
-        """The same with kernels that are compiled or caught, not launched."""
-        apart = copy.copy(self)
-        apart._mailboxes = replace(self._mailboxes, launches=False)
-        return apart
+    def detached(self) -> PeerCollectives:
+        """The same with kernels that are compiled or intercepted, not launched."""
+        detached = copy.copy(self)
+        detached._buffers = replace(self._buffers, launches=False)
+        return detached
 
-    def reduces(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes(tensor) and tensor.nbytes <= self._max_reduced_bytes
+    def can_reduce(self, tensor: torch.Tensor) -> bool:
+        return self._buffers.fits(tensor) and tensor.nbytes <= self._max_reduced_bytes
 
-    def adds(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
-        """Whether a sum and the addition to `residual` can be one kernel."""
-        return self.reduces(partial) and residual.is_contiguous() and residual.dtype in (partial.dtype, torch.float32)
+    def can_add(self, partial: torch.Tensor, residual: torch.Tensor) -> bool:
+        """Whether all-reduce and residual add can be one kernel."""
+        return (
+            self.can_reduce(partial) and residual.is_contiguous() and residual.dtype in (partial.dtype, torch.float32)
+        )
 
     def all_reduce(self, partial: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`residual` with the sum added, where it is given; else the sum, in `partial` where that can be."""
+        """`residual` with the sum added, where given; else the sum, in `partial` if it is aligned."""
         partial = _aligned(partial)
         if residual is not None and residual.data_ptr() % _ALIGNMENT:
             return residual.add_(self.all_reduce(partial))
         out = partial if residual is None else residual
-        return self._kernels.all_reduce(partial, self._mailboxes, out=out, residual=residual, pdl=self._pdl)
+        return self._kernels.all_reduce(partial, self._buffers, out=out, residual=residual, pdl=self._pdl)
 
-    def gathers(self, tensor: torch.Tensor) -> bool:
-        return self._mailboxes.takes_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
+    def can_gather(self, tensor: torch.Tensor) -> bool:
+        return self._buffers.fits_rows(tensor) and tensor.nbytes <= self._GATHERED_BYTES
 
-    def all_gather_last_dim(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.all_gather_last_dim(_aligned(part), self._mailboxes, out=out, pdl=self._pdl)
+    def all_gather_last_dim(self, shard: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.all_gather_last_dim(_aligned(shard), self._buffers, out=out, pdl=self._pdl)
 
     def close(self) -> None:
         self._memory.close()
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where it begins between two multiples: a slice of rows of an odd size."""
+    """The tensor, or a copy if it is not aligned to 16 bytes: a slice of rows of an odd size."""
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

@@ -1,8 +1,7 @@
-"""Broadcasts between GPUs by NCCL itself, without the process groups of torch.
+"""NCCL broadcasts between GPUs, without torch's process groups.
 
-A process group of torch watches its operations from a thread of its own, and ends the process where a peer is lost.
-Here a lost peer is an error: the communicator does not block, and whoever waits looks at the clock and at NCCL's own
-word on the connection.
+A torch process group has a watchdog thread, which ends the process if a peer is lost. Here a lost peer is an error: the
+communicator is non-blocking, and the waiting thread polls its deadline and NCCL's asynchronous error.
 
 The calls are those of NCCL's API (NVIDIA, "NCCL documentation", "NCCL API"), from the library that torch has loaded.
 """
@@ -19,7 +18,7 @@ __all__ = ["NcclBroadcaster", "load_nccl"]
 
 _UINT8 = 1  # ncclDataType_t
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
-_LOOK_S = 5e-5  # between two looks at the device
+_POLL_S = 5e-5  # between two polls of the device
 
 
 class _UniqueId(ctypes.Structure):
@@ -27,7 +26,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """That of NCCL 2.14, the first with one: by `version`, later ones know which of their fields it lacks."""
+    """That of NCCL 2.14, the first with one: later versions default their new fields by `version`."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -38,7 +37,7 @@ class _Config(ctypes.Structure):
 
 
 def load_nccl() -> Any:
-    """The library, its functions declared. Raises OSError where there is none."""
+    """The library, its functions declared. Raises OSError if it is not installed."""
     library = ctypes.CDLL("libnccl.so.2")
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     declare(library, "ncclGetErrorString", ctypes.c_char_p, integer)
@@ -59,11 +58,11 @@ def declare(library: Any, name: str, result: Any, *arguments: Any) -> None:
 
 
 class NcclBroadcaster:
-    """One rank of a communicator whose rank 0 sends. Every method raises RuntimeError, with NCCL's words, where a call
-    fails or is not done in time; then the communicator is of no use, and is to be closed."""
+    """One rank of a communicator whose rank 0 sends. Every method raises RuntimeError, with NCCL's error string, if a
+    call fails or misses its deadline; then the communicator is unusable and must be closed."""
 
     def __init__(self, library: Any, unique_id: bytes, rank: int, size: int, device: torch.device) -> None:
-        """Begins to connect; `connect` waits. unique_id: of `new_unique_id` on rank 0, the same on all."""
+        """Begins to connect; `connect` waits. unique_id: from `new_unique_id` on rank 0, the same on all ranks."""
         self._library, self._device = library, device
         self._comm = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
@@ -85,8 +84,8 @@ class NcclBroadcaster:
         self._settle("ncclCommInitRankConfig", time.monotonic() + timeout_s)
 
     def broadcast(self, buffer: torch.Tensor, timeout_s: float) -> None:
-        """buffer: contiguous, on the device; rank 0's is sent, on the current stream, into those of the others. Returns
-        when it is there."""
+        """buffer: contiguous, on the device; rank 0's is sent, on the current stream, into those of the other ranks.
+        Returns when it has arrived."""
         assert buffer.is_contiguous()
         deadline = time.monotonic() + timeout_s
         stream = torch.cuda.current_stream(self._device)
@@ -94,16 +93,16 @@ class NcclBroadcaster:
         with torch.cuda.device(self._device):
             code = self._library.ncclBroadcast(address, address, buffer.nbytes, _UINT8, 0, self._comm, handle)
         self._check(code, "ncclBroadcast")
-        self._settle("ncclBroadcast", deadline)  # by then it is on the stream
+        self._settle("ncclBroadcast", deadline)  # enqueued on the stream by then
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(stream)
         while not done.query():  # type: ignore[no-untyped-call]
             self._state("ncclBroadcast")
-            _wait_a_moment("ncclBroadcast", deadline)
+            _sleep_until_poll("ncclBroadcast", deadline)
 
     def _settle(self, what: str, deadline: float) -> None:
         while self._state(what) == _IN_PROGRESS:
-            _wait_a_moment(what, deadline)
+            _sleep_until_poll(what, deadline)
 
     def _state(self, what: str) -> int:
         """Of the last call and of the connection: success, or in progress."""
@@ -117,14 +116,14 @@ class NcclBroadcaster:
             raise RuntimeError(f"{what}: {self._library.ncclGetErrorString(code).decode()}")
 
     def close(self) -> None:
-        """Ends what is under way, on the device too, and gives the communicator up. Idempotent."""
+        """Aborts what is in flight, on the device too, and destroys the communicator. Idempotent."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             with torch.cuda.device(self._device):
                 self._library.ncclCommAbort(comm)
 
 
-def _wait_a_moment(what: str, deadline: float) -> None:
+def _sleep_until_poll(what: str, deadline: float) -> None:
     if time.monotonic() >= deadline:
         raise RuntimeError(f"{what} is not done in time")
-    time.sleep(_LOOK_S)
+    time.sleep(_POLL_S)

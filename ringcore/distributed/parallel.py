@@ -1,4 +1,4 @@
-"""Tensor parallelism as a model sees it: a rank, a size and some collectives, passed as an argument."""
+"""Tensor parallelism as a model sees it: a rank, a size and collectives, passed as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SingleRank", "TensorParallel"]
 
 
 class TensorParallel(ABC):
-    """This rank among `size`. All ranks call the same collectives in the same order."""
+    """One rank of `size`. All ranks call the same collectives in the same order."""
 
     rank: int
     size: int
@@ -20,27 +20,28 @@ class TensorParallel(ABC):
         """The sum over ranks, [same shape]; may be written in place."""
 
     def all_reduce_add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """residual += the sum over ranks of `partial`, in place; both [n, hidden_size], `residual` maybe float32.
+        """residual += the sum over ranks of `partial`, in place; both [n, hidden_size], `residual` may be float32.
 
-        `residual` is equal on every rank, before and after. `partial` may be written over.
+        `residual` is equal on every rank, before and after. `partial` may be overwritten.
         """
         residual.add_(self.all_reduce(partial))
 
     @abstractmethod
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank; in `out`, contiguous
-        and of the same dtype, where it is given."""
+        and of the same dtype, where given."""
 
-    def apart(self) -> TensorParallel:
-        """A rank of the same number and size with nobody to talk to: the others may be elsewhere.
+    def detached(self) -> TensorParallel:
+        """A rank of the same number and size without communication (kernel warm-up, dummy runs): the other ranks need
+        not take part.
 
-        What its collectives return has the right shape and no meaning; their kernels are compiled or caught, and never
-        launched. It needs no `close`, and serves until this one's.
+        The results of its collectives have the right shape and no meaning; their kernels are compiled or intercepted,
+        never launched. It needs no `close`, and is valid until this rank's `close`.
         """
-        return _Apart(self.rank, self.size)
+        return _DetachedRank(self.rank, self.size)
 
-    def close(self) -> None:  # noqa: B027  a rank alone has nothing to give up
-        """Gives up what connects the ranks, if anything does. Idempotent; no collective may follow."""
+    def close(self) -> None:  # noqa: B027  a single rank has no connections
+        """Closes the connections between the ranks. Idempotent; no collective may follow."""
 
 
 class SingleRank(TensorParallel):
@@ -56,8 +57,8 @@ class SingleRank(TensorParallel):
         return tensor if out is None or out is tensor else out.copy_(tensor)
 
 
-class _Apart(TensorParallel):
-    """Of a group whose collectives have no kernels of ours."""
+class _DetachedRank(TensorParallel):
+    """A detached rank of a group whose collectives launch no Triton kernels."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

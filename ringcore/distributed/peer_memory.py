@@ -1,7 +1,7 @@
-"""Memory of each rank's GPU that the GPUs of the other ranks write into, by CUDA's inter-process handles.
+"""Peer memory: memory on each rank's GPU that the GPUs of the other ranks write, by CUDA IPC handles.
 
-The ranks agree: either every one of them reaches every other, tried with real writes, or all go on without. A link that
-the driver promises and that loses what is written has been seen, in virtual machines above all.
+The ranks agree: either every rank has peer access to every other, probed with real writes, or none uses peer memory.
+Links that the driver reports as working and that lose writes have been seen, in virtual machines above all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["CudaPeerDriver", "KeyValueStore", "PeerDriver", "PeerMemory"]
 _log = logging.getLogger(__name__)
 _OK = "+"
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_TRIAL_BYTES = 16  # that each rank writes into each other's memory
+_PROBE_BYTES = 16  # that each rank writes into every other rank's memory
 
 
 class PeerDriver(ABC):
-    """What a GPU's driver does, as `PeerMemory` needs it. Every method raises RuntimeError where the driver refuses."""
+    """The GPU driver's calls that `PeerMemory` needs. Every method raises RuntimeError if the driver refuses."""
 
     @abstractmethod
     def reaches(self, peer: int) -> bool:
@@ -35,11 +35,11 @@ class PeerDriver(ABC):
 
     @abstractmethod
     def export(self, address: int) -> bytes:
-        """What another process needs to `open` what `allocate` gave."""
+        """-> an IPC handle, with which another process can `open` what `allocate` returned."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:
-        """-> the address at which another process's memory is seen here."""
+        """-> the address at which another process's memory is mapped here."""
 
     @abstractmethod
     def close(self, address: int) -> None:
@@ -51,7 +51,7 @@ class PeerDriver(ABC):
 
     @abstractmethod
     def fill(self, address: int, byte: int, num_bytes: int) -> None:
-        """Written, and to be seen by every GPU, when it returns."""
+        """Complete, and visible to every GPU, when it returns."""
 
     @abstractmethod
     def read(self, address: int, num_bytes: int) -> bytes:
@@ -59,7 +59,7 @@ class PeerDriver(ABC):
 
 
 class KeyValueStore(Protocol):
-    """The part of torch's stores by which the ranks meet. `get` waits for a key, up to the store's timeout."""
+    """The part of torch's stores that the rendezvous needs. `get` waits for a key, up to the store's timeout."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -67,7 +67,7 @@ class KeyValueStore(Protocol):
 
 
 class PeerMemory:
-    """`num_bytes` on every rank's GPU, as this rank's GPU sees them."""
+    """`num_bytes` on every rank's GPU, as mapped on this rank's GPU."""
 
     def __init__(self, driver: PeerDriver, rank: int, addresses: list[int]) -> None:
         self._driver, self._rank = driver, rank
@@ -79,30 +79,30 @@ class PeerMemory:
     ) -> PeerMemory | None:
         """Rank i is on GPU i. The memory is filled with `fill_byte` before any rank returns.
 
-        None on every rank where one of them cannot: rank 0's log says which, and why. Raises RuntimeError where a rank
-        is absent.
+        None on every rank if any rank refuses: rank 0's log says which, and why. Raises RuntimeError if a rank is
+        absent.
         """
-        assert num_bytes >= size * _TRIAL_BYTES, (num_bytes, size)
-        attempt = _Attempt(rank, size, store, num_bytes, fill_byte, driver)
-        refusals = attempt.run()
+        assert num_bytes >= size * _PROBE_BYTES, (num_bytes, size)
+        handshake = _Handshake(rank, size, store, num_bytes, fill_byte, driver)
+        refusals = handshake.run()
         if not refusals:
-            return cls(driver, rank, attempt.addresses)
-        attempt.give_up()
+            return cls(driver, rank, handshake.addresses)
+        handshake.give_up()
         if rank == 0:
             _log.warning("no peer memory between the GPUs, so NCCL for messages of all sizes: %s", "; ".join(refusals))
         return None
 
     def close(self) -> None:
-        """Ends this rank's view of the others. Its own memory stays until the process ends: another rank, which may
-        still see it, is not asked, because it may be dead. Idempotent."""
+        """Unmaps the other ranks' memory. Its own memory is not freed before the process ends: another rank may still
+        map it, and is not asked, because it may be dead. Idempotent."""
         addresses, self.addresses = self.addresses, ()
         for rank, address in enumerate(addresses):
             if rank != self._rank:
                 self._driver.close(address)
 
 
-class _Attempt:
-    """Three rounds, each of which ends when every rank has said what it came to."""
+class _Handshake:
+    """Three rounds; each ends when every rank has reported its result."""
 
     def __init__(
         self, rank: int, size: int, store: KeyValueStore, num_bytes: int, fill_byte: int, driver: PeerDriver
@@ -118,7 +118,7 @@ class _Attempt:
         return [self._opened.get(rank, self._own) for rank in range(self._size)]
 
     def run(self) -> list[str]:
-        """Why it failed, by rank; nothing where it did not."""
+        """The ranks' refusals; empty on success."""
         handles, refusals = self._round("handles", self._offer)
         if not refusals:
             _, refusals = self._round("writes", lambda: self._write_to_others(handles))
@@ -127,26 +127,26 @@ class _Attempt:
         return refusals
 
     def give_up(self) -> None:
-        """Nothing is freed before all have closed it."""
+        """No rank frees its memory before all have unmapped it."""
         self._round("closed", self._close)
         if self._own is not None:
             self._driver.free(self._own)
 
     def _round(self, name: str, work: Callable[[], str]) -> tuple[list[str], list[str]]:
-        """What every rank's work returned, or else why some failed."""
+        """What every rank's work returned, and the refusals."""
         try:
-            told = _OK + work()
+            reply = _OK + work()
         except (RuntimeError, ImportError) as error:
-            told = f"rank {self._rank}: {error}"
-        self._store.set(f"peer_memory/{name}/{self._rank}", told)
-        all_told = [self._store.get(f"peer_memory/{name}/{rank}").decode() for rank in range(self._size)]
-        return [one.removeprefix(_OK) for one in all_told], [one for one in all_told if not one.startswith(_OK)]
+            reply = f"rank {self._rank}: {error}"
+        self._store.set(f"peer_memory/{name}/{self._rank}", reply)
+        replies = [self._store.get(f"peer_memory/{name}/{rank}").decode() for rank in range(self._size)]
+        return [one.removeprefix(_OK) for one in replies], [one for one in replies if not one.startswith(_OK)]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def _offer(self) -> str:
-        """-> the handle of this rank's memory, which is filled."""
+        """-> the IPC handle of this rank's memory, already filled."""
         for peer in self._others():
             if not self._driver.reaches(peer):
                 raise RuntimeError(f"GPU {self._rank} does not reach the memory of GPU {peer}")
@@ -157,20 +157,22 @@ class _Attempt:
     def _write_to_others(self, handles: Sequence[str]) -> str:
         for peer in self._others():
             self._opened[peer] = self._driver.open(bytes.fromhex(handles[peer]))
-            self._driver.fill(self._opened[peer] + self._rank * _TRIAL_BYTES, self._trial(self._rank), _TRIAL_BYTES)
+            self._driver.fill(
+                self._opened[peer] + self._rank * _PROBE_BYTES, self._probe_byte(self._rank), _PROBE_BYTES
+            )
         return ""
 
     def _check_own(self) -> str:
         assert self._own is not None
         for peer in self._others():
-            found = self._driver.read(self._own + peer * _TRIAL_BYTES, _TRIAL_BYTES)
-            if found != bytes([self._trial(peer)]) * _TRIAL_BYTES:
+            found = self._driver.read(self._own + peer * _PROBE_BYTES, _PROBE_BYTES)
+            if found != bytes([self._probe_byte(peer)]) * _PROBE_BYTES:
                 raise RuntimeError(f"what GPU {peer} wrote did not arrive in the memory of GPU {self._rank}")
         self._driver.fill(self._own, self._fill_byte, self._num_bytes)
         return ""
 
-    def _trial(self, sender: int) -> int:
-        """A byte that no fill leaves."""
+    def _probe_byte(self, sender: int) -> int:
+        """A byte different from the fill."""
         return (self._fill_byte + 1 + sender) % 256
 
     def _close(self) -> str:
@@ -180,18 +182,18 @@ class _Attempt:
 
 
 class CudaPeerDriver(PeerDriver):
-    """The CUDA driver, through the package cuda-bindings, in torch's context on `device`."""
+    """The CUDA driver, through cuda-bindings, in torch's context on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._driver: Any = None
 
     def _call(self, name: str, *args: Any) -> Any:
-        """The driver's function, without its error code."""
+        """Calls a driver function and returns its result without the error code."""
         if self._driver is None:
             from cuda.bindings import driver
 
-            torch.cuda.synchronize(self._device)  # makes torch's context, in which the calls are
+            torch.cuda.synchronize(self._device)  # creates torch's context, which the calls use
             self._driver = driver
         error, *values = getattr(self._driver, name)(*args)
         if int(error):
@@ -210,7 +212,7 @@ class CudaPeerDriver(PeerDriver):
         return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
-        assert self._driver is not None, "a handle comes after this rank's own"
+        assert self._driver is not None, "export before open"
         opened = self._driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
         flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)

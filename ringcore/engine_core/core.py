@@ -1,16 +1,16 @@
-"""EngineCore: requests in, tokens out. One owner of the scheduler, the KV cache's bookkeeping and the executor.
+"""EngineCore: requests in, tokens out. It owns the scheduler, the KV cache's bookkeeping and the executor.
 
     add_request ─▶ Scheduler ─schedule─▶ SchedulerOutput ─▶ Executor ─▶ workers
                        ▲                                                  │
                        └──update── ModelRunnerOutput ◀─────────────────────┘
 
-It runs in the caller's process; `process.py` puts it into one of its own. What it is made of has its owners: the steps
-(`steps_in_flight.py`), the workers (`supervisor.py`) and calls to them (`worker_calls.py`), their memory
-(`memory_control.py`), grammars (`grammar_gate.py`). Here is what callers have of them, and how they meet.
+It runs in the caller's process; `process.py` runs it in an engine process. Each part has its own module: steps in
+flight (`steps_in_flight.py`), the workers (`supervisor.py`) and calls to them (`worker_calls.py`), their memory
+(`memory/control.py`), grammars (`grammar_gate.py`). This module has the public methods and connects the parts.
 
-With `max_worker_restarts` it outlives its workers (`supervisor.py`). All that a request is, its tokens, its seed and
-its place in the queue, is in the scheduler, and what a token is depends on these alone; so the requests are computed
-again from the tokens they have, and their callers see a pause and the tokens of an undisturbed run.
+With `max_worker_restarts` the engine survives the loss of its workers (`supervisor.py`). The scheduler holds all state
+of a request (tokens, seed, queue position), and a sampled token depends on that state alone. So the new workers
+recompute the requests from the tokens they have; callers see a pause, then the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = ["EngineCore"]
 class EngineCore(MemoryMethods):
     """The engine, in this process.
 
-    Raises at construction what stopped it: `ModelLoadError`, `CapacityError`, `ConfigError`, `EngineDeadError`.
-    A worker's death or an error in a step costs a restart of the workers; where none is left it ends the engine: that
-    call and every later one raise `EngineDeadError`. Not thread-safe: one thread at a time.
+    The constructor raises what failed: `ModelLoadError`, `CapacityError`, `ConfigError`, `EngineDeadError`.
+    A worker's death or an error in a step costs one restart of the workers; once no restart is left, that call and
+    every later one raise `EngineDeadError`. Not thread-safe: one thread at a time.
 
-    on_recovery: told of each restart before it is made; it must not raise. `ready` is the new workers' afterwards, and
-    `wait_fds` gives other descriptors.
-    clock: gives seconds; that by which `arrival_s` of requests was taken.
+    on_recovery: called before each restart; it must not raise. After a restart `ready` describes the new workers, and
+    `wait_fds` returns other descriptors.
+    clock: returns seconds; the clock of the requests' `arrival_s`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class EngineCore(MemoryMethods):
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
         self._calls = WorkerCalls(self._executor, self._supervisor, self._recover)
         self.public_methods = PublicMethods(EngineCore, lambda: self._executor.methods)
-        self._untold: list[EngineCoreOutput] = []  # of no step, for the next `advance` to give out
-        self._held: deque[OutputColumns] = deque()  # of steps that were taken while an operation was waited for
+        self._pending_outputs: list[EngineCoreOutput] = []  # that no step produced; the next `advance` returns them
+        self._buffered: deque[OutputColumns] = deque()  # of steps that completed while `_operate` waited
         try:
             self.ready, kv_cache = self._supervisor.start()
         except BaseException:
@@ -95,25 +95,25 @@ class EngineCore(MemoryMethods):
         depth = config.scheduler.steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)
         self._reader = OutputReader()
-        self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._untold)
-        gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._untold)
+        self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
+        gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
-        self._operations = Operations(self._hold_a_step)
+        self._operations = Operations(self._buffer_step)
 
     # -----------------------------------------------------------------------------------------------------------
-    # Requests. They need no workers: while these are lost, requests come and go all the same.
+    # Requests. These methods need no workers, so they also work while the workers are lost.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) and is unchanged if it is wrong;
-        `SleepingError` while the memory that it needs is given back, or the weights are stale.
+        """Queues a request. Raises `InvalidRequestError` (or `CapacityError`) for an invalid one and leaves the engine
+        unchanged; `SleepingError` while weights or KV cache are released, or the weights are stale.
 
-        What is wrong with a grammar of its `structured_outputs` comes as its output: that is compiled first."""
+        A grammar of `structured_outputs` is compiled first; its error arrives as the request's output."""
         self._supervisor.check_alive()
         self._memory.check_takes_requests()
         self._grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Ends requests at once, also one that a step in flight computes; returns the last output of each.
+        """Ends requests at once, including those that a step in flight computes; returns the last output of each.
 
         Unknown and finished ids are ignored.
         """
@@ -123,15 +123,16 @@ class EngineCore(MemoryMethods):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: a request that is not finished, unless a pause or a sleep keeps it from
-        going on; a step in flight; an operation under way; an output to give.
+        """Whether `step` has work: an unfinished request that no pause or sleep blocks, a step in flight, an operation
+        in progress, or a pending output.
         """
-        is_busy = bool(self._steps or self._untold or self._held or self._operations or self._grammars)
+        is_busy = bool(self._steps or self._pending_outputs or self._buffered or self._operations or self._grammars)
         return is_busy or self._scheduler.has_unfinished
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do, and its workers could compute: none is lost, and no memory is away or stale."""
+        """Whether the engine has no work and its workers could compute: none is lost, all memory is resident and
+        current."""
         return not self.has_unfinished and self._memory.states.serves and self._supervisor.lost is None
 
     @property
@@ -139,37 +140,38 @@ class EngineCore(MemoryMethods):
         return len(self._steps)
 
     @property
-    def num_steps_taken(self) -> int:
-        """Steps whose results were taken in, or lost with the workers."""
-        return self._steps.num_taken
+    def num_steps_completed(self) -> int:
+        """Steps whose results the scheduler has applied, or that were lost with the workers."""
+        return self._steps.num_completed
 
     @property
     def num_steps_launched(self) -> int:
-        return self._steps.num_taken + len(self._steps)
+        return self._steps.num_completed + len(self._steps)
 
     # -----------------------------------------------------------------------------------------------------------
     # The step.
 
     def step(self, block: bool = True, max_steps: int = 1) -> EngineCoreOutputs:
-        """Keeps `steps_in_flight` steps with the workers and takes in the result of the oldest.
+        """Keeps `steps_in_flight` steps with the workers and applies the model's output of the oldest.
 
-        With `block=False` the result is taken in only if it is there. Empty if there is nothing to do, and where it
-        took new workers to go on: then the outputs are those of requests that were refused.
+        With `block=False` it applies the output only if that has arrived. Empty if there is no work. After a restart of
+        the workers it has the outputs of the requests that the recovery ended, and no tokens.
 
-        max_steps: where all that run decode and nobody can start, so many steps may be one (see `Scheduler.schedule`).
+        max_steps: if all running requests decode and no waiting one can start, one step may stand for up to this many
+            (see `Scheduler.schedule`).
         """
         columns = self.advance(block, max_steps)
         return EngineCoreOutputs([] if columns is None else self._reader.read(columns), self.stats())
 
     def advance(self, block: bool = False, max_steps: int = 1) -> OutputColumns | None:
-        """`step` for an event loop: None where no result was taken in, so that the loop knows it may sleep.
+        """`step` for an event loop: None if no result was applied, so that the loop may block in poll.
 
-        Whoever takes columns takes all of them, and reads them in order by one `OutputReader`.
+        The caller must consume every `OutputColumns`, in order, with one `OutputReader`.
         """
         self._supervisor.check_alive()
         if self._operations:
             self._operations.drive()
-        return self._held.popleft() if self._held else self._advance(block, max_steps)
+        return self._buffered.popleft() if self._buffered else self._advance(block, max_steps)
 
     def _advance(self, block: bool, max_steps: int = 1) -> OutputColumns | None:
         self._supervisor.check_alive()
@@ -177,26 +179,26 @@ class EngineCore(MemoryMethods):
             try:
                 self._supervisor.check_serving()
                 self._grammars.drive()
-                columns = self._steps.take(block, max_steps)
+                columns = self._steps.advance(block, max_steps)
             except WorkersLost:
                 self._recover()
                 columns = output_columns([], self.stats())
-        if self._untold:
+        if self._pending_outputs:
             columns = columns or output_columns([], self.stats())
-            columns.others[:0] = self._untold
-            self._untold.clear()
+            columns.others[:0] = self._pending_outputs
+            self._pending_outputs.clear()
         if columns is None and block and self._grammars:
             self._grammars.wait(self.wait_fds())
         return columns
 
     def _recover(self) -> None:
-        """New workers in place of the lost ones, and every running request back to the queue."""
+        """Replaces the lost workers and preempts every running request."""
         cause = self._supervisor.lost
         assert cause is not None
         with self._supervisor.errors_end_the_engine():
             self.ready, kv_cache = self._supervisor.replace()
-            self._untold += self._scheduler.recover(kv_cache, cause, num_executed=len(self._steps))
-        self._steps.lose()
+            self._pending_outputs += self._scheduler.recover(kv_cache, cause, num_executed=len(self._steps))
+        self._steps.discard_lost()
         self._grammars.workers_replaced()
         if (steps := self._memory.workers_replaced()) is not None:
             self._operations.submit("recovery", steps, first=True)
@@ -212,17 +214,17 @@ class EngineCore(MemoryMethods):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> RpcFuture:
-        """Broadcasts a call to the workers; it is executed after the steps that are in flight.
+        """Broadcasts a call to the workers, which execute it after the steps in flight.
 
-        Arguments, values and errors are those of `Executor.submit`, and `WorkerDiedError` where the workers die under
-        the call and are replaced: it is not made again, since nobody knows whether it was executed.
+        Arguments, values and errors are those of `Executor.submit`, and `WorkerDiedError` if the workers die during
+        the call and are replaced: the engine does not retry it, since the workers may have executed it.
         """
         return self.forward_rpc(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
 
     def forward_rpc(self, call: EncodedCall) -> RpcFuture:
-        """`submit_rpc` of a call whose arguments are encoded already. One of `OPERATIONS` the engine does itself.
+        """`submit_rpc` of a call whose arguments are encoded already. The engine executes `OPERATIONS` itself.
 
-        Raises `InvalidRequestError` for a method that is not there or that only the engine calls.
+        Raises `InvalidRequestError` for an unknown method and for one that only the engine may call.
         """
         if not call.is_callable:
             self.public_methods.find("workers", call.method)
@@ -238,37 +240,37 @@ class EngineCore(MemoryMethods):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or the `unique_reply_rank`'s value.
+        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or the `unique_reply_rank`'s.
 
-        Raises as `submit_rpc`'s future: `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds;
-        the engine goes on.
+        Raises as `submit_rpc`'s future: `WorkerError` if the method raised, `RpcTimeoutError` after `timeout` seconds;
+        the engine keeps running after either.
         """
         return self.submit_rpc(method, args, kwargs, timeout, unique_reply_rank).result()
 
     def capture_graph(self) -> RpcFuture:
-        """Has every rank capture one of the CUDA graphs that are not there; the value: how many are left, by rank. For
-        an engine that `is_idle`."""
+        """Has every rank capture one of its missing CUDA graphs; the value: how many are left, by rank. For an engine
+        that `is_idle`."""
         return self._calls.submit("capture_graph")
 
     def check_workers(self) -> None:
-        """Notices a worker that died while nothing was asked of it: raises `EngineDeadError`, or replaces the workers.
+        """Detects a worker that died while idle: raises `EngineDeadError`, or replaces the workers.
 
-        Waits for nothing but the new workers.
+        Blocks only while new workers start.
         """
         self._calls.check()
 
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when a step or a call may have completed, or a worker has died.
 
-        Asking any future takes in the replies of all, and makes them unreadable: see `loop.EngineLoop`. They are
-        others after a restart, and from call to call while a grammar is compiled.
+        Checking any future drains the replies of all, which makes the descriptors unreadable again: see
+        `loop.EngineLoop`. The list changes after a restart, and between calls while a grammar compiles.
         """
         return [*self._calls.wait_fds(), *self._grammars.fds]
 
     def pause(self, mode: PauseMode = "new") -> None:
-        """Until `resume`: with "new" no request starts and those that run go on, with "all" no step is begun.
+        """Until `resume`: with "new" no waiting request starts and running ones continue, with "all" no step starts.
 
-        Requests come and go all the same. Raises `InvalidRequestError` for another mode.
+        Requests can still be added and aborted. Raises `InvalidRequestError` for another mode.
         """
         self._supervisor.check_alive()
         if mode not in ("new", "all"):
@@ -276,13 +278,13 @@ class EngineCore(MemoryMethods):
         self._scheduler.pause(mode)
 
     def resume(self) -> None:
-        """Ends a pause; where there is none, nothing happens."""
+        """Ends a pause, if there is one."""
         self._supervisor.check_alive()
         self._scheduler.resume()
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forgets all cached prefixes. False, and nothing changed, while a request runs; unless those that run are to
-        be preempted: they are computed again, from nothing.
+        """Evicts the whole prefix cache. Returns False and changes nothing while requests run, unless `preempt_running`
+        preempts them (by recompute).
         """
         self._supervisor.check_alive()
         return self._scheduler.reset_prefix_cache(preempt_running)
@@ -293,8 +295,8 @@ class EngineCore(MemoryMethods):
     def submit_operation(
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> Operation:
-        """Asks for one of `OPERATIONS`, done while the engine is driven, by `step`, `advance` or the operation's own
-        `result`, which is a `MemoryReport`. Raises `InvalidRequestError` for what is wrong with the arguments.
+        """Queues one of `OPERATIONS`. `step`, `advance` and the operation's own `result` drive it; the result is a
+        `MemoryReport`. Raises `InvalidRequestError` for invalid arguments.
         """
         self._supervisor.check_alive()
         check_timeout("timeout", timeout)
@@ -306,29 +308,29 @@ class EngineCore(MemoryMethods):
         return self._operations.submit(call.method, steps, call.timeout, is_by_rank=call.unique_reply_rank is None)
 
     def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        """Outputs of steps that are taken meanwhile come with the next calls of `step`."""
+        """The next calls of `step` return the outputs of steps that complete meanwhile."""
         report: MemoryReport = self.submit_operation(name, (), kwargs, timeout).result()
         return report
 
-    def _hold_a_step(self) -> None:
+    def _buffer_step(self) -> None:
         if (columns := self._advance(block=True)) is not None:
-            self._held.append(columns)
+            self._buffered.append(columns)
 
     @property
     def is_operating(self) -> bool:
-        """Whether something is under way that no descriptor may tell of: an operation, or a request whose grammar is
-        compiled."""
+        """Whether work is in progress whose completion may signal no descriptor: an operation, or a grammar that
+        compiles."""
         return bool(self._operations) or self._grammars.is_working
 
     def is_sleeping(self) -> bool:
-        """Whether it slept and has not wholly woken."""
+        """Whether some memory has not been woken since the last sleep."""
         return self._memory.states.is_sleeping
 
     # -----------------------------------------------------------------------------------------------------------
-    # How it does.
+    # Introspection.
 
     def methods(self) -> list[RpcMethod]:
-        """What can be called by name: the engine's own methods, and those of its workers."""
+        """The methods that can be called by name: the engine's own, and those of its workers."""
         return self.public_methods.listing()
 
     def stats(self) -> EngineStats:
@@ -337,20 +339,20 @@ class EngineCore(MemoryMethods):
 
     @property
     def num_restarts(self) -> int:
-        """How often the workers were replaced, or were tried to be."""
+        """Number of restarts of the workers, failed attempts included."""
         return self._supervisor.num_restarts
 
     def health(self) -> EngineHealth:
-        """How the engine and each worker do, without asking the workers anything. Never waits, never raises."""
+        """The state of the engine and of each worker, read without a call to the workers. Never waits, never raises."""
         return engine_health(
             self._scheduler, self._steps, self._executor, self._supervisor, self._memory.states, self._clock()
         )
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     def shutdown(self) -> None:
-        """Ends the workers and frees what they held. Idempotent; every later call raises `EngineDeadError`.
+        """Ends the workers and frees their resources. Idempotent; every later call raises `EngineDeadError`.
 
         Does nothing in a process that was forked from this one, where every other call raises `RingcoreError`.
         """

@@ -1,4 +1,4 @@
-"""The engine's side of the process that compiles new grammars, so that none of them can harm anybody but itself."""
+"""The engine's side of the compiler process: a grammar that hangs or crashes it fails its own request only."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.job_process import JobProcess, reap
-from ringcore.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, job_of
+from ringcore.grammars.compiler_process import CHANNEL, ENTRY, MAX_MEMORY_BYTES, encode_job
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import encode_start
 
-__all__ = ["GrammarCompiler", "Verdict"]
+__all__ = ["CompileResult", "GrammarCompiler"]
 
-_START_S = 120.0  # imports on a machine that is busy with other work
+_START_S = 120.0  # the imports, on a loaded machine
 
 
-class Verdict(NamedTuple):
-    """What became of one grammar: None, or what is wrong with it."""
+class CompileResult(NamedTuple):
+    """The result for one grammar. error: None if it compiles."""
 
     error: RingcoreError | None
 
 
 class GrammarCompiler:
-    """One grammar at a time, in a process that is started for the first one and kept.
+    """Compiles one grammar at a time in a process that starts with the first one and is kept.
 
-    `compile` begins, `poll` goes on and gives the verdict; neither waits. A grammar that takes too long, or too much
-    memory, or crashes, costs the process; the next one gets another.
+    `compile` submits a grammar, `poll` advances it and returns the result; neither waits. A grammar that exceeds its
+    deadline or its memory, or crashes, ends the process; the next grammar starts a new one.
 
-    Invariant: `_spec` is the grammar at work; without one nothing is due and no descriptor is to be watched.
+    Invariant: `_spec` is the grammar that compiles; without one there is no deadline and no descriptor to poll.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -40,32 +40,32 @@ class GrammarCompiler:
         self._timeout_s = config.scheduler.structured_outputs_timeout_s
         self._spec: StructuredOutputsParams | None = None
         self._process: JobProcess | None = None
-        self._ending: list[ChildProcess] = []  # killed, and not reaped yet
-        self._due = math.inf
+        self._unreaped: list[ChildProcess] = []  # killed, not reaped yet
+        self._deadline = math.inf
 
     @property
     def is_busy(self) -> bool:
         return self._spec is not None
 
     @property
-    def is_ending(self) -> bool:
-        """Whether a process was killed that `poll` has not reaped yet."""
-        return bool(self._ending)
+    def has_unreaped(self) -> bool:
+        """Whether a killed process still has to be reaped by `poll`."""
+        return bool(self._unreaped)
 
     @property
     def pid(self) -> int | None:
-        """The process's, if there is one."""
+        """The compiler process's, if one runs."""
         return None if self._process is None else self._process.child.pid
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors that become readable when `poll` has something to do, but for a deadline."""
+        """Descriptors that become readable when `poll` has work; a deadline signals none."""
         if self._spec is None or self._process is None:
             return []
         return [self._process.channel.fileno(), self._process.child.pidfd]
 
     def compile(self, spec: StructuredOutputsParams) -> None:
-        """Begins. Raises `RingcoreError` where no process can be started."""
+        """Submits a grammar. Raises `RingcoreError` if no process can be started."""
         assert self._spec is None, "one at a time"
         if self._process is not None and not self._process.child.is_alive():
             self._drop_process()
@@ -75,30 +75,30 @@ class GrammarCompiler:
         self._begin(self._process)
 
     def _begin(self, process: JobProcess) -> None:
-        """Sends the grammar, where the process is ready for it; till then it is the start that is waited for."""
+        """Sends the grammar once the process is ready; before that the deadline is that of the process's start."""
         if process.is_ready:
             assert self._spec is not None
-            process.send(job_of(self._spec))
-        self._due = time.monotonic() + (self._timeout_s if process.is_ready else _START_S)
+            process.send(encode_job(self._spec))
+        self._deadline = time.monotonic() + (self._timeout_s if process.is_ready else _START_S)
 
-    def poll(self) -> Verdict | None:
-        """The verdict on the grammar at work, if it has come; it is the next one's turn then."""
-        reap(self._ending)
+    def poll(self) -> CompileResult | None:
+        """The result for the grammar in progress, if it has arrived; then `compile` accepts the next one."""
+        reap(self._unreaped)
         if self._spec is None:
             return None
-        verdict = self._poll()
-        if verdict is not None:
+        result = self._poll()
+        if result is not None:
             self._spec = None
-        return verdict
+        return result
 
     def cancel(self) -> None:
-        """Nobody wants the grammar at work any more."""
+        """Drops the grammar in progress: all its requests were aborted."""
         assert self._spec is not None
         self._spec = None
         if self._process is not None:
             self._drop_process()
 
-    def _poll(self) -> Verdict | None:
+    def _poll(self) -> CompileResult | None:
         process = self._process
         assert process is not None
         process.write()
@@ -107,57 +107,57 @@ class GrammarCompiler:
                 is_ready = process.poll_ready()
             except RingcoreError as error:
                 self._drop_process()
-                return Verdict(error)
+                return CompileResult(error)
             if is_ready:
                 self._begin(process)
         answer = process.poll_answer() if process.is_ready else None
         if answer is not None:
             wire = json.loads(answer)
-            return Verdict(None if wire is None else error_from_wire(wire))
+            return CompileResult(None if wire is None else error_from_wire(wire))
         if not process.child.is_alive():
             return self._ended(process)
-        if time.monotonic() >= self._due:
-            return self._overdue(process)
+        if time.monotonic() >= self._deadline:
+            return self._timed_out(process)
         return None
 
-    def _ended(self, process: JobProcess) -> Verdict:
+    def _ended(self, process: JobProcess) -> CompileResult:
         how = process.child.describe_end()
         self._drop_process()
         if not process.is_ready:
-            return Verdict(RingcoreError(f"the process that compiles grammars did not start: {how}"))
-        return self._refused(
-            f"to compile it ended the process that does so ({how}): it takes more than {MAX_MEMORY_BYTES >> 20} MiB of "
-            "memory, or lies too deeply in itself; simplify it"
+            return CompileResult(RingcoreError(f"the grammar compiler's process did not start: {how}"))
+        return self._rejected(
+            f"the compiler process died while compiling it ({how}): it needs more than {MAX_MEMORY_BYTES >> 20} MiB of "
+            "memory, or is nested too deeply; simplify it"
         )
 
-    def _overdue(self, process: JobProcess) -> Verdict:
+    def _timed_out(self, process: JobProcess) -> CompileResult:
         self._drop_process()
         if not process.is_ready:
-            return Verdict(RingcoreError(f"the process that compiles grammars did not start within {_START_S:g} s"))
-        return self._refused(
+            return CompileResult(RingcoreError(f"the grammar compiler's process did not start within {_START_S:g} s"))
+        return self._rejected(
             f"the grammar took longer than {self._timeout_s:g} s to compile; simplify it, or raise "
             "structured_outputs_timeout_s"
         )
 
-    def _refused(self, why: str) -> Verdict:
+    def _rejected(self, why: str) -> CompileResult:
         assert self._spec is not None
         field = f"structured_outputs.{self._spec.kind}"
-        return Verdict(InvalidRequestError(f"{field}: {why}", field=field, value=None))
+        return CompileResult(InvalidRequestError(f"{field}: {why}", field=field, value=None))
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end of a process.
+    # Ending the process.
 
     def _drop_process(self) -> None:
-        """Kills it; nobody waits until it is gone."""
+        """Kills the process without waiting; `poll` reaps it."""
         assert self._process is not None
         process, self._process = self._process, None
-        self._ending.append(process.kill())
-        reap(self._ending)
+        self._unreaped.append(process.kill())
+        reap(self._unreaped)
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
         self._spec = None
         if self._process is not None:
             self._drop_process()
-        while self._ending:
-            self._ending.pop().terminate()  # it was killed: the kernel is at it
+        while self._unreaped:
+            self._unreaped.pop().terminate()  # returns soon: it was killed before

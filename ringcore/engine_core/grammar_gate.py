@@ -1,8 +1,8 @@
-"""Requests with structured outputs, held until their grammar is known to compile.
+"""Admission gate of requests with structured outputs: a request waits here until its grammar has compiled.
 
-add ─▶ the grammar is known ──────────────────────────────────────────────▶ the scheduler's queue
-   └▶ it is new: GrammarCompiler ─▶ compile_grammar on every worker, aside ─▶ ┘
-                 └ or the request's error           └ or the request's error
+add ─▶ known grammar ─────────────────────────────────────────────────────▶ the scheduler's waiting queue
+   └▶ new grammar: GrammarCompiler ─▶ compile_grammar on every worker's control channel ─▶ ┘
+                   └ or the request's error           └ or the request's error
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.grammar_compiler import GrammarCompiler, Verdict
+from ringcore.engine_core.grammar_compiler import CompileResult, GrammarCompiler
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
 from ringcore.executor.base import RpcFuture
 from ringcore.grammars import grammar_key
-from ringcore.grammars.grammars import MAX_KEPT
+from ringcore.grammars.grammars import MAX_CACHED
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.scheduler.failures import failure, id_in_use
@@ -25,9 +25,9 @@ from ringcore.scheduler.request import Request
 
 __all__ = ["Compiler", "GrammarGate", "Queue"]
 
-_MAX_DEATHS = 2  # of workers that compile it; one may have another cause
-_WORKERS_PATIENCE = 3.0  # times the compiler's deadline: workers have more to do
-_TICK_S = 0.02
+_MAX_DEATHS = 2  # deaths of workers while they compile one grammar; a single death may have another cause
+_WORKER_TIMEOUT_FACTOR = 3.0  # times the compiler's deadline: workers also execute steps
+_POLL_S = 0.02
 
 
 class Compiler(Protocol):
@@ -37,14 +37,14 @@ class Compiler(Protocol):
     def is_busy(self) -> bool: ...
 
     @property
-    def is_ending(self) -> bool: ...
+    def has_unreaped(self) -> bool: ...
 
     @property
     def fds(self) -> list[int]: ...
 
     def compile(self, spec: StructuredOutputsParams) -> None: ...
 
-    def poll(self) -> Verdict | None: ...
+    def poll(self) -> CompileResult | None: ...
 
     def cancel(self) -> None: ...
 
@@ -52,9 +52,9 @@ class Compiler(Protocol):
 
 
 class Queue(Protocol):
-    """`Scheduler`, as the gate uses it. num_held: how many requests the gate holds."""
+    """`Scheduler`, as the gate uses it. num_at_gate: number of requests at the gate."""
 
-    num_held: int
+    num_at_gate: int
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
 
@@ -64,25 +64,25 @@ class Queue(Protocol):
 
 
 class _Grammar:
-    """A grammar that is not known yet, and the requests that wait for it, in the order of arrival."""
+    """A grammar that has not compiled yet, and the requests that wait for it, in order of arrival."""
 
     def __init__(self, key: str, spec: StructuredOutputsParams) -> None:
         self.key, self.spec = key, spec
         self.requests: dict[str, Request] = {}
-        self.is_compiling = False  # it is the compiler's turn
-        self.is_checked = False  # the compiler could
-        self.future: RpcFuture | None = None  # of the workers
+        self.is_compiling = False  # in the compiler process
+        self.is_compiled = False  # the compiler process succeeded
+        self.future: RpcFuture | None = None  # of `compile_grammar` on the workers
         self.num_deaths = 0
 
 
 class GrammarGate:
-    """Nothing here waits; `drive` goes on as far as is possible.
+    """Non-blocking: `drive` advances every grammar as far as it can without waiting.
 
-    compile_on_workers: calls `compile_grammar` of each with a deadline in seconds. untold: where the last outputs of
-    requests go whose grammar is refused.
+    compile_on_workers: calls `compile_grammar` on each worker with a deadline in seconds. pending_outputs: receives the
+    last outputs of requests whose grammar is rejected.
 
-    Invariant: `_held` has each request that waits, and the grammar in `_new` that has it too; a grammar is in `_new` or
-    in `_known`, never in both.
+    Invariant: `_waiting` maps each waiting request to its grammar in `_new`, which lists the request too; a grammar is
+    in `_new` or in `_known`, never in both.
     """
 
     def __init__(
@@ -90,47 +90,48 @@ class GrammarGate:
         config: EngineConfig,
         queue: Queue,
         compile_on_workers: Callable[[StructuredOutputsParams, float], RpcFuture],
-        untold: list[EngineCoreOutput],
+        pending_outputs: list[EngineCoreOutput],
         compiler: Compiler | None = None,
     ) -> None:
-        self._queue, self._compile_on_workers, self._untold = queue, compile_on_workers, untold
+        self._queue, self._compile_on_workers, self._pending_outputs = queue, compile_on_workers, pending_outputs
         self._compiler: Compiler = compiler or GrammarCompiler(config)
         self._timeout_s = config.scheduler.structured_outputs_timeout_s
-        self._held: dict[str, _Grammar] = {}
+        self._waiting: dict[str, _Grammar] = {}
         self._new: dict[str, _Grammar] = {}
-        self._known: OrderedDict[str, None] = OrderedDict()  # the least recently used first
+        self._known: OrderedDict[str, None] = OrderedDict()  # LRU: the least recently used first
 
     def __bool__(self) -> bool:
-        """Whether a request is held."""
-        return bool(self._held)
+        """Whether a request waits at the gate."""
+        return bool(self._waiting)
 
     @property
     def is_working(self) -> bool:
-        """Whether `drive` has something to do, now or before long."""
-        return bool(self._new) or self._compiler.is_ending
+        """Whether `drive` has work now or soon."""
+        return bool(self._new) or self._compiler.has_unreaped
 
     @property
     def unfinished_ids(self) -> list[str]:
-        return list(self._held)
+        return list(self._waiting)
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors that become readable when the compiler has got on; none while no request is held."""
-        return self._compiler.fds if self._held else []
+        """Descriptors that become readable when the compiler progresses; none while no request waits."""
+        return self._compiler.fds if self._waiting else []
 
     def wait(self, fds: Sequence[int]) -> None:
-        """Until one of these is readable, or for a moment: deadlines come to no descriptor."""
+        """Waits until one of these is readable, or for a poll interval: deadlines signal no descriptor."""
         poll = select.poll()
         for fd in fds:
             poll.register(fd, select.POLLIN)
-        poll.poll(_TICK_S * 1e3)
+        poll.poll(_POLL_S * 1e3)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests.
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queues a request, or holds it. Raises `InvalidRequestError` (or `CapacityError`) where it is wrong."""
-        if request.request_id in self._held:
+        """Queues a request, or keeps it at the gate. Raises `InvalidRequestError` (or `CapacityError`) for an invalid
+        one."""
+        if request.request_id in self._waiting:
             raise id_in_use(request.request_id)
         spec = request.sampling_params.structured_outputs
         if spec is None:
@@ -144,68 +145,68 @@ class GrammarGate:
         admitted = self._queue.admit(request)
         grammar = self._new.setdefault(key, _Grammar(key, spec))
         grammar.requests[admitted.request_id] = admitted
-        self._held[admitted.request_id] = grammar
-        self._queue.num_held = len(self._held)
+        self._waiting[admitted.request_id] = grammar
+        self._queue.num_at_gate = len(self._waiting)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Ends those of these that are held; the last output of each."""
+        """Aborts those of these requests that wait at the gate; returns the last output of each."""
         outputs = []
         for request_id in request_ids:
-            if (grammar := self._held.get(request_id)) is not None:
-                outputs.append(self._let_go(grammar, request_id).to_output([], finish_reason="abort"))
+            if (grammar := self._waiting.get(request_id)) is not None:
+                outputs.append(self._release(grammar, request_id).to_output([], finish_reason="abort"))
                 if not grammar.requests:
-                    self._drop(grammar)
+                    self._forget(grammar)
         return outputs
 
-    def _drop(self, grammar: _Grammar) -> None:
-        """All who asked for it have left; nobody would look after the work on it."""
+    def _forget(self, grammar: _Grammar) -> None:
+        """Forgets a grammar whose requests were all aborted, and cancels its compilation."""
         del self._new[grammar.key]
         if grammar.is_compiling:
             self._compiler.cancel()
 
-    def _let_go(self, grammar: _Grammar, request_id: str) -> Request:
-        del self._held[request_id]
-        self._queue.num_held = len(self._held)
+    def _release(self, grammar: _Grammar, request_id: str) -> Request:
+        del self._waiting[request_id]
+        self._queue.num_at_gate = len(self._waiting)
         return grammar.requests.pop(request_id)
 
     # -----------------------------------------------------------------------------------------------------------
     # Grammars.
 
     def drive(self) -> None:
-        """Raises `EngineDeadError` where the workers are lost for good."""
-        if not self._new and not self._compiler.is_ending:
+        """Advances all grammars. Raises `EngineDeadError` if the workers are lost and not replaced."""
+        if not self._new and not self._compiler.has_unreaped:
             return
-        self._take_verdict()
-        self._begin_next()
-        for grammar in [one for one in self._new.values() if one.is_checked]:
-            self._ask_workers(grammar)
+        self._poll_compiler()
+        self._start_next()
+        for grammar in [one for one in self._new.values() if one.is_compiled]:
+            self._poll_workers(grammar)
 
-    def _take_verdict(self) -> None:
-        verdict = self._compiler.poll()
-        if verdict is None:
+    def _poll_compiler(self) -> None:
+        result = self._compiler.poll()
+        if result is None:
             return
         grammar = next(one for one in self._new.values() if one.is_compiling)
         grammar.is_compiling = False
-        if verdict.error is not None:
-            self._refuse(grammar, verdict.error)
+        if result.error is not None:
+            self._reject(grammar, result.error)
         else:
-            grammar.is_checked = True
+            grammar.is_compiled = True
 
-    def _begin_next(self) -> None:
+    def _start_next(self) -> None:
         while not self._compiler.is_busy:
-            grammar = next((one for one in self._new.values() if not one.is_checked), None)
+            grammar = next((one for one in self._new.values() if not one.is_compiled), None)
             if grammar is None:
                 return
             try:
                 self._compiler.compile(grammar.spec)
                 grammar.is_compiling = True
             except RingcoreError as error:
-                self._refuse(grammar, error)
+                self._reject(grammar, error)
 
-    def _ask_workers(self, grammar: _Grammar) -> None:
+    def _poll_workers(self, grammar: _Grammar) -> None:
         try:
             if grammar.future is None:
-                grammar.future = self._compile_on_workers(grammar.spec, _WORKERS_PATIENCE * self._timeout_s)
+                grammar.future = self._compile_on_workers(grammar.spec, _WORKER_TIMEOUT_FACTOR * self._timeout_s)
             if not grammar.future.done():
                 return
             grammar.future.result()
@@ -213,47 +214,47 @@ class GrammarGate:
             grammar.future = None
             grammar.num_deaths += 1
             if grammar.num_deaths >= _MAX_DEATHS:
-                self._refuse(grammar, _killed_workers(grammar.spec, error))
+                self._reject(grammar, _killed_workers(grammar.spec, error))
         except EngineDeadError:
             raise
         except RingcoreError as error:
-            self._refuse(grammar, error)
+            self._reject(grammar, error)
         else:
-            self._pass(grammar)
+            self._admit(grammar)
 
-    def _pass(self, grammar: _Grammar) -> None:
+    def _admit(self, grammar: _Grammar) -> None:
         del self._new[grammar.key]
         self._known[grammar.key] = None
-        while len(self._known) > MAX_KEPT:
+        while len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
         for request_id in list(grammar.requests):
-            request = self._let_go(grammar, request_id)
+            request = self._release(grammar, request_id)
             try:
                 self._queue.enqueue(request)
             except RingcoreError as error:
-                self._untold.append(failure(request, error))
+                self._pending_outputs.append(failure(request, error))
 
-    def _refuse(self, grammar: _Grammar, error: RingcoreError) -> None:
+    def _reject(self, grammar: _Grammar, error: RingcoreError) -> None:
         del self._new[grammar.key]
         for request_id in list(grammar.requests):
-            self._untold.append(failure(self._let_go(grammar, request_id), error))
+            self._pending_outputs.append(failure(self._release(grammar, request_id), error))
 
     def workers_replaced(self) -> None:
-        """The new workers know no grammar. Those that are known to compile need not be compiled before again; but
-        whether a worker lives through one is another matter, so each is asked anew."""
+        """New workers have no compiled grammars. The compiler process need not check the known ones again, but one of
+        them may have killed the workers, so each is sent through the gate again."""
         self._known.clear()
 
     def close(self) -> None:
-        """Ends the compiler. Idempotent; the requests are nobody's any more."""
+        """Ends the compiler. Idempotent; the waiting requests are dropped without an output."""
         self._compiler.close()
 
     def check(self) -> None:
         """Asserts the invariant; for tests."""
-        held = {request_id: one for one in self._new.values() for request_id in one.requests}
-        assert held == self._held, "a request is lost, or held twice"
+        waiting = {request_id: one for one in self._new.values() for request_id in one.requests}
+        assert waiting == self._waiting, "a request is lost, or waits twice"
         assert not self._new.keys() & self._known.keys(), "a grammar is known and new"
         assert sum(one.is_compiling for one in self._new.values()) == self._compiler.is_busy
-        assert self._queue.num_held == len(self._held)
+        assert self._queue.num_at_gate == len(self._waiting)
 
 
 def _killed_workers(spec: StructuredOutputsParams, error: RingcoreError) -> InvalidRequestError:

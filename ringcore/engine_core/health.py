@@ -1,4 +1,4 @@
-"""How an engine does, as far as can be seen without asking its workers."""
+"""An engine's health report, made without a call to its workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def engine_health(
     memory: MemoryStates,
     now: float,
 ) -> EngineHealth:
-    """now: seconds, by the clock of `steps` and of the requests. Never waits, never raises."""
-    stats, dead, last_step_s = scheduler.stats(), supervisor.dead, steps.last_taken_s
+    """now: seconds, on the clock of `steps` and of the requests. Never waits, never raises."""
+    stats, dead, last_step_s = scheduler.stats(), supervisor.dead, steps.last_completed_s
     oldest_step_s = None if dead else executor.oldest_step_s()
     return EngineHealth(
         state=_state(supervisor, memory, oldest_step_s),
@@ -40,7 +40,7 @@ def engine_health(
 
 
 def _state(supervisor: WorkerSupervisor, memory: MemoryStates, oldest_step_s: float | None) -> HealthState:
-    """The first of these that holds: what ends the engine before what only stops it."""
+    """The first state that applies, the gravest first."""
     if supervisor.dead is not None:
         return "dead"
     if supervisor.lost is not None:

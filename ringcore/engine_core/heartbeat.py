@@ -1,14 +1,14 @@
-"""Whether an engine process still runs, seen by its client without asking: one line of a `StatusBoard` that both share.
+"""Heartbeat and watchdog of the engine process: the client reads one line of a `StatusBoard` in shared memory.
 
-    word           written by                      it stands still
-    -------------  ------------------------------  ---------------------------------------------------------------
-    heartbeat      a thread of the engine's own    where the process is stopped, or native code keeps Python's lock
-    busy since     the engine's loop, every turn   where a turn of the loop does not end; 0 while the loop sleeps
-    calls          the loop, when it goes to sleep 0 until the engine has started
+    word           written by                           it does not change when
+    -------------  -----------------------------------  ----------------------------------------------------------
+    heartbeat      the engine's heartbeat thread        the process is stopped, or native code holds the GIL
+    busy since     the engine's loop, every iteration   an iteration of the loop hangs; 0 while the loop polls
+    calls          the loop, when it starts to poll     0 until the engine has started
 
-A start and a recovery are long and have deadlines of their own: until the engine has started only a process that the
-kernel calls stopped is silent, and a turn that replaces workers is not timed. Nor are the turns of a loop that computes
-the steps itself.
+Start-up and recovery are long and have deadlines of their own. Until the engine has started the watchdog counts silence
+only for a process that the kernel reports as stopped, and it does not time an iteration that replaces workers, nor the
+iterations of a loop that computes the steps itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.status_board import RankStatus, StatusBoard, StatusLine
 from ringcore.executor.unchanged import UnchangedFor
 
-__all__ = ["EngineWatch", "start_heartbeat"]
+__all__ = ["EngineWatchdog", "start_heartbeat"]
 
 _PERIOD_S = 1.0
-_LOOKS = 8  # within a short timeout
+_CHECKS_PER_TIMEOUT = 8  # at least, for a short timeout
 _JOIN_S = 2.0
 _MAX_STACK_CHARS = 16 << 10
 _log = logging.getLogger(__name__)
 
 
 def start_heartbeat(line: StatusLine, timeout_s: float | None) -> None:
-    """Beats from a daemon thread as long as this process lives. timeout_s: the client's."""
+    """Starts the heartbeat: a daemon thread for the life of the process. timeout_s: the watchdog's timeout."""
     period_s = _period_s(timeout_s)
 
     def beat() -> None:
@@ -46,30 +46,31 @@ def start_heartbeat(line: StatusLine, timeout_s: float | None) -> None:
 
 
 def _period_s(timeout_s: float | None) -> float:
-    return _PERIOD_S if timeout_s is None else min(_PERIOD_S, timeout_s / _LOOKS)
+    return _PERIOD_S if timeout_s is None else min(_PERIOD_S, timeout_s / _CHECKS_PER_TIMEOUT)
 
 
-class EngineWatch:
-    """Looks at an engine process from its client with a daemon thread, from construction to `stop`; kills it where it
-    has stood still for `timeout_s` seconds in which the client itself was running.
+class EngineWatchdog:
+    """The client's watchdog thread for an engine process, from construction to `stop`. It kills a process that hangs
+    for `timeout_s` seconds; only seconds in which the client itself was running count.
 
-    killed_for: why it was killed, which is then the error that its death makes. Knows nothing of the client.
+    killed_for: the error to raise for the death of a process that the watchdog killed. It holds no reference to the
+    client.
     """
 
     def __init__(self, process: ChildProcess, board: StatusBoard, timeout_s: float) -> None:
         self._process, self._timeout_s = process, timeout_s
         self.killed_for: EngineDeadError | None = None
         self._period_s = _period_s(timeout_s)
-        self._silence, self._turn = UnchangedFor(2 * self._period_s), UnchangedFor(2 * self._period_s)
-        self._stopping: queue.SimpleQueue[None] = queue.SimpleQueue()  # put may be called from anywhere
-        # The board, and with it a descriptor, is the thread's: closed clients may be kept.
-        self._thread = threading.Thread(target=self._run, args=(board,), name="engine watch", daemon=True)
+        self._heartbeat, self._iteration = UnchangedFor(2 * self._period_s), UnchangedFor(2 * self._period_s)
+        self._stopping: queue.SimpleQueue[None] = queue.SimpleQueue()  # reentrant: `stop` may run in a finalizer
+        # Only the thread references the board: its descriptor closes with the thread, even if the client object lives.
+        self._thread = threading.Thread(target=self._run, args=(board,), name="engine watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
         self._stopping.put(None)
-        if threading.current_thread() is not self._thread:  # which may have dropped the last reference to a client
+        if threading.current_thread() is not self._thread:  # a client may be finalized in this very thread
             self._thread.join(_JOIN_S)
 
     def _run(self, board: StatusBoard) -> None:
@@ -77,19 +78,19 @@ class EngineWatch:
             try:
                 self._stopping.get(timeout=self._period_s)
             except queue.Empty:
-                self.look(board.read(0), time.monotonic())
+                self.check(board.read(0), time.monotonic())
             else:
                 return
 
-    def look(self, status: RankStatus, now: float) -> None:
-        """One look; kills the process where it is time to. now: monotonic seconds."""
+    def check(self, status: RankStatus, now: float) -> None:
+        """One check; kills the process if it has hung too long. now: monotonic seconds."""
         is_counted = status.num_calls > 0 or self._process.process_state() == "stopped"
-        silent_s = self._silence.look(status.heartbeat_ns if is_counted else None, now)
-        turn_s = self._turn.look(status.busy_since_ns, now)
+        silent_s = self._heartbeat.look(status.heartbeat_ns if is_counted else None, now)
+        iteration_s = self._iteration.look(status.busy_since_ns, now)
         if silent_s >= self._timeout_s:
             self._kill(f"its heartbeat was silent for {silent_s:.1f} s", silent_s)
-        elif turn_s >= self._timeout_s:
-            self._kill(f"a turn of its loop did not end for {turn_s:.1f} s", turn_s)
+        elif iteration_s >= self._timeout_s:
+            self._kill(f"an iteration of its loop did not end for {iteration_s:.1f} s", iteration_s)
 
     def _kill(self, why: str, hung_s: float) -> None:
         process, state = self._process, self._process.process_state()

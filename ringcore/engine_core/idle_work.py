@@ -1,4 +1,4 @@
-"""What an engine does while it has nothing to do: it has its workers capture the CUDA graphs that are not there yet."""
+"""Background work of an idle engine: its workers capture the CUDA graphs that are still missing."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ __all__ = ["IdleWork"]
 
 _log = logging.getLogger(__name__)
 
-# What comes next would wait for the graph that is being captured, 50 to 100 ms for a model of 8B. Who has just asked
-# for something often asks for more at once: the first request after a wake-up, a sleep after the last answer.
+# A request that arrives during a capture waits for it, 50 to 100 ms for an 8B model. One call is often followed by
+# another at once: the first request after a wake-up, a sleep after the last answer.
 _QUIET_S = 0.5
 
 
 class IdleWork:
-    """One graph at a time, so that a request that comes meanwhile waits for no more than one. At the start it begins at
-    once; after anything that the engine did, only when it has been quiet for a while. Captures are no such thing: they
-    follow each other at once. An engine that is asked something more often than that captures graphs as they are met.
+    """One graph at a time, so that a new request waits for at most one capture. After start-up it begins at once; after
+    any other work of the engine, only once the engine has been quiet for a while. Captures follow each other without a
+    pause. In an engine that is never quiet for that long, steps capture the graphs they need.
 
-    A step that meets a size whose graph is missing captures it itself; so nothing depends on this work, and an error in
-    it is logged and ends it. New workers have it before them again.
+    A step whose size has no graph yet captures it itself; so nothing depends on this work, and an error in it is logged
+    and ends it. It starts over with new workers.
 
-    Invariant: `_future` is the call under way, if there is one, of the workers that `_ready` describes, and is asked
-    only while the engine is idle: asking any future takes in the replies of all, which others sleep on.
+    Invariant: `_future` is the call in flight, if any, to the workers that `_ready` describes, and is checked only
+    while the engine is idle: checking any future drains the replies of all, for which the loop may be polling.
     """
 
     def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
         self._core, self._clock = core, clock
-        self._quiet_at = float("-inf")  # from then on it may begin, by the clock
+        self._quiet_at = float("-inf")  # clock time from which captures may begin
         self._begin()
 
     def _begin(self) -> None:
@@ -43,22 +43,21 @@ class IdleWork:
         self._future: RpcFuture | None = None
 
     def postpone(self) -> None:
-        """The engine has just done something that it was asked for."""
+        """Restarts the quiet period: the engine has just worked for its client."""
         self._quiet_at = self._clock() + _QUIET_S
 
     def wait_s(self) -> float | None:
-        """Until it has something to begin, if nothing happens before; None: nothing, or the engine's descriptors tell.
-        0 is told only where `go_on` begins it."""
+        """Seconds until the next capture may begin; None if there is none, or if the engine's descriptors will signal.
+        0 only if `advance` would begin it."""
         if not self._has_work() or self._future is not None:
             return None
         return max(0.0, self._quiet_at - self._clock())
 
-    def go_on(self) -> bool:
-        """For a loop that would sleep now until something happens: begins the next call, or takes in the reply of the
-        one under way. False where that is all that can be done before `wait_s` has passed or the engine's descriptors
-        tell of something.
+    def advance(self) -> bool:
+        """Called by the loop before it polls: submits the next capture, or applies the reply of the one in flight.
+        False if nothing more can be done until `wait_s` has passed or one of the engine's descriptors is readable.
 
-        Raises `EngineDeadError` where the workers died and are not replaced.
+        Raises `EngineDeadError` if the workers died and are not replaced.
         """
         if not self._has_work():
             return False
@@ -68,7 +67,7 @@ class IdleWork:
             self._future = self._core.capture_graph()
         if not self._future.done():
             return False
-        self._take_reply(self._future)
+        self._apply_reply(self._future)
         return True
 
     def _has_work(self) -> bool:
@@ -76,14 +75,14 @@ class IdleWork:
             self._begin()
         return self._num_left > 0 and self._core.is_idle
 
-    def _take_reply(self, future: RpcFuture) -> None:
+    def _apply_reply(self, future: RpcFuture) -> None:
         self._future = None
         try:
             self._num_left = max(future.result())
-        except WorkerDiedError:  # and the engine is about to replace it
+        except WorkerDiedError:  # the engine is about to replace the workers
             self._num_left = 0
         except EngineDeadError:
             raise
         except Exception:
             self._num_left = 0
-            _log.warning("a CUDA graph could not be captured; those left are captured as they are met", exc_info=True)
+            _log.warning("a CUDA graph could not be captured; steps capture the missing ones on use", exc_info=True)

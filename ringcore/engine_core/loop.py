@@ -1,4 +1,4 @@
-"""The engine's loop: one EngineCore, one client, and sleep unless there is something to do."""
+"""The engine process's event loop: one EngineCore, one client; it blocks in poll while there is no work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
-from ringcore.protocol.output_reader import in_messages, output_columns
+from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineLoop"]
 
-_MESSAGES_A_TURN = 16  # a flood of requests must not keep the workers waiting for their first step
-_CALL_TICK_S = 0.02
-_TELL_S = 0.5  # what comes before a recovery should reach the client before it
+_MESSAGES_PER_ITERATION = 16  # a flood of requests must not delay the workers' first step
+_CALL_POLL_S = 0.02
+_FLUSH_TIMEOUT_S = 0.5  # outputs from before a recovery should reach the client before it begins
 
-_Answer = Callable[[RpcResult, Sequence[Buffer]], None]  # to whoever made the call
+_Answer = Callable[[RpcResult, Sequence[Buffer]], None]  # sends the reply to the call's client
 
 
 class _PendingCall(NamedTuple):
@@ -53,28 +53,27 @@ class _PendingCall(NamedTuple):
     answer: _Answer
     future: RpcFuture
     deadline: float | None  # monotonic seconds
-    num_steps_before: int  # steps that were launched before it, which the workers execute first
+    num_steps_before: int  # steps launched before the call, which the workers execute first
 
 
 class EngineLoop:
-    """Serves one client until it says `Shutdown` or is gone, and meanwhile the calls that come in at `admin`.
+    """Serves one client until it sends `Shutdown` or disconnects, and the calls that arrive at `admin`.
 
-    Messages are taken in between steps and while one runs, since a step is never waited for: the loop sleeps on
-    the client's socket, on the admin endpoint's and on the executor's descriptors together.
+    The loop never blocks on a step: it polls the client's socket, the admin endpoint's and the executor's descriptors
+    together, so it receives messages between steps and while one runs.
 
-    Before it sleeps, the last future it asks is the oldest one, be it a step's or a call's. Asking any future takes
-    in the replies of all of them; one that was asked earlier in the turn may be settled by that, with nothing left to
-    wake the loop. Steps and most calls are executed in order, so that the oldest is settled first, and its reply is
-    the one to wake up for. Only a call may overtake others (a read-only one does, or one that failed): so while any
-    is pending the loop sleeps no longer than a tick.
+    Before the loop polls, the last future it checks is the oldest one, a step's or a call's. Checking any future drains
+    the replies of all of them, so a future checked earlier in the iteration may complete without a descriptor left to
+    wake the loop. Workers execute steps and most calls in order, so the oldest completes first and its reply wakes the
+    loop. Only calls can overtake (a read-only one, or one that failed): while any is pending the poll timeout is short.
 
-    Where it would sleep until something happens, it offers its time to `IdleWork` first, and tells it of every turn in
-    which it did something else.
+    Before it polls without a timeout it lets `IdleWork` run, and it restarts the quiet period of `IdleWork` in every
+    iteration that did other work.
 
-    Recovery: the core says through `announce_recovery` that it is about to replace its workers. When it has, `ready`
-    is another, which the client gets before anything that the new workers computed.
+    Recovery: the core calls `announce_recovery` before it replaces its workers. Afterwards it has another `ready`,
+    which the client gets before any output of the new workers.
 
-    status: where the client sees that the loop goes on (see `heartbeat`); None: its turns have no bound.
+    status: the line that the client's watchdog reads (see `heartbeat`); None: iterations are not timed.
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class EngineLoop:
         status: StatusLine | None = None,
     ) -> None:
         self._core, self._channel, self._admin = core, channel, admin
-        self._turn_begins, self._turn_ends = (status.turn, status.end) if status else (_untimed, _untimed)
+        self._iteration_begins, self._iteration_ends = (status.turn, status.end) if status else (_no_status, _no_status)
         self._stopping = False
         self._unsent: deque[OutputColumns] = deque()
         self._calls: deque[_PendingCall] = deque()
         self._idle_work = IdleWork(core)
         if admin is not None:
             admin.serve(core.public_methods)
-        self._ready = core.ready  # the one that the client has
+        self._ready = core.ready  # the last one sent to the client
         self._poll = self._make_poll()
-        self._polled = core.ready  # the one whose descriptors are polled
+        self._polled = core.ready  # of the workers whose descriptors are registered in `_poll`
         self._was_operating = False
 
     def _make_poll(self) -> select.poll:
@@ -107,16 +106,16 @@ class EngineLoop:
         return [self._channel.fileno(), *([] if self._admin is None else [self._admin.fileno()])]
 
     def run(self) -> None:
-        """Raises `EngineDeadError` once the engine cannot go on."""
+        """Runs until shutdown. Raises `EngineDeadError` if the engine dies."""
         while True:
-            self._turn_begins()
-            asked = self._take_messages()
+            self._iteration_begins()
+            asked = self._receive_messages()
             if self._stopping:
                 return
-            asked |= self._take_admin_calls()
+            asked |= self._receive_admin_calls()
             answered = self._answer_settled_calls()
             outputs = self._core.advance()
-            self._send_outputs()  # those of the turn before: by now the workers have their next step
+            self._send_outputs()  # of the previous iteration: by now the workers have their next step
             answered |= self._answer_oldest_calls()
             self._channel.flush()
             if outputs is not None and not outputs.is_empty:
@@ -124,42 +123,42 @@ class EngineLoop:
             if asked or answered or outputs is not None:
                 self._idle_work.postpone()
             if not answered and outputs is None:
-                self._sleep()
+                self._wait()
 
-    def _sleep(self) -> None:
-        """Until a message, a result, a worker's death, room for what waits to be sent, a call's deadline, or the time
-        for idle work."""
+    def _wait(self) -> None:
+        """Polls until a message, a result, a worker's death, room for the outgoing backlog, a call's deadline, or the
+        time for idle work."""
         if self._admin is not None and self._admin.has_messages:
-            return  # its descriptor has told of them already
-        if not self._calls and self._idle_work.go_on():
-            return  # messages go first
+            return  # its edge-triggered descriptor will not signal them again
+        if not self._calls and self._idle_work.advance():
+            return  # messages are received before the next capture
         if self._core.is_operating or self._was_operating or self._polled is not self._core.ready:
-            self._poll = self._make_poll()  # of new workers, or of others from turn to turn; it may replace the workers
+            self._poll = self._make_poll()  # the descriptors have changed; `wait_fds` may replace the workers
             self._polled = self._core.ready
             self._was_operating = self._core.is_operating
-        self._notice_recovery()
+        self._send_ready_after_recovery()
         wanted = select.POLLIN | (select.POLLOUT if self._channel.has_backlog else 0)
         self._poll.modify(self._channel.fileno(), wanted)
-        self._turn_ends()
-        ready = {fd for fd, _ in self._poll.poll(self._patience_ms())}
+        self._iteration_ends()
+        ready = {fd for fd, _ in self._poll.poll(self._poll_timeout_ms())}
         ready.difference_update(self._own_fds())
         if ready and not self._core.num_in_flight and not self._calls:
-            self._core.check_workers()  # nobody waits for what arrived: a late reply, or a worker's end
+            self._core.check_workers()  # a late reply, or a worker's death: no pending future would notice it
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         if not self._calls and not self._core.is_operating:
             quiet_s = self._idle_work.wait_s()
             return None if quiet_s is None else quiet_s * 1e3
         deadlines = [call.deadline for call in self._calls if call.deadline is not None]
         left_s = min(deadlines, default=float("inf")) - time.monotonic()
-        return max(0.0, min(left_s, _CALL_TICK_S)) * 1e3
+        return max(0.0, min(left_s, _CALL_POLL_S)) * 1e3
 
     # -----------------------------------------------------------------------------------------------------------
-    # In.
+    # Receiving.
 
-    def _take_messages(self) -> bool:
-        """-> whether there were any."""
-        for index in range(_MESSAGES_A_TURN):
+    def _receive_messages(self) -> bool:
+        """-> whether any message arrived."""
+        for index in range(_MESSAGES_PER_ITERATION):
             try:
                 received = self._channel.receive()
             except StreamClosed:
@@ -171,7 +170,7 @@ class EngineLoop:
                 case AddRequests(requests):
                     self._add(requests)
                 case AbortRequests(request_ids):
-                    self._tell(self._core.abort(request_ids))
+                    self._queue_outputs(self._core.abort(request_ids))
                 case RpcCall() as call:
                     self._call(call, received.buffers, self._send)
                 case Shutdown():
@@ -181,11 +180,11 @@ class EngineLoop:
                     assert_never(received.message)
         return True
 
-    def _take_admin_calls(self) -> bool:
-        """-> whether there were any."""
+    def _receive_admin_calls(self) -> bool:
+        """-> whether any call arrived."""
         if self._admin is None:
             return False
-        for index in range(_MESSAGES_A_TURN):
+        for index in range(_MESSAGES_PER_ITERATION):
             received = self._admin.receive()
             if received is None:
                 return index > 0
@@ -193,7 +192,7 @@ class EngineLoop:
         return True
 
     def _add(self, requests: list[EngineCoreRequest]) -> None:
-        """A wrong request is an output with an error; its neighbours go on."""
+        """An invalid request becomes an output with an error; the others of the message are added."""
         for request in requests:
             try:
                 self._core.add_request(request)
@@ -201,14 +200,14 @@ class EngineLoop:
                 raise
             except RingcoreError as error:
                 wire = wire_error(error)
-                self._tell([EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire)])
+                self._queue_outputs([EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire)])
 
     def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
         try:
             match call.target:
                 case "engine" if call.method in OPERATIONS and not call.is_callable:
                     args, kwargs = arguments_of(call.method, buffers)
-                    self._await(call, answer, self._core.submit_operation(call.method, args, kwargs, call.timeout_s))
+                    self._track(call, answer, self._core.submit_operation(call.method, args, kwargs, call.timeout_s))
                 case "engine":
                     self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
                 case "workers":
@@ -219,24 +218,24 @@ class EngineLoop:
             self._reply_error(answer, call.call_id, error)
 
     def _submit(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
-        """Hands a call on to the workers, its arguments unread."""
+        """Forwards a call to the workers without decoding its arguments."""
         if call.is_callable and not self._core.config.parallel.allow_callables:
             raise callables_refused(call.method)
         if not buffers:
             raise InvalidRequestError(
-                f"{call.method}: its arguments are missing; send what encode_request makes of them",
+                f"{call.method}: its arguments are missing; encode them with encode_request",
                 field="args",
                 value=None,
             )
         encoded = EncodedCall(call.method, buffers, call.is_callable, call.timeout_s, call.unique_reply_rank)
-        self._await(call, answer, self._core.forward_rpc(encoded))
+        self._track(call, answer, self._core.forward_rpc(encoded))
 
-    def _await(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:
+    def _track(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
 
     def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
-        """Calls a method of the engine itself that is done at once."""
+        """Calls a method of the engine itself that returns at once."""
         if call.method not in ENGINE_CALLS or call.is_callable:
             raise invalid_call("method", call.method, sorted([*ENGINE_CALLS, *OPERATIONS]))
         method = getattr(self._core, call.method)
@@ -246,20 +245,19 @@ class EngineLoop:
         except TypeError as error:
             raise wrong_arguments(call.method, error) from error
         value = method(*args, **kwargs)
-        return msgspec.structs.asdict(value) if isinstance(value, EngineStats) else value  # on the wire it has no names
+        return msgspec.structs.asdict(value) if isinstance(value, EngineStats) else value  # array-like on the wire
 
     # -----------------------------------------------------------------------------------------------------------
     # Start and recovery.
 
     def announce_ready(self) -> None:
-        """Tells the client what the engine learned at start, and where it can be administrated."""
+        """Sends the client `EngineReady`, with the address of the admin endpoint."""
         address = None if self._admin is None else self._admin.address
         self._channel.send(msgspec.structs.replace(self._ready, admin_endpoint=address))
 
     def announce_recovery(self, recovering: EngineRecovering) -> None:
-        """Tells the client, after all that the lost workers had computed, and whoever waits for a call to them.
-
-        New workers may take long to start: nobody is to wait for that, only to hear that the call is lost.
+        """Notifies the client, after all outputs of the lost workers, and fails every pending call to them at once:
+        new workers may take long to start.
         """
         self._send_outputs()
         self._answer_settled_calls()
@@ -268,35 +266,35 @@ class EngineLoop:
             lost = WorkerDiedError(recovering.cause.message, **recovering.cause.details)
             self._reply_error(call.answer, call.call_id, lost)
         self._send(recovering)
-        self._channel.flush(_TELL_S)
-        self._turn_ends()  # what follows has bounds of its own
+        self._channel.flush(_FLUSH_TIMEOUT_S)
+        self._iteration_ends()  # the restart has deadlines of its own
 
-    def _notice_recovery(self) -> None:
-        """Once the core has new workers: tells the client. It asks the core for nothing: the workers may be lost again,
-        and being replaced."""
+    def _send_ready_after_recovery(self) -> None:
+        """Sends the new `EngineReady` once the core has new workers. It makes no call to the core, which may be in the
+        middle of another recovery."""
         if self._core.ready is not self._ready:
             self._ready = self._core.ready
             self.announce_ready()
 
     # -----------------------------------------------------------------------------------------------------------
-    # Out.
+    # Sending.
 
     def _send(self, message: EngineMessage, buffers: Sequence[Buffer] = ()) -> None:
-        self._notice_recovery()
+        self._send_ready_after_recovery()
         self._channel.send(message, buffers)
 
     def _send_outputs(self) -> None:
         while self._unsent:
-            for message in in_messages(self._unsent.popleft()):
+            for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
 
-    def _tell(self, outputs: list[EngineCoreOutput]) -> None:
-        """Sends outputs that came of no step, after those that wait to be sent."""
+    def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        """Queues outputs that no step produced, after the unsent ones."""
         if outputs:
             self._unsent.append(output_columns(outputs, self._core.stats()))
 
     def _answer_settled_calls(self) -> bool:
-        """Answers every call that is settled, in whatever order that came about."""
+        """Answers every call that is done, in any order."""
         settled = [call for call in self._calls if call.future.done()]
         for call in settled:
             self._calls.remove(call)
@@ -304,11 +302,11 @@ class EngineLoop:
         return bool(settled)
 
     def _answer_oldest_calls(self) -> bool:
-        """Answers calls in order, up to one that is not settled or that has a step in flight before it."""
+        """Answers calls in order, up to one that is not done or that has a step in flight before it."""
         answered = False
         while (
             self._calls
-            and self._calls[0].num_steps_before <= self._core.num_steps_taken
+            and self._calls[0].num_steps_before <= self._core.num_steps_completed
             and self._calls[0].future.done()
         ):
             self._answer(self._calls.popleft())
@@ -324,7 +322,7 @@ class EngineLoop:
             self._reply(call.answer, call.call_id, values)
 
     def _reply(self, answer: _Answer, call_id: int, values: list[list[Buffer]]) -> None:
-        """A value that cannot be sent is that call's error and nothing else's."""
+        """A value that cannot be sent fails this call only."""
         num_parts = [len(parts) for parts in values]
         try:
             answer(RpcResult(call_id, num_parts), [part for parts in values for part in parts])
@@ -332,7 +330,7 @@ class EngineLoop:
             self._reply_error(answer, call_id, RingcoreError(f"the call's value cannot be sent: {error}"))
 
     def _reply_error(self, answer: _Answer, call_id: int, error: Exception) -> None:
-        """The error of one call, unless it is the engine's death: that is raised, and ends the loop."""
+        """Answers one call with its error; the engine's death is raised instead and ends the loop."""
         if isinstance(error, EngineDeadError) and not isinstance(error, WorkerDiedError):
             raise error
         if not isinstance(error, RingcoreError):
@@ -343,5 +341,5 @@ class EngineLoop:
             answer(RpcResult(call_id, error=wire_without_details(error, failure)), ())
 
 
-def _untimed() -> None:
-    """In place of a turn of the status line."""
+def _no_status() -> None:
+    """No-op in place of the status line's methods."""

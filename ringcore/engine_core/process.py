@@ -1,4 +1,4 @@
-"""The engine process: what its client starts, from beginning to end."""
+"""The engine process: its entry point and life cycle."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
 
 ENTRY = "ringcore.engine_core.process:main"
-CHANNEL, STATUS = "channel", "status"  # the names of the inherited socket, and of the page of `heartbeat`
-_LAST_WORDS_S = 1.0
-_TELL_S = 0.2
+CHANNEL, STATUS = "channel", "status"  # names of the inherited descriptors: the socket, and the page of `heartbeat`
+_CLOSE_LINGER_S = 1.0
+_FLUSH_TIMEOUT_S = 0.2
 
 
 class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the client hands to the process it starts."""
+    """The payload that the client passes to the engine process."""
 
     config: EngineConfig
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived: raised wherever the process is, so that a start-up is left as promptly as the loop."""
+    """SIGTERM arrived. The signal handler raises it, so that it interrupts start-up as promptly as the loop."""
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
-    """Exit code 1 if the engine could not start or go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
+    """Exit code 1 if the engine failed to start, or died."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
     signal.signal(signal.SIGTERM, _raise_terminated)
     start: EngineStart = decoder(EngineStart).decode(payload)
     status = StatusLine(fds[STATUS], 0)
@@ -67,35 +67,35 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         executor = executor_class(start.config.parallel.executor)(start.config)
         executor.on_wait = status.go_on
         core = EngineCore(start.config, executor, on_recovery=announce_recovery)
-        status.end()  # of the start
+        status.end()  # start-up is over
         loop = EngineLoop(core, channel, admin, status if executor.pids() else None)
         loop.announce_ready()
         gc.collect()
-        gc.freeze()  # what start-up made stays: no later collection need look at it
+        gc.freeze()  # objects of start-up live as long as the process: later collections skip them
         loop.run()
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _send_last_words(channel, admin, error)  # before the workers are ended: the client need not wait for that
+        _send_fatal_error(channel, admin, error)  # before the workers' shutdown, for which the client need not wait
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        status.end()  # to end the workers is no turn of the loop
+        status.end()  # the workers' shutdown is not an iteration of the loop
         if admin is not None:
             admin.fail(wire_error(EngineDeadError("the engine was closed", process="engine")))
         if core is not None:
             core.shutdown()
-        channel.close(_LAST_WORDS_S)
+        channel.close(_CLOSE_LINGER_S)
         if admin is not None:
-            admin.close(_TELL_S)
+            admin.close(_FLUSH_TIMEOUT_S)
 
 
 def _open_admin(config: EngineConfig) -> AdminEndpoint | None:
-    """The admin endpoint, if there shall be one: before the workers start, so that a port in use is said at once."""
+    """The admin endpoint, if configured: opened before the workers start, so that a port in use fails at once."""
     endpoint, keys = config.parallel.admin_endpoint, config.parallel.admin_keys
     if endpoint is None:
         return None
-    assert keys is not None, "the configuration lets no endpoint without keys through"
-    from ringcore.engine_core.admin.endpoint import AdminEndpoint  # ZeroMQ is loaded for this alone
+    assert keys is not None, "the configuration rejects an endpoint without keys"
+    from ringcore.engine_core.admin.endpoint import AdminEndpoint  # the only import of ZeroMQ
 
     return AdminEndpoint(endpoint, keys, config.parallel.tensor_parallel_size)
 
@@ -104,7 +104,7 @@ def _raise_terminated(signum: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def _send_last_words(channel: EngineChannel, admin: AdminEndpoint | None, error: BaseException) -> None:
+def _send_fatal_error(channel: EngineChannel, admin: AdminEndpoint | None, error: BaseException) -> None:
     if isinstance(error, _Terminated):
         error = EngineDeadError("the engine process was asked to end by SIGTERM", process="engine", signal="SIGTERM")
     elif not isinstance(error, RingcoreError):
@@ -118,4 +118,4 @@ def _send_last_words(channel: EngineChannel, admin: AdminEndpoint | None, error:
         channel.send(EngineDead(wire))
     if admin is not None:
         admin.fail(wire)
-    channel.flush(_TELL_S)
+    channel.flush(_FLUSH_TIMEOUT_S)

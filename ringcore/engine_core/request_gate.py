@@ -1,4 +1,4 @@
-"""An engine's requests, as changes of its memory stop them and let them go on."""
+"""Stops and resumes an engine's requests for changes of its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["RequestGate"]
 
 
 class RequestGate:
-    """`memory_control.Requests` of one EngineCore. in_flight: its steps in flight. untold: outputs to give out."""
+    """Implements `memory.control.Requests`. in_flight: the steps in flight. pending_outputs: receives the last outputs
+    of aborted requests."""
 
     def __init__(
         self,
@@ -22,10 +23,10 @@ class RequestGate:
         grammars: GrammarGate,
         supervisor: WorkerSupervisor,
         in_flight: Sized,
-        untold: list[EngineCoreOutput],
+        pending_outputs: list[EngineCoreOutput],
     ) -> None:
         self._scheduler, self._grammars, self._supervisor = scheduler, grammars, supervisor
-        self._in_flight, self._untold = in_flight, untold
+        self._in_flight, self._pending_outputs = in_flight, pending_outputs
         self.freeze, self.thaw = scheduler.freeze, scheduler.thaw
 
     def unfinished_ids(self) -> list[str]:
@@ -35,18 +36,18 @@ class RequestGate:
         return self._scheduler.paused is not None
 
     def abort_all(self) -> None:
-        self._untold += self._grammars.abort(self._grammars.unfinished_ids)
-        self._untold += self._scheduler.abort(self._scheduler.unfinished_ids)
+        self._pending_outputs += self._grammars.abort(self._grammars.unfinished_ids)
+        self._pending_outputs += self._scheduler.abort(self._scheduler.unfinished_ids)
 
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def forget_kv_cache(self) -> None:
+    def drop_kv_cache(self) -> None:
         assert not self._in_flight, "a step in flight reads the pages"
         is_empty = self._scheduler.reset_prefix_cache(preempt_running=True)
-        assert is_empty, "a block has an owner that does not run"
+        assert is_empty, "a block has a reference that no running request holds"
 
     def lose_workers(self, error: Exception) -> None:
         text = error.message if isinstance(error, RingcoreError) else f"{type(error).__name__}: {error}"
         loss = EngineDeadError(f"a change of memory failed half way: {text}", process="engine")
-        self._supervisor.note_loss(loss)
+        self._supervisor.record_loss(loss)

@@ -1,5 +1,4 @@
-"""From workers that have their device and model to an engine that can run: what they store, what they have room for,
-the plan of the cache, the cache."""
+"""Engine start-up after the workers have loaded the model: KV cache specs, free memory, the cache plan, the cache."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ __all__ = ["resolve_config", "start_up"]
 
 
 def resolve_config(config: EngineConfig, executor: Executor) -> EngineConfig:
-    """With what depends on the device, which the workers have by now: they resolve their own by the same rule."""
+    """Fills in the options that depend on the device, which the workers report; they apply the same rule themselves."""
     if config.scheduler.max_num_batched_tokens is not None:
         return config
-    devices = {told["device"] for told in executor.collective_rpc("health")}
+    devices = {report["device"] for report in executor.collective_rpc("health")}
     assert len(devices) == 1, f"ranks have different devices: {devices}"
     return config.on_device(devices.pop())
 
@@ -30,13 +29,13 @@ def resolve_config(config: EngineConfig, executor: Executor) -> EngineConfig:
 def start_up(
     config: EngineConfig, executor: Executor, phases: dict[str, float], max_model_len: int | None = None
 ) -> tuple[EngineReady, KVCacheManager]:
-    """The same after a start and after a restart.
+    """Runs after a start and after a restart of the workers.
 
-    config: resolved. phases: seconds of what was done so far, to which its own come.
-    max_model_len: at a restart, the one that the engine was ready with. One that is "auto" is fitted again, and may
-        become smaller with the memory that is free, never larger: the front end goes by the first.
+    config: resolved. phases: seconds of the phases so far; this function adds its own.
+    max_model_len: at a restart, that of the first start. "auto" is fitted again and may become smaller with the free
+        memory, never larger: the front end validates prompts by the first.
 
-    Raises `CapacityError` where one request of the model's length does not fit, and what a worker raises.
+    Raises `CapacityError` if one request of `max_model_len` tokens does not fit, and what a worker raises.
     """
     with timed(phases, "get_kv_cache_spec"):
         specs = msgspec.convert(executor.collective_rpc("get_kv_cache_spec"), list[dict[str, KVCacheSpec]])
@@ -58,12 +57,12 @@ def start_up(
             plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
     with timed(phases, "initialize_from_config"):
         answers = executor.collective_rpc("initialize_from_config", (plan,))
-        told = msgspec.convert(answers, list[dict[str, float] | None])
-    add_parts(phases, "initialize_from_config", told)
+        reports = msgspec.convert(answers, list[dict[str, float] | None])
+    add_parts(phases, "initialize_from_config", reports)
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )
-    num_graphs_left = max(int((of_rank or {}).get("graphs_left", 0)) for of_rank in told)
+    num_graphs_left = max(int((report or {}).get("graphs_left", 0)) for report in reports)
     return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left), kv_cache
 
 

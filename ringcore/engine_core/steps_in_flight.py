@@ -1,4 +1,4 @@
-"""The steps that an engine's workers are at."""
+"""Async scheduling: the steps in flight, launched before the results of earlier ones are known."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["StepsInFlight"]
 
 
 class StepsInFlight:
-    """Schedules steps, has them executed and takes their results in.
+    """Schedules steps, has the executor run them and applies the model's output.
 
-    depth: how many steps the workers may have at once. clock: gives seconds.
+    depth: maximum number of steps in flight. clock: returns seconds.
 
-    Invariant: `_steps` holds the steps handed to the executor whose results were not taken in, oldest first, and never
-    more than `depth` of them.
+    Invariant: `_steps` holds the steps submitted to the executor whose output was not applied yet, oldest first, and
+    never more than `depth` of them.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class StepsInFlight:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = depth, clock
         self._steps: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
-        self.num_taken = 0  # steps whose results were taken in, or lost with the workers
-        self.last_taken_s: float | None = None  # when the last result was taken in
+        self.num_completed = 0  # steps whose output was applied, or lost with the workers
+        self.last_completed_s: float | None = None  # when the last output was applied
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def take(self, block: bool, max_steps: int) -> OutputColumns | None:
-        """Keeps `depth` steps with the workers and takes in the result of the oldest; None where there is no step, or,
-        with `block=False`, where the result is not there yet. max_steps: see `Scheduler.schedule`.
+    def advance(self, block: bool, max_steps: int) -> OutputColumns | None:
+        """Keeps `depth` steps in flight and applies the output of the oldest; None if there is no step, or, with
+        `block=False`, if its output has not arrived. max_steps: see `Scheduler.schedule`.
 
-        Raises `WorkersLost`; any other error is the scheduler's own, which cannot be survived.
+        Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
         while len(self._steps) < self._depth:
             scheduled = self._scheduler.schedule(max_steps)
@@ -61,15 +61,15 @@ class StepsInFlight:
         with self._supervisor.guarded():
             model_output = future.result()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
-        self.num_taken += 1
-        self.last_taken_s = self._clock()
+        self.num_completed += 1
+        self.last_completed_s = self._clock()
         return self._scheduler.update(scheduled, model_output)
 
-    def lose(self) -> None:
-        """The workers are lost, and these steps with them."""
-        self.num_taken += len(self._steps)
+    def discard_lost(self) -> None:
+        """Drops the steps in flight of lost workers."""
+        self.num_completed += len(self._steps)
         self._steps.clear()
 
     def clear(self) -> None:
-        """At the engine's end: nobody takes these steps in."""
+        """Drops the steps in flight at shutdown."""
         self._steps.clear()

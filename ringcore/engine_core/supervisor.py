@@ -1,15 +1,15 @@
-"""Keeps an engine in workers: starts them, notes when they are lost, and replaces them while restarts are left.
+"""Supervises an engine's workers: starts them, records when they are lost, replaces them while restarts are left.
 
     state     lost    dead
-    serving   None    None    the executor takes calls
-    lost      cause   None    the workers are of no use any more; `replace` starts new ones
-    dead      any     error   for good: every call raises the error
+    serving   None    None    the executor accepts calls
+    lost      cause   None    the workers are unusable; `replace` starts new ones
+    dead      any     error   permanent: every call raises the error
 
-Workers are lost when one died or hung (`EngineDeadError`), and when a step failed: what it left behind in a worker is
-unknown, and an error of the device stays in the process that met it. So a loss always replaces all of them.
+Workers are lost when one died or hung (`EngineDeadError`), and when a step failed: the worker's state after it is
+unknown, and a device error persists in its process. So a loss always replaces all workers.
 
-A loss is noted where it is met, be it in a step or in somebody's future, and repaired by the next call that needs
-workers. A future of before can only say that its call is lost: whether the worker executed it is unknown.
+The supervisor records a loss when a step or a future raises it; the next call that needs workers replaces them. A
+future of lost workers can only raise that its call is lost: whether a worker executed it is unknown.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class WorkersLost(Exception):
 
 
 class WorkerSupervisor:
-    """One executor, and the workers it has by turns: at most `max_worker_restarts` times new ones.
+    """One executor and its successive generations of workers: at most `max_worker_restarts` restarts.
 
-    `on_recovery` is told of each restart before it is made, and must not raise.
+    `on_recovery` is called before each restart, and must not raise.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class WorkerSupervisor:
         self._executor, self._on_recovery = executor, on_recovery
         self._max_restarts = config.parallel.max_worker_restarts
         self._max_model_len: int | None = None  # that of the first start; a restart must not raise one that is "auto"
-        self._generation = 0  # of workers; a future of an older one has nothing to say of those that are here
-        self.num_restarts = 0  # those that failed among them
+        self._generation = 0  # of workers; a future of an older generation does not report a loss of this one
+        self.num_restarts = 0  # failed attempts included
         self.restart_cause: str | None = None  # of the last one
         self.lost: EngineDeadError | None = None
         self.dead: EngineDeadError | None = None
@@ -66,26 +66,26 @@ class WorkerSupervisor:
         return ready, kv_cache
 
     def check_alive(self) -> None:
-        """Raises what the engine died of, and `RingcoreError` in a process that was forked from its own."""
+        """Raises the cause of the engine's death, and `RingcoreError` in a process that was forked from its own."""
         self.owner.check()
         if self.dead is not None:
             raise self.dead
 
     def check_serving(self) -> None:
-        """Raises what the engine died of, or `WorkersLost`."""
+        """Raises the cause of the engine's death, or `WorkersLost`."""
         self.check_alive()
         if self.lost is not None:
             raise WorkersLost
 
     def end(self, error: EngineDeadError) -> EngineDeadError:
-        """The engine is dead, of `error` unless it was before; what it died of."""
+        """Marks the engine dead, with cause `error` unless it has one; returns the cause."""
         if self.dead is None:
             self.dead = error
         return self.dead
 
     @contextmanager
     def errors_end_the_engine(self) -> Iterator[None]:
-        """For what cannot be survived: an error is what the engine dies of, raised as `EngineDeadError`."""
+        """For code whose errors end the engine: any error becomes the cause of death, raised as `EngineDeadError`."""
         try:
             yield
         except EngineDeadError as error:
@@ -99,32 +99,32 @@ class WorkerSupervisor:
 
     @contextmanager
     def guarded(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """For what the executor does: an error of this kind is the loss of the workers, raised as `WorkersLost`.
+        """For calls of the executor: an error of this kind means the loss of the workers, raised as `WorkersLost`.
 
-        Raises `EngineDeadError` where no restart is left.
+        Raises `EngineDeadError` if no restart is left.
         """
         try:
             yield
         except kind as error:
-            self.note_loss(error)
+            self.record_loss(error)
             raise WorkersLost from error
 
-    def note_loss(self, error: Exception) -> None:
-        """The workers cannot go on. Raises `EngineDeadError` where no restart is left: then the engine is dead."""
+    def record_loss(self, error: Exception) -> None:
+        """Records the loss of the workers. If no restart is left the engine is dead: raises `EngineDeadError`."""
         if self.lost is None:
-            self._lose(error if isinstance(error, EngineDeadError) else _step_failed(error), error)
+            self._mark_lost(error if isinstance(error, EngineDeadError) else _step_failed(error), error)
 
-    def _lose(self, cause: EngineDeadError, error: Exception) -> None:
+    def _mark_lost(self, cause: EngineDeadError, error: Exception) -> None:
         self.check_alive()  # a signal handler may have shut the engine down meanwhile
         if self.num_restarts < self._max_restarts:
             self.lost = cause
             return
-        self.dead = self._none_left(cause)
+        self.dead = self._restarts_exhausted(cause)
         if self.dead is error:
             raise self.dead
         raise self.dead from error
 
-    def _none_left(self, cause: EngineDeadError) -> EngineDeadError:
+    def _restarts_exhausted(self, cause: EngineDeadError) -> EngineDeadError:
         if self._max_restarts == 0:
             return cause
         return EngineDeadError(
@@ -137,18 +137,18 @@ class WorkerSupervisor:
     # Restart.
 
     def replace(self) -> tuple[EngineReady, KVCacheManager]:
-        """New workers and an empty cache for them. An attempt that fails counts as a restart, and the next is made.
+        """Starts new workers with an empty cache. A failed attempt counts as a restart and is repeated.
 
-        Raises `EngineDeadError` naming the loss and the failure when none is left.
+        Raises `EngineDeadError` with the loss and the failure when no restart is left.
         """
-        assert self.lost is not None, "there are workers"
+        assert self.lost is not None, "the workers are not lost"
         cause = self.lost
         while True:
             self._announce(self.lost)
             try:
                 started = start_up(self.config, self._executor, self._executor.restart(), self._max_model_len)
             except Exception as error:
-                self._lose(_not_replaced(cause, error), error)
+                self._mark_lost(_not_replaced(cause, error), error)
             else:
                 break
         self.lost = None
@@ -167,13 +167,13 @@ class WorkerSupervisor:
     # Calls.
 
     def watch(self, future: RpcFuture) -> RpcFuture:
-        """The same future, raising `WorkerDiedError` where the workers die under it and are replaced."""
+        """Wraps a future: it raises `WorkerDiedError` if the workers die before the reply and are replaced."""
         return _WatchedFuture(future, self, self._generation)
 
     def is_replaced(self, error: EngineDeadError, generation: int) -> bool:
-        """Whether workers come after those of this generation, which are lost. Raises as `note_loss`."""
+        """Whether the lost workers of this generation are or will be replaced. Raises as `record_loss`."""
         if self.dead is None and generation == self._generation:
-            self.note_loss(error)
+            self.record_loss(error)
         return self.dead is None
 
 
@@ -187,15 +187,15 @@ class _WatchedFuture:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        with self._deaths_told():
+        with self._worker_deaths():
             return self._future.result(timeout)
 
     def encoded_result(self) -> list[list[Buffer]]:
-        with self._deaths_told():
+        with self._worker_deaths():
             return self._future.encoded_result()
 
     @contextmanager
-    def _deaths_told(self) -> Iterator[None]:
+    def _worker_deaths(self) -> Iterator[None]:
         try:
             yield
         except EngineDeadError as error:
@@ -209,9 +209,9 @@ def _step_failed(error: Exception) -> EngineDeadError:
 
 
 def _not_replaced(cause: EngineDeadError, error: Exception) -> EngineDeadError:
-    """New workers could not be started. Details: those of the failure, and of the loss where it has none."""
+    """New workers could not be started. Details: those of the failure, and of the loss where the failure has none."""
     return EngineDeadError(
-        f"new workers could not be started: {_text(error)}; those before them were lost: {cause.message}",
+        f"new workers could not be started: {_text(error)}; the previous ones were lost: {cause.message}",
         **(cause.details | _details(error)),
     )
 

@@ -1,4 +1,4 @@
-"""Calls to an engine's workers, those that it has by turns: where they are lost, new ones come first."""
+"""Calls to an engine's workers: if the workers are lost, they are replaced before the call."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 
 __all__ = ["WorkerCalls"]
 
-_TIMEOUT_S = 1800.0  # of the engine's own calls; to read new weights may take long
+_TIMEOUT_S = 1800.0  # of the engine's own calls; reading new weights may take long
 
 T = TypeVar("T")
 
 
 class WorkerCalls:
-    """Every method raises `EngineDeadError` where the workers are lost and no restart is left.
+    """Every method raises `EngineDeadError` if the workers are lost and no restart is left.
 
-    recover: puts new workers in the place of those that are lost.
+    recover: replaces the lost workers.
     """
 
     def __init__(self, executor: Executor, supervisor: WorkerSupervisor, recover: Callable[[], None]) -> None:
         self._executor, self._supervisor, self._recover = executor, supervisor, recover
 
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`Executor.forward` of a call from outside, which is not the engine's own whatever it says. The future raises
-        `WorkerDiedError` where the workers die under it and are replaced."""
+        """`Executor.forward` of a client's call; its `by_engine` is overridden. The future raises `WorkerDiedError` if
+        the workers die before the reply and are replaced."""
         return self._forward(replace(call, by_engine=False))
 
     def _forward(self, call: EncodedCall) -> RpcFuture:
@@ -43,7 +43,7 @@ class WorkerCalls:
         return self.submit("compile_grammar", [asdict(spec)], timeout_s)
 
     def check(self) -> None:
-        """Notices a worker that died while nothing was asked of it."""
+        """Detects a worker that died while idle."""
         self._with_workers(self._executor.check)
 
     def wait_fds(self) -> list[int]:
@@ -51,7 +51,7 @@ class WorkerCalls:
         return self._with_workers(self._executor.wait_fds)
 
     def _with_workers(self, call: Callable[[], T]) -> T:
-        """Calls the executor; where it says that the workers are lost, new ones, which then get the call."""
+        """Calls the executor; if it raises that the workers are lost, replaces them and repeats the call."""
         while True:
             try:
                 self._supervisor.check_serving()

@@ -19,9 +19,9 @@ _EXECUTORS = {
 
 
 def executor_class(name: str) -> type[Executor]:
-    """The executor class for `name`: "multiproc", "uniproc" or "module:Class". Imported lazily, by this call.
+    """The executor of this name: "multiproc", "uniproc" or "module:Class". Imported on demand.
 
-    Raises `ConfigError` for a name that does not resolve to a subclass of `Executor`.
+    Raises `ConfigError` for a name that resolves to no subclass of `Executor`.
     """
     from ringcore.executor.base import Executor
 

@@ -1,4 +1,4 @@
-"""Serializes numpy arrays and torch tensors to raw bytes, zero-copy where the layout allows. Does not import torch."""
+"""Serializes numpy arrays and torch tensors as bytes, or refuses with the reason. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringcore.protocol.host_tensor import ITEMSIZES, NUMPY_DTYPES
 
 __all__ = ["bytes_of_array", "bytes_of_tensor", "torch_name"]
 
-# Dtypes whose buffer can be cast to bytes without a copy: all supported ones but the complex ones.
+# Dtypes whose memory can be cast to bytes as it is: all but the complex ones.
 _CASTABLE = frozenset(dtype for dtype in NUMPY_DTYPES.values() if dtype.kind != "c")
 
 
@@ -22,12 +22,12 @@ def torch_name(thing: Any) -> str:
 
 
 def bytes_of_array(array: np.ndarray) -> memoryview:
-    """The elements in row-major and native byte order: [nbytes] uint8, a view of a contiguous array, else a copy.
+    """The elements in row-major and native byte order: [nbytes] uint8, a view if the memory is so already.
 
-    Raises TypeError for arrays of other than numbers or bools.
+    Raises TypeError for elements other than numbers or bools.
     """
     if type(array) is np.ndarray and array.dtype in _CASTABLE and array.flags.c_contiguous and array.size:
-        return array.data.cast("B")  # the common case, in a tenth of the time of the general path
+        return array.data.cast("B")  # fast path, a tenth of the time
     kind = type(array).__name__
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(array, masked.MaskedArray):
@@ -39,27 +39,27 @@ def bytes_of_array(array: np.ndarray) -> memoryview:
 
 
 def bytes_of_tensor(tensor: Any, torch: ModuleType) -> memoryview:
-    """The elements in row-major order: [nbytes] uint8, a view of a contiguous host tensor, else a copy.
+    """The elements in row-major order: [nbytes] uint8, a view if host memory is so already.
 
-    Raises TypeError for a tensor that dense elements do not describe (nested, sparse, quantized, meta).
+    Raises TypeError for a tensor that its elements alone do not represent.
     """
     dtype = torch_name(tensor.dtype)
     obstacle = _obstacle(tensor, dtype, torch)
     if obstacle is not None:
         raise TypeError(f"cannot send {obstacle}")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    # Copied as integers of the same size: many small dtypes have no kernels, not even a copy.
+    # Copied as integers: many small dtypes have no kernels, not even for a copy.
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(ITEMSIZES[dtype])
     if carrier is not None:
         tensor = tensor.view(carrier)
-    # Explicit stride 1: a single element is contiguous with any stride, but view(uint8) needs stride 1.
+    # as_strided: a single element is contiguous with any stride, but not every stride can be viewed as bytes.
     flat = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
     raw: np.ndarray = flat.view(torch.uint8).numpy()
     return raw.data
 
 
 def _obstacle(tensor: Any, dtype: str, torch: ModuleType) -> str | None:
-    """Why this tensor cannot be sent, with a remedy; None if it can be."""
+    """Why this tensor cannot be sent, with a remedy; None if it can."""
     if tensor.is_nested:
         return "a nested tensor: send .unbind(), its parts"
     if tensor.layout is not torch.strided:

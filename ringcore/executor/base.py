@@ -1,4 +1,4 @@
-"""The executor interface: RPC from the engine process to its workers."""
+"""The interface between the engine and its workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ __all__ = ["EncodedCall", "Executor", "RpcFuture", "check_reply_rank"]
 class EncodedCall:
     """A call of a worker method with its arguments encoded, for `Executor.forward`.
 
-    method: the name, also that of a callable. parts: the buffers of `value_codec.encode_request`. is_callable: `parts`
+    method: the name, also that of a callable. parts: the result of `value_codec.encode_request`. is_callable: `parts`
     hold a packed function in place of a name. timeout: seconds from the submission; None waits for result or death.
-    unique_reply_rank: every rank executes the call, only this rank replies; None: every rank replies. by_engine: the
-    engine itself makes the call, and so may call methods declared with `@rpc(scope="engine")`; never set for a call
-    from outside.
+    unique_reply_rank: every rank executes the call, only this one replies; None: all reply. by_engine: the engine
+    itself makes the call, so it may call `@rpc(scope="engine")` methods; never set for a client's call.
     """
 
     method: str
@@ -49,7 +48,7 @@ class EncodedCall:
         unique_reply_rank: int | None = None,
         by_engine: bool = False,
     ) -> EncodedCall:
-        """Raises `InvalidRequestError` for an invalid method or timeout, and for arguments that cannot be encoded."""
+        """Raises `InvalidRequestError` for an invalid method or timeout, and for arguments that cannot be sent."""
         check_timeout("timeout", timeout)
         parts = encode_request(method, args, kwargs)
         name = method if isinstance(method, str) else callable_name(method)
@@ -62,35 +61,35 @@ class EncodedCall:
 
 
 class RpcFuture(Protocol):
-    """The future of a call in flight."""
+    """A call in flight."""
 
     def done(self) -> bool:
-        """Whether `result` would return (or raise) at once. Polls for replies; never blocks."""
+        """Whether `result` would return (or raise) at once. Applies the replies that have arrived; never blocks."""
         ...
 
     def result(self, timeout: float | None = None) -> Any:
-        """The call's value. Blocks until the result, the death of a worker, or the deadline, whichever is first.
+        """The call's value. Ends on the result, the death of a worker, or the deadline, whichever is first.
 
-        Raises the error of the lowest failed rank, with the errors of all ranks in its `failures`; `EngineDeadError`;
-        or `RpcTimeoutError`. A value that cannot be decoded is a `WorkerError`.
+        Raises the error of the lowest failed rank, with the errors of all ranks in `failures`; `EngineDeadError`; or
+        `RpcTimeoutError`. A value that cannot be decoded is a `WorkerError`.
         """
         ...
 
     def encoded_result(self) -> list[list[Buffer]]:
-        """The buffers of each value, undecoded, in rank order. Blocks and raises as `result`."""
+        """The encoded buffers of each value, in rank order. Waits and raises as `result`."""
         ...
 
 
 class Executor(ABC):
     """Starts the workers of one engine and calls their methods.
 
-    Every call is one broadcast and a gather of replies in rank order. Each worker executes calls in the order of their
-    submission (FIFO), except those of read-only methods, which go over the control channel and may overtake.
+    Every call is one broadcast and a gather of replies in rank order. Each worker executes calls in the order of
+    submission, except read-only methods, which use a control channel.
     `timeout` is in seconds from the submission; None waits for result or death.
 
-    methods: the methods that every worker declares with `@rpc`, by name; set by `start` and `restart`. Calls from
-    outside are limited to these.
-    on_wait: called repeatedly while a call waits for space in the call ring (back-pressure by busy workers).
+    methods: the methods that every worker declares with `@rpc`, by name; set by `start` and `restart`. Clients cannot
+    call other ones.
+    on_wait: called repeatedly while a call waits for room in the full queue to the workers (back-pressure).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -102,16 +101,16 @@ class Executor(ABC):
     def start(self) -> dict[str, float]:
         """Starts every worker and returns when all have their device and model. Raises the error that stopped a worker.
 
-        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model"; after each its
-        sub-phases as the workers report them, e.g. "load_model.weights", which may overlap.
+        Returns the seconds of its phases, in order: "start_workers", "init_device", "load_model"; after each, as
+        "load_model.weights", the parts that the workers report, which may overlap.
         """
 
     @abstractmethod
     def restart(self) -> dict[str, float]:
-        """Kills the remaining workers at once and starts new ones, as `start` does.
+        """Kills the remaining workers and starts new ones, as `start` does.
 
-        Pending futures fail; failed ones stay failed. `wait_fds` returns new descriptors from then on. Raises the error
-        that stopped a new worker, after which it may be called again; `EngineDeadError` after `shutdown`.
+        Earlier futures fail. `wait_fds` changes. Raises the error that stopped a new worker, after which it may be
+        called again; `EngineDeadError` after `shutdown`.
         """
 
     def submit(
@@ -122,19 +121,19 @@ class Executor(ABC):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> RpcFuture:
-        """Broadcasts a call made by the engine itself; the future's result is a list, one value a rank, or the value of
+        """Broadcasts a call that the engine makes; the future's result is a list, one value a rank, or the value of
         `unique_reply_rank`.
 
         `method` is the name of an `@rpc` method, or a function, called in each worker as f(worker, *args, **kwargs).
-        Values of any type arrive as builtins and arrays; `msgspec.convert` restores the type.
-        Raises `InvalidRequestError` for arguments that cannot be encoded, `EngineDeadError`.
+        Values arrive as builtins and arrays; `msgspec.convert` restores a type.
+        Raises `InvalidRequestError` for arguments that cannot be sent, `EngineDeadError`.
         """
         return self.forward(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank, by_engine=True))
 
     @abstractmethod
     def forward(self, call: EncodedCall) -> RpcFuture:
-        """`submit` with the arguments encoded already; `call.by_engine` says whether the engine itself makes the call.
-        The buffers may be reused as soon as it returns. Each worker refuses engine-scope methods to any other call."""
+        """`submit` with encoded arguments; `call.by_engine` says whether the engine itself makes the call. The caller
+        may change the buffers after it returns. Workers refuse engine-scope methods to any other call."""
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -157,7 +156,7 @@ class Executor(ABC):
 
     @abstractmethod
     def pids(self) -> dict[str, int]:
-        """The worker processes by name, e.g. {"worker 0": 4711}; empty where the worker runs in this process."""
+        """The processes by name, e.g. {"worker 0": 4711}; empty if the worker is in this process."""
 
     @abstractmethod
     def check(self) -> None:
@@ -165,15 +164,15 @@ class Executor(ABC):
 
     @abstractmethod
     def health(self) -> list[RankHealth]:
-        """The health of each worker as seen from outside, without a call to it. Never blocks."""
+        """The health of each worker, without a call to it. Never waits."""
 
     @abstractmethod
     def oldest_step_s(self) -> float | None:
-        """The age of the oldest step in flight in seconds; None without one. Never blocks."""
+        """The age of the oldest step in flight, in seconds; None if there is none. Never waits."""
 
     @abstractmethod
     def diagnose(self) -> str:
-        """The state and Python stacks of each worker, as text. Interrupts no worker; takes up to 0.5 s a rank."""
+        """A report for a person: each worker's current call and Python stacks. Takes up to 0.5 s a rank."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -181,7 +180,7 @@ class Executor(ABC):
 
 
 def check_reply_rank(rank: int | None, num_ranks: int) -> None:
-    """Raises `InvalidRequestError` for a `unique_reply_rank` that is not a valid rank."""
+    """Raises `InvalidRequestError` for an invalid `unique_reply_rank`."""
     if rank is None or (type(rank) is int and 0 <= rank < num_ranks):
         return
     raise InvalidRequestError(

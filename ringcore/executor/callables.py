@@ -1,7 +1,7 @@
-"""Pickled Python functions for `collective_rpc`, where the configuration allows them (`allow_callables`).
+"""Python functions as bytes, for `collective_rpc` where the configuration allows them (`allow_callables`).
 
-A process that writes these bytes runs code in the process that loads them. So they go one way only, from a client to
-the workers of its own engine, over inherited file descriptors; and this module is the only one that loads a pickle.
+The writer of these bytes runs code in their reader. So they go one way only, from a client to its own engine's workers,
+over inherited descriptors; and only this file loads a pickle.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["call_packed", "callable_name", "pack_callable"]
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """The name of a callable for messages: that of a function or class, else that of its type."""
+    """The name of a callable in messages: of a function or class, else of its type."""
     named = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     return named.__qualname__
 
 
 def pack_callable(function: Callable[..., Any]) -> bytes:
-    """Pickles a function with its closure, for `call_packed`.
+    """A function, with its closure, for `call_packed`.
 
-    Functions of `__main__`, lambdas and nested functions are pickled by value; a function of another module by
-    reference, so that the worker must be able to import it. Raises `InvalidRequestError`.
+    Functions of `__main__`, lambdas and nested functions are sent by value; functions of other modules by name, and
+    the worker must be able to import them. Raises `InvalidRequestError`.
     """
     if not callable(function):
         raise InvalidRequestError(
@@ -39,7 +39,7 @@ def pack_callable(function: Callable[..., Any]) -> bytes:
     name = callable_name(function)
     try:
         blob: bytes = cloudpickle.dumps(function)
-    except Exception as error:  # anything that pickling a referenced object raises
+    except Exception as error:  # any error of an object that it refers to
         raise InvalidRequestError(
             f"{name} cannot be sent to a worker: {error}; let it refer to nothing that belongs to this process "
             f"(open files, locks, sockets), and take values as arguments",
@@ -50,9 +50,9 @@ def pack_callable(function: Callable[..., Any]) -> bytes:
 
 
 def call_packed(worker: object, blob: bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`function(worker, *args, **kwargs)` with tensors as torch tensors. Unpickling `blob` executes its code.
+    """`function(worker, *args, **kwargs)` with tensors as torch tensors. Runs the code in the bytes.
 
-    Raises what unpickling raises (e.g. ModuleNotFoundError), and what the function raises.
+    Raises the errors of loading the function, as ModuleNotFoundError, and of the function.
     """
     function = cloudpickle.loads(blob)
     return function(worker, *to_torch(list(args)), **to_torch(dict(kwargs)))

@@ -1,4 +1,4 @@
-"""The table of calls in flight: which replies are missing, which have arrived. Touches no process and no memory."""
+"""The table of calls in flight: missing replies, received replies, deadlines. Pure state, without I/O."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringcore.params.field_checks import check_timeout
 
 __all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
 
-ERROR_GRACE_S = 0.2  # after a rank's error, for the other ranks' replies: they may be blocked in a collective with it
-# For the error of a call that one rank answers: long enough for the kernel to report a rank that died, so that the
-# death is raised and not the error that another rank had because of it.
+ERROR_GRACE_S = 0.2  # after a rank's error, for the other ranks' replies: they may hang in a collective
+# After an error in a call that does not wait for the other ranks' replies: long enough for the kernel to report a dead
+# rank, whose death is then the cause, and not the error that another rank had because of it.
 DEATH_GRACE_S = 0.05
 
 
 class Driver(Protocol):
-    """The executor's receiving side: reads replies and settles calls with them."""
+    """The executor's side of a call: receives replies and settles calls with them."""
 
     def poll_replies(self) -> None:
-        """Processes the replies that have arrived; never blocks."""
+        """Applies the replies that have arrived, without waiting."""
         ...
 
     def wait_for(self, call: Call, deadline: float | None) -> None:
@@ -33,14 +33,14 @@ class Driver(Protocol):
 
 
 class Call:
-    """One call in flight: an `RpcFuture`. Settled once, with the values of all replying ranks, or an error.
+    """A call in flight: an `RpcFuture`. Settled once, with the values of all replying ranks, or an error.
 
-    missing: the ranks whose reply is missing. parts: the received values, encoded, by rank. errors: what ranks raised.
-    due: when it expires, on the table's clock: its deadline, or the earlier end of the grace period after an error.
-    opened: when it was submitted. is_control: it goes over the control channel, past the calls queued in the workers.
+    missing: the ranks whose reply is missing. parts: the encoded values, by rank. errors: errors of ranks, by rank.
+    due: when it settles without further replies, on the table's clock: its deadline, or an earlier grace period after
+    an error. opened: when it was submitted. is_control: sent by the control channel, which overtakes ordered calls.
     """
 
-    waits_for_all: ClassVar[bool] = True  # the replies of every rank
+    waits_for_all: ClassVar[bool] = True  # every rank replies
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Call:
         return [list(self.parts[rank]) for rank in sorted(self.parts)]
 
     def _wait(self, timeout: float | None) -> None:
-        """Returns when the call has its values; raises its error."""
+        """Waits for the values; raises the call's error."""
         check_timeout("timeout", timeout)
         if not self.is_settled:
             self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
@@ -86,7 +86,7 @@ class Call:
             raise self.error
 
     def _decoded(self, rank: int) -> Any:
-        """The value of a rank; an undecodable value is an error of this call alone."""
+        """The value of a rank; one that cannot be decoded is an error of this call alone."""
         try:
             return self._decode(self.parts[rank])
         except Exception as undecodable:
@@ -99,7 +99,7 @@ class Call:
         ranks = sorted(self.missing)
         return RpcTimeoutError(
             f"{self.method!r} was not answered by rank {', '.join(map(str, ranks))} within {timeout_s} s; "
-            "the workers still execute it, and its late replies are dropped",
+            "the workers continue it, and its late replies are dropped",
             method=self.method,
             timeout_s=timeout_s,
             missing_ranks=ranks,
@@ -110,7 +110,7 @@ class Call:
 
 
 class UniqueCall(Call):
-    """A call that one rank answers: its result is that rank's value."""
+    """A call that one rank answers, with that rank's value as its result."""
 
     waits_for_all = False
 
@@ -119,7 +119,7 @@ class UniqueCall(Call):
 
 
 class StepCall(UniqueCall):
-    """A step, which the output rank answers. `step` is its number, `decode` decodes its `ModelRunnerOutput`."""
+    """A step, which the output rank answers. `step` is its number, `decode` decodes its value."""
 
     def __init__(self, driver: Driver, call_id: int, opened: float, step: int, decode: Callable[[Buffer], Any]) -> None:
         super().__init__(driver, call_id, STEP_METHOD, [0], opened)
@@ -134,12 +134,12 @@ class CallTable:
     """All calls in flight.
 
     Invariant: `_open` holds exactly the unsettled calls, oldest first. A reply to any other id is late: it is dropped
-    and counted, so that an earlier error or timeout cannot corrupt a later call. Only a late *error of a step* is kept:
-    a rank that failed in a step whose output was already received is out of sync, and the steps after it must fail.
+    and counted, so that an error or timeout does not affect a later call. Only a late *error of a step* is kept: the
+    state of a rank that failed in a step with its output already applied is invalid, and later steps must fail too.
 
     When a rank fails, the call waits for the other ranks' replies, `ERROR_GRACE_S` at most and not past the deadline;
-    the call's error is that of the lowest failed rank, with the errors of all ranks in its details, as "failures". A
-    call that one rank answers does not wait for the others: it settles after `DEATH_GRACE_S`, at once with one rank.
+    the call's error is that of the lowest failed rank, with all of them in its details, as "failures". A call with one
+    replying rank settles with any rank's error at once, or after `DEATH_GRACE_S` if there are other ranks.
     """
 
     def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -148,14 +148,14 @@ class CallTable:
         self._open: dict[int, Call] = {}
         self._next_id = CREATED + 1
         self._step_error: tuple[int, RingcoreError] | None = None
-        self._progress_at = clock()  # when a call of the call queue was last settled
+        self._progress_at = clock()  # when an ordered call was last settled
         self.num_late_replies = 0
 
     # -----------------------------------------------------------------------------------------------------------
     # Opening.
 
     def open_creation(self, driver: Driver) -> Call:
-        """The creation of the workers: no request is sent, every rank reports it. New workers have no failed step."""
+        """The creation of the workers, which every rank reports without a call. Clears the error of a failed step."""
         self._step_error = None
         return self._add(Call(driver, CREATED, "create_worker", range(self._num_ranks), self._clock()))
 
@@ -167,18 +167,18 @@ class CallTable:
         unique_reply_rank: int | None = None,
         is_control: bool = False,
     ) -> Call:
-        """A call that every rank answers, or only `unique_reply_rank`."""
+        """A call that every rank answers, or one rank only."""
         is_unique = unique_reply_rank is not None
         ranks = [unique_reply_rank] if unique_reply_rank is not None else range(self._num_ranks)
         kind = UniqueCall if is_unique else Call
         return self._add(kind(driver, self._new_id(), method, ranks, self._clock(), timeout_s, is_control))
 
     def open_step(self, driver: Driver, step: int, decode: Callable[[Buffer], Any]) -> Call:
-        """A step, which rank 0 answers. A step opened with errors (a previous step failed) must not be sent."""
+        """A step, which rank 0 answers. The caller must not send it if it has errors already, from an earlier step."""
         call = self._add(StepCall(driver, self._new_id(), self._clock(), step, decode))
         if self._step_error is not None:
             rank, error = self._step_error
-            self._fail(call, rank, _another(error))
+            self._fail(call, rank, _copy_of(error))
         return call
 
     def _add(self, call: Call) -> Call:
@@ -193,7 +193,7 @@ class CallTable:
     # Replies.
 
     def take_value(self, call_id: int, rank: int, parts: Sequence[Buffer]) -> None:
-        """A rank's encoded value, in buffers that the call may keep."""
+        """Applies a rank's encoded value, in buffers that the call may keep."""
         call = self._open.get(call_id)
         if call is None or rank not in call.missing:
             self.num_late_replies += 1
@@ -212,7 +212,7 @@ class CallTable:
         if is_step and self._step_error is None:
             self._step_error = rank, error
             for step in [c for c in self._open.values() if isinstance(c, StepCall)]:
-                self._fail(step, rank, _another(error))
+                self._fail(step, rank, _copy_of(error))
 
     def _fail(self, call: Call, rank: int, error: RingcoreError) -> None:
         call.errors.setdefault(rank, error)
@@ -225,13 +225,13 @@ class CallTable:
 
     def method_of(self, call_id: int) -> str:
         call = self._open.get(call_id)
-        return "a settled call" if call is None else call.method
+        return "a call that is over" if call is None else call.method
 
     # -----------------------------------------------------------------------------------------------------------
     # Ends.
 
     def expire(self) -> None:
-        """Settles the expired calls: with the errors of ranks, else as timed out."""
+        """Settles the calls that are due: with the ranks' errors, else with a timeout."""
         now = self._clock()
         for call in [c for c in self._open.values() if c.due is not None and c.due <= now]:
             self._settle(call, None if call.errors else call.timeout_error(call.timeout_s))
@@ -241,12 +241,12 @@ class CallTable:
         self._open.pop(call.call_id, None)
 
     def fail_all(self, error: RingcoreError, dead_rank: int | None = None) -> None:
-        """Settles every call with `error`; a call in which the dead rank had raised before keeps that rank's error."""
+        """Settles every call with `error`; a call in which the dead rank had raised an error keeps that one."""
         for call in list(self._open.values()):
-            self._settle(call, None if dead_rank in call.errors else _another(error))
+            self._settle(call, None if dead_rank in call.errors else _copy_of(error))
 
     def _settle(self, call: Call, error: RingcoreError | None = None) -> None:
-        """Without `error`: with the errors of its ranks, else with its values."""
+        """Settles with `error`, else with the errors of its ranks, else with its values."""
         del self._open[call.call_id]
         if not call.is_control:
             self._progress_at = self._clock()
@@ -255,9 +255,9 @@ class CallTable:
         call.settle(error)
 
     # -----------------------------------------------------------------------------------------------------------
-    # Readable from any thread.
+    # Called from any thread.
 
-    def under_way(self) -> list[Call]:
+    def in_flight(self) -> list[Call]:
         """The unsettled calls, oldest first."""
         while True:
             try:
@@ -266,16 +266,16 @@ class CallTable:
                 continue
 
     def next_due(self) -> float | None:
-        """When the next failed call expires; a call without errors is not counted: its caller watches the deadline."""
-        return min((c.due for c in self.under_way() if c.errors and c.due is not None), default=None)
+        """When the next call with errors is due; waiting callers watch deadlines themselves."""
+        return min((c.due for c in self.in_flight() if c.errors and c.due is not None), default=None)
 
     def age_s(self, call: Call) -> float:
-        """How long a call has been executing: its queueing time, while earlier calls ran, is not counted."""
+        """Seconds that a call has been in flight, without the time in which it waited for earlier calls."""
         started = call.opened if call.is_control else max(call.opened, self._progress_at)
         return self._clock() - started
 
     def oldest_step(self) -> StepCall | None:
-        return next((call for call in self.under_way() if isinstance(call, StepCall)), None)
+        return next((call for call in self.in_flight() if isinstance(call, StepCall)), None)
 
 
 def joined_error(errors: dict[int, RingcoreError]) -> RingcoreError:
@@ -289,6 +289,6 @@ def joined_error(errors: dict[int, RingcoreError]) -> RingcoreError:
     return error
 
 
-def _another(error: RingcoreError) -> RingcoreError:
-    """A copy of the error: each raise writes its traceback into the object that it raises."""
+def _copy_of(error: RingcoreError) -> RingcoreError:
+    """A copy of the error: each raise writes its traceback into the object."""
     return copy.copy(error)

@@ -1,4 +1,4 @@
-"""Captures a child process's output: copies it to this process's stderr line by line and keeps the last lines."""
+"""Copies the output of a child process to this process's stderr line by line, and keeps the last lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STDERR = 2
 
 
 class ChildLog:
-    """Copies lines from the pipe `read_fd`, which it owns, until the write end is closed or `close` is called."""
+    """Copies lines from `read_fd`, which it then owns, until the child's side is closed or `close` is called."""
 
     def __init__(self, name: str, read_fd: int) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -35,12 +35,12 @@ class ChildLog:
         self._thread.join(timeout_s)
 
     def close(self, timeout_s: float = 0.2) -> None:
-        """Drains the pipe, then stops the thread. Idempotent."""
+        """Copies the remaining output, then ends the thread. Idempotent."""
         if self._stop_fd < 0:
             return
         self.finish(timeout_s)
         os.eventfd_write(self._stop_fd, 1)
-        # The thread may be blocked in a write to a stderr that no process reads: it is then leaked with its descriptor.
+        # The thread may block in a write to a stderr without a reader: thread and descriptor are leaked then.
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             os.close(self._stop_fd)
@@ -73,5 +73,5 @@ def _emit(prefix: str, new: list[bytes], lines: deque[str]) -> None:
     texts = [line.decode(errors="replace").rstrip("\r") for line in new]
     lines.extend(texts)
     with contextlib.suppress(OSError):  # this process's stderr may be closed; the lines are kept anyway
-        # The descriptor, not sys.stderr: a daemon thread may hold the lock of sys.stderr when the interpreter exits.
+        # The descriptor, not sys.stderr: at interpreter exit a dead thread may still hold the lock of sys.stderr.
         os.write(STDERR, "".join(f"{prefix}{text}\n" for text in texts).encode(errors="replace"))

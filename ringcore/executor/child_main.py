@@ -1,4 +1,4 @@
-"""The entry point of every child process that `child_process` starts; runs before any heavy import."""
+"""The entry of every child process that `child_process` starts, before heavy imports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
 PARENT_DEATH = "parent_death"  # hangs up when the parent ends
 STACKS = "stacks"  # a memfd in append mode, for the Python stacks that `STACKS_SIGNAL` requests
 
-STACKS_SIGNAL = signal.SIGRTMIN + 3  # used by no library; SIGUSR1 and SIGUSR2 are the user's
-STACKS_ARMED = b"armed\n"  # the memfd's first content: before it the signal would kill the process
+STACKS_SIGNAL = signal.SIGRTMIN + 3  # no library uses it; SIGUSR1 and 2 belong to the user
+STACKS_ARMED = b"armed\n"  # the memfd's first content: earlier, the signal would end the process
 
 
 def run(header: Mapping[str, Any], payload: bytes) -> None:
@@ -30,8 +30,8 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     """
     fds: dict[str, int] = dict(header["fds"])
     _die_with_parent(fds[PARENT_DEATH], header["parent_pid"])
-    _show_stacks_when_asked(fds[STACKS])
-    # The terminal sends SIGINT (Ctrl-C) to the whole process group; only the process that the user started handles it.
+    _arm_stack_dumps(fds[STACKS])
+    # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a crash in native code leaves its stack in the log
     for fd in fds.values():
@@ -42,10 +42,10 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     vars(importlib.import_module(module))[function](payload, fds)
 
 
-def _show_stacks_when_asked(fd: int) -> None:
-    """Registers a C signal handler that dumps the stacks, also while native code holds the GIL.
+def _arm_stack_dumps(fd: int) -> None:
+    """A signal handler in C writes the stacks, even while native code holds the GIL.
 
-    SIG_IGN underneath: the exiting interpreter removes the faulthandler before the process ends.
+    SIG_IGN below it: at interpreter exit the handler is removed before the process ends.
     """
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
@@ -53,12 +53,12 @@ def _show_stacks_when_asked(fd: int) -> None:
 
 
 def _die_with_parent(pipe_fd: int, parent_pid: int) -> None:
-    """Ends this process when its parent ends, however the parent ends.
+    """Ends this process when its parent ends, in any way.
 
-    Two mechanisms, because each has a gap. The kernel sends SIGKILL when the last write end of the death pipe is
-    closed: that works inside a C call that holds the GIL, but a process that the parent forked keeps a write end open.
-    The thread also polls the parent's pidfd: a fork does not hide that, but the thread needs the GIL.
-    (PR_SET_PDEATHSIG would fire when the *thread* that created this process ends.)
+    Two mechanisms, as each has a gap. The kernel sends SIGKILL when the last write end of the death pipe is closed:
+    that works inside a C call that holds the GIL, but a process that the parent forked keeps a write end open. The
+    thread also watches the parent's pidfd: no fork hides its end, but the thread needs the GIL. (PR_SET_PDEATHSIG would
+    fire when the *thread* that created this process ends.)
     """
     with contextlib.suppress(OSError):  # not every sandbox has signal-driven I/O
         fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, os.getpid())
@@ -70,7 +70,7 @@ def _die_with_parent(pipe_fd: int, parent_pid: int) -> None:
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLIN)
-    if os.getppid() != parent_pid or poll.poll(0):  # it ended before all this was armed
+    if os.getppid() != parent_pid or poll.poll(0):  # the parent ended before the watch was armed
         os._exit(1)
 
     def watch() -> None:

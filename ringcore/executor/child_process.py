@@ -1,8 +1,8 @@
 """Starts and ends one child process.
 
-Not `multiprocessing`: the child does not import the user's `__main__`, so a script needs no `if __name__` guard, and
-there is no resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
-through an inherited memfd, and dies with its parent (see `child_main`).
+Not `multiprocessing`: the user's `__main__` is never imported again, so a script without a guard works, and there is no
+resource tracker, no named semaphore and no pickle. The child gets `sys.path` and a payload of bytes
+through inherited memory, and dies with its parent (see `child_main`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ringcore.executor.child_log import ChildLog
 from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
 from ringcore.executor.ring_memory import unnamed_file
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 
 __all__ = ["ChildProcess", "terminate_all"]
 
 TERM_GRACE_S = 2.0
 KILL_GRACE_S = 5.0
 
-# Only sets sys.path: everything else is in child_main, which can be imported from then on.
+# Only sets sys.path: everything else is in child_main, which can then be imported.
 _BOOT = """\
 import json, os, sys
 with os.fdopen(int(sys.argv[1]), "rb") as boot:
@@ -54,7 +54,7 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)  # before the process is reaped: its pid cannot have been reused
+        self.pidfd = os.pidfd_open(popen.pid)  # before a wait() reaps it: the pid is still valid
         self._popen = popen
         try:
             self._log = ChildLog(name, log_fd)
@@ -62,7 +62,7 @@ class ChildProcess:
             os.close(self.pidfd)
             raise
         self._stacks = stacks
-        self._lock = threading.RLock()  # re-entrant: a signal handler may call close during a close
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
         self._fds = [self.pidfd, death_fd]
         self._is_closed = False
@@ -79,14 +79,14 @@ class ChildProcess:
     ) -> ChildProcess:
         """Starts a Python process that calls `entry` ("module:function") as `entry(payload, fds)`.
 
-        `fds` are inherited under the same numbers, by name, with two more: "parent_death", which hangs up when this
-        process ends, and "stacks" (see `python_stacks`). `env` overrides this process's environment. The child ignores
-        SIGINT, has no stdin, and its output is copied to this process's stderr. Raises `RingcoreError` where it cannot
-        be started, `CapacityError` where a limit of the system is reached.
+        `fds` are inherited under the same numbers, by name; the child gets two more: "parent_death", which hangs up
+        when this process ends, and "stacks" (see `python_stacks`). `env` updates this process's environment. The child
+        ignores SIGINT, has no stdin, and its output is copied to this process's stderr. Raises `RingcoreError` if it
+        cannot be started, `CapacityError` if the system lacks resources for it.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
-        cannot = os_limits_told(f"cannot start the process {name!r}")
+        cannot = os_limit_errors(f"cannot start the process {name!r}")
         with cannot, contextlib.ExitStack() as inherited, contextlib.ExitStack() as ours:
             death_read, death_write = os.pipe2(os.O_CLOEXEC)
             inherited.callback(os.close, death_read)
@@ -103,11 +103,11 @@ class ChildProcess:
             ours.callback(popen.wait)
             ours.callback(popen.kill)
             child = cls(name, popen, death_write, log_read, stacks)
-            ours.pop_all()  # `child` owns them now
+            ours.pop_all()  # the child object owns them now
             return child
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the process to end; returns whether it has. An ended process is reaped."""
+        """Waits for the process to end, and reaps it; whether it has ended."""
         if self._popen.returncode is None and not self._is_closed:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -121,7 +121,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or None while it runs or where a signal ended it."""
+        """The exit code, or None while it runs or if a signal ended it."""
         code = self._popen.returncode
         return code if code is not None and code >= 0 else None
 
@@ -137,7 +137,7 @@ class ChildProcess:
             return f"signal {-code}"
 
     def describe_end(self) -> str:
-        """How it ended, as text: "killed by SIGKILL, often the out-of-memory killer", "exit code 3"."""
+        """How it ended, for a person: "killed by SIGKILL, often the out-of-memory killer", "exit code 3"."""
         if self.is_alive():
             return "still running"
         if self.signal_name == "SIGKILL":
@@ -167,11 +167,11 @@ class ChildProcess:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the current process started it; False in a process forked from the parent."""
+        """Whether this process started it, and is no fork of the process that did."""
         return os.getpid() == self._owner_pid
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless the child has ended or the current process is a fork of its parent."""
+        """Sends a signal, unless the child has ended, or this process is a fork of its parent."""
         if not self.is_ours:
             return
         with self._lock:
@@ -180,13 +180,13 @@ class ChildProcess:
                     signal.pidfd_send_signal(self.pidfd, number)
 
     def process_state(self) -> str:
-        """The kernel's process state: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
+        """The kernel's state of it: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
         return process_state(self.pid) if self._popen.returncode is None else "gone"
 
     def python_stacks(self, timeout_s: float = 0.5) -> str:
-        """The Python stack of each of its threads, as text, requested by a signal that has no other effect.
+        """The Python stack of each of its threads, as text; requested by a signal, without other effect on the child.
 
-        Works while native code holds the GIL. Without a stack the text gives the reason: "stopped: no stack".
+        Works while native code holds the GIL. Without a stack it gives the reason: "stopped: no stack".
         """
         with self._lock:  # the descriptors stay open
             state = self.process_state()
@@ -195,17 +195,17 @@ class ChildProcess:
             return self._stacks.ask(self.signal, timeout_s)
 
     def terminate(self, grace_s: float = 0.0) -> None:
-        """Ends it and frees its descriptors and threads here: see `terminate_all`. Idempotent."""
+        """Ends it and frees its descriptors here: see `terminate_all`. Idempotent."""
         terminate_all([self], grace_s)
 
     def _close(self) -> None:
-        """Frees descriptors and the log thread; the process has ended, or SIGKILL did not end it in time."""
+        """Frees descriptors and the log's thread; the process has ended, or nothing can end it."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             if self._abandoned.detach() is None:
-                return  # the interpreter exits and has already run the finalizer
+                return  # the finalizer ran first, at interpreter exit
             self._log.close()
             self._stacks.close()
             for fd in self._fds:
@@ -215,8 +215,7 @@ class ChildProcess:
 def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
     """Ends processes together: `grace_s` seconds to exit by themselves, SIGTERM and 2 more, then SIGKILL. Idempotent.
 
-    Returns when all are reaped and their descriptors and threads are freed. Does nothing in a process that was forked
-    from their parent.
+    Returns when all are reaped and their descriptors and threads are freed. In a fork of their parent it does nothing.
     """
     left = [child for child in children if not child._is_closed and child.is_ours]
     ended = list(left)
@@ -229,7 +228,7 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
             left = [child for child in left if not child.wait(deadline - time.monotonic())]
             if not left:
                 break
-    finally:  # an interrupt cuts the grace period short, not the cleanup
+    finally:  # an interrupt shortens the wait, and the processes still end
         for child in ended:
             child.signal(signal.SIGKILL)
             child.wait(KILL_GRACE_S)
@@ -239,9 +238,9 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
 def _abandon(
     popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
 ) -> None:
-    """The finalizer of a child whose owner was dropped without `terminate`."""
+    """Finalizer of a child whose owner was collected without `terminate`."""
     if os.getpid() != owner_pid:
-        return  # a fork of the owner: the child is not this process's
+        return  # a fork of the owner: not its child
     popen.kill()
     popen.wait()
     log.close()
@@ -267,7 +266,7 @@ def _popen(
 
 
 def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
-    """A memfd with the boot message: a line of JSON (the header), then the payload."""
+    """A memfd with the child's boot data: a line of JSON, then the payload."""
     path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
     header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
     fd = unnamed_file("boot")
@@ -283,7 +282,7 @@ def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) 
 
 
 def _interpreter_flags() -> list[str]:
-    """The interpreter options that a child inherits because they change how its code behaves; and UTF-8 mode."""
+    """The interpreter options that a child must share, since they change the meaning of its code; and UTF-8."""
     options = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -293,6 +292,6 @@ def _interpreter_flags() -> list[str]:
         "-OO": sys.flags.optimize >= 2,
     }
     flags = [name for name, is_on in options.items() if is_on]
-    flags += ["-X", "utf8"]  # file names are sent as UTF-8, and its output is decoded as UTF-8
+    flags += ["-X", "utf8"]  # file names and output are UTF-8
     flags += [f"-W{option}" for option in sys.warnoptions]
     return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

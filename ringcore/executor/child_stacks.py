@@ -1,4 +1,4 @@
-"""A child process's Python stacks and kernel process state, read from its parent."""
+"""A child process's Python stacks and its process state, read by its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ChildStacks", "process_state"]
 
 MAX_BYTES = 64 << 10
 LOOK_S = 2e-3
-QUIET_S = 20e-3  # a dump that has not grown for this long is complete: the handler writes it without pauses
+QUIET_S = 20e-3  # a dump that has not grown for this long is complete: one handler run writes it
 
 _STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": "disk sleep", "T": "stopped", "t": "stopped"}
 
@@ -27,19 +27,19 @@ def process_state(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    letter = stat.rsplit(")", 1)[1].split()[0]  # the command name before it may contain any character
+    letter = stat.rsplit(")", 1)[1].split()[0]  # the process name before it may contain any character
     return _STATES.get(letter, "zombie" if letter == "Z" else "gone")
 
 
 class ChildStacks:
     """The memfd into which one child writes its stacks. Not thread-safe.
 
-    A file object, not a raw descriptor: after `close` it raises instead of touching a file that reused the number.
+    A file object and no bare descriptor: used after `close` it raises, and cannot touch a reused descriptor.
     """
 
     def __init__(self) -> None:
         self._file = io.FileIO(unnamed_file("stacks"), "rb+")
-        # Parent and child share the file offset; O_APPEND keeps the child's writes at the end after a truncate here.
+        # Parent and child share the file offset: append mode lets the child write at the end after a truncate here.
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_APPEND)
         self._is_armed = False
@@ -57,7 +57,7 @@ class ChildStacks:
             send_signal(STACKS_SIGNAL)
             self._wait_until_quiet(time.monotonic() + timeout_s)
             text = os.pread(self.fileno(), MAX_BYTES, 0).decode(errors="replace").strip()
-        except ValueError:  # closed during this call, by a signal handler in this thread
+        except ValueError:  # closed meanwhile, by a signal handler in this thread
             return "gone: no stack"
         return text or f"no stack within {timeout_s} s"
 

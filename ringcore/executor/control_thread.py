@@ -1,4 +1,4 @@
-"""The control thread of a worker: answers read-only calls while the main thread executes a step or another call."""
+"""The control thread of a worker: executes read-only methods while the main thread executes a step or a call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BEAT_S = 1.0
 
 
 class ControlThread:
-    """A daemon thread that reads the control channel and never spins: idle, it wakes every `BEAT_S` for its heartbeat.
+    """A daemon thread that reads the control queue and never spins: idle, it wakes once in `BEAT_S` for the heartbeat.
 
-    It runs before the worker is created, so that the heartbeat also covers a long start; the executor uses the control
-    channel only after every worker has been created.
+    It starts before the worker exists, so that a long start has a heartbeat too; the executor sends control calls only
+    after every worker has been created.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ControlThread:
         threading.Thread(target=self._run, name="read-only calls", daemon=True).start()
 
     def serve(self, worker: Any, names: Sequence[str]) -> None:
-        """From now on the methods `names` of `worker` may be called."""
+        """Sets the worker, and the names of the methods that may be called here."""
         self._worker, self._names = worker, frozenset(names)
 
     def _run(self) -> None:
@@ -48,8 +48,8 @@ class ControlThread:
                 self._status.beat()
                 self._turn()
         except (RingClosed, PeerDied):
-            return  # the main thread gets the same exception from the call ring
-        except BaseException:  # without this thread the worker would leave control calls unanswered
+            return  # the main thread gets the same exception
+        except BaseException:  # without this thread control calls would stay unanswered
             traceback.print_exc(file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
@@ -68,9 +68,7 @@ class ControlThread:
     def _perform(self, head: CallHead, request: Sequence[memoryview]) -> Outcome | None:
         if head.kind != CALL or head.method not in self._names:
             error = InvalidRequestError(
-                f"{head.method!r} is not declared read-only; call it in order, through the call ring",
-                field="method",
-                value=head.method,
+                f"{head.method!r} is not declared read-only; call it in order", field="method", value=head.method
             )
             return failed(error, self._rank, head.method)
         return perform_call(self._worker, self._rank, head, request)

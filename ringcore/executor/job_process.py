@@ -1,4 +1,4 @@
-"""A child process that executes jobs one at a time (FIFO), so that a job can be killed without ending its caller."""
+"""A child process that executes one job after another, so that the caller can kill a job that takes too long."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ringcore.protocol.job_channel import LENGTH, framed, start_error
 
 __all__ = ["JobProcess", "reap"]
 
-_BYTES_A_READ = 1 << 16
+_BYTES_PER_READ = 1 << 16
 
 
 class JobProcess:
-    """The parent's end of `protocol.job_channel`. No method blocks. Not thread-safe.
+    """The parent's end of `protocol.job_channel`. Non-blocking; not thread-safe.
 
-    `child` is the process, `channel` the non-blocking socket to poll: for reading, and for writing while `has_backlog`.
+    `child` is the process, `channel` the socket to poll: for reading, and for writing while `has_backlog`.
     """
 
     def __init__(
         self, name: str, entry: str, payload: bytes, channel_name: str, env: Mapping[str, str] | None = None
     ) -> None:
-        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socketpair; `env`
-        overrides this process's environment. Raises `RingcoreError` where no process can be started."""
+        """Starts `entry` with `payload` and, as the descriptor `channel_name`, its end of the socket; `env` updates
+        this process's environment. Raises `RingcoreError` if the process cannot be started."""
         self.channel, theirs = socket.socketpair()
         with theirs:
             try:
@@ -42,13 +42,13 @@ class JobProcess:
         return bool(self._unsent)
 
     def send(self, body: bytes) -> None:
-        """Queues a job and writes as much of the backlog as the socket accepts."""
+        """Appends a job to the backlog and writes what the socket accepts."""
         assert self.is_ready
         self._unsent += framed(body)
         self.write()
 
     def write(self) -> None:
-        """Writes as much of the backlog as the socket accepts. A closed peer is reported by the death of `child`."""
+        """Writes what the socket accepts of the backlog. A closed other end is noticed by the death of `child`."""
         while self._unsent:
             try:
                 del self._unsent[: self.channel.send(self._unsent)]
@@ -58,7 +58,7 @@ class JobProcess:
                 self._unsent.clear()
 
     def poll_ready(self) -> bool:
-        """Whether it is ready for jobs. Raises the error that it reported at start."""
+        """Whether it is ready for jobs. Raises the error that it reported instead."""
         if not self.is_ready and (body := self._read()) is not None:
             error = start_error(body)
             if error is not None:
@@ -67,13 +67,13 @@ class JobProcess:
         return self.is_ready
 
     def poll_answer(self) -> bytes | None:
-        """The answer to the oldest job, if its frame has arrived completely."""
+        """The answer to the oldest job, if it has arrived in full."""
         assert self.is_ready
         return self._read()
 
     def _read(self) -> bytes | None:
         try:
-            while data := self.channel.recv(_BYTES_A_READ):
+            while data := self.channel.recv(_BYTES_PER_READ):
                 self._received += data
         except (BlockingIOError, ConnectionResetError):
             pass
@@ -87,14 +87,14 @@ class JobProcess:
         return body
 
     def kill(self) -> ChildProcess:
-        """Kills the process without waiting for its end; returns the child, which its owner reaps by `terminate`."""
+        """Kills the process without waiting for its end; returns the child, for the caller to reap by `terminate`."""
         self.channel.close()
         self.child.signal(signal.SIGKILL)
         return self.child
 
 
 def reap(killed: list[ChildProcess]) -> None:
-    """Reaps the processes of `killed` that have ended and removes them from it; never blocks."""
+    """Frees and removes the children in `killed` that have ended; never waits."""
     for child in [child for child in killed if not child.is_alive()]:
         child.terminate()
         killed.remove(child)

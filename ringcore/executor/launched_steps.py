@@ -1,4 +1,4 @@
-"""Asynchronously launched steps: helpers of the worker side that launches a step and collects its output later."""
+"""Asynchronously launched steps (`PendingOutput`): launching, polling and finishing them on the worker side."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerO
 
 __all__ = ["FinishedStep", "is_done", "launch_step", "poll_until", "step_result"]
 
-# The spin budget for a device is this many times that for a message: 5 ms where each process has a core. Most decode
-# steps end within it.
+# Spin for a device so many times as long as for a message: 5 ms if each process has its own core. Most decode steps end
+# within that.
 DEVICE_SPIN_FACTOR = 25
-POLL_PERIOD_S = 20e-6  # with the kernel's timer slack a poll every 0.1 ms: 1 to 2% of a core, 1% of a step of 10 ms
+POLL_SLEEP_S = 20e-6  # with timer slack a poll every 0.1 ms: 1 to 2% of a core, 1% of a step of 10 ms
 
 
 class FinishedStep:
-    """The `PendingOutput` of a step that is already finished."""
+    """The `PendingOutput` of a step that has finished already."""
 
     def __init__(self, output: ModelRunnerOutput | None = None, error: Exception | None = None) -> None:
         self._output, self._error = output, error
@@ -33,7 +33,7 @@ class FinishedStep:
 
 
 def launch_step(worker: Any, scheduler_output: SchedulerOutput) -> PendingOutput:
-    """Launches a step on the worker. An error of the launch is raised by the step's `result`."""
+    """Launches a step on the worker. An error in the launch is raised by the step's `result`."""
     try:
         output = worker.execute_model(scheduler_output)
     except Exception as error:
@@ -45,7 +45,7 @@ def launch_step(worker: Any, scheduler_output: SchedulerOutput) -> PendingOutput
 
 
 def is_done(step: PendingOutput) -> bool:
-    """Whether `result` would not block; True also if `done` itself raises: `result` then raises the error."""
+    """Whether `result` would not wait; also True if `done` raises: `result` then raises the reason."""
     try:
         return step.done()
     except Exception:
@@ -53,7 +53,7 @@ def is_done(step: PendingOutput) -> bool:
 
 
 def step_result(step: PendingOutput) -> ModelRunnerOutput:
-    """The output on the output rank. Raises what the step raised, and TypeError if it returned None."""
+    """The output of the output rank. Raises the step's error, and TypeError if there is no output."""
     output = step.result()
     if output is None:
         raise TypeError("execute_model returned None on the output rank")
@@ -66,10 +66,10 @@ def poll_until(
     deadline: float | None = None,
     check: Callable[[], None] | None = None,
 ) -> bool:
-    """Polls `ready()` until true: no file descriptor signals the end of GPU work. False at `deadline` (monotonic).
+    """Polls until `ready()`: no descriptor signals the end of device work. False at `deadline` (monotonic).
 
-    Spins with sched_yield for `DEVICE_SPIN_FACTOR` times `spin_s`; from then on sleeps `POLL_PERIOD_S` between two
-    polls and calls `check` before each, which may raise to end the wait.
+    Yields the core between two polls for `DEVICE_SPIN_FACTOR` times `spin_s`, then sleeps between them and calls
+    `check` before each poll, which may raise to end the wait.
     """
     now = time.monotonic
     began = now()
@@ -80,7 +80,7 @@ def poll_until(
         if moment - began < DEVICE_SPIN_FACTOR * spin_s:
             os.sched_yield()
             continue
-        time.sleep(POLL_PERIOD_S)
+        time.sleep(POLL_SLEEP_S)
         if check is not None:
             check()
     return True

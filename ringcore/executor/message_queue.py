@@ -1,6 +1,6 @@
-"""A FIFO message queue over a shared-memory ring: scatter-gather messages of up to `MAX_MESSAGE_BYTES`.
+"""A message queue over a ring buffer: messages of several byte buffers, up to `MAX_MESSAGE_BYTES`, in order.
 
-A message that is too large for the ring goes out of band by `memfd_channel`; a stub in the ring keeps its place.
+A message too large for the ring goes by the out-of-band `side_channel`, and a stub in the ring keeps its place.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ringcore.errors import InvalidRequestError
-from ringcore.executor.memfd_channel import STUB_BYTES, MemfdReceiver, MemfdSender, memfd_socketpair
 from ringcore.executor.ring_buffer import LINE, MAX_PARTS, Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
+from ringcore.executor.side_channel import STUB_BYTES, SideReceiver, SideSender, side_socketpair
 from ringcore.executor.waiting import SPACE_TICK_S, PeerDied, SpinBudget, Waiter
 
 __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "QueueHandle", "create_queue"]
@@ -23,16 +23,16 @@ __all__ = ["MAX_MESSAGE_BYTES", "Message", "MessageReader", "MessageWriter", "Qu
 MAX_MESSAGE_BYTES = 1 << 30
 
 # Kinds of records.
-_INLINE, _MEMFD = 1, 2
+_INLINE, _LARGE = 1, 2
 _PADDING = memoryview(bytes(LINE))
 
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """The file descriptors of one queue, owned by the process that created the handle.
+    """The descriptors of one queue, owned by the creator of the handle.
 
     Those of the ring, and for each reader a socketpair for large messages. A process that inherited one end builds its
-    own handle with `from_fds`, which has only the descriptors of that end.
+    own handle with `from_fds`, with the descriptors of that end only.
     """
 
     ring: RingHandle
@@ -56,7 +56,7 @@ class QueueHandle:
 
     @classmethod
     def from_fds(cls, fds: Mapping[str, int]) -> QueueHandle:
-        """The handle of an inherited end, from its descriptors by name."""
+        """The handle of an end from its inherited descriptors, by name."""
 
         def numbered(prefix: str) -> dict[int, int]:
             return {int(name.removeprefix(prefix)): fd for name, fd in fds.items() if name.startswith(prefix)}
@@ -65,7 +65,7 @@ class QueueHandle:
         return cls(ring, numbered("send."), numbered("receive."))
 
     def close_receiving(self) -> None:
-        """Closes the readers' descriptors in the writer's process, once the readers have inherited theirs."""
+        """Closes the readers' descriptors in the writer's process, after the readers inherited them."""
         _close_all(self.receive_fds)
 
     def close_sending(self) -> None:
@@ -88,7 +88,7 @@ def create_queue(capacity: int, num_readers: int) -> QueueHandle:
     handle = QueueHandle(create_ring(capacity, num_readers))
     try:
         for i in range(num_readers):
-            handle.send_fds[i], handle.receive_fds[i] = memfd_socketpair()
+            handle.send_fds[i], handle.receive_fds[i] = side_socketpair()
     except BaseException:
         handle.close()
         raise
@@ -96,10 +96,10 @@ def create_queue(capacity: int, num_readers: int) -> QueueHandle:
 
 
 class Message:
-    """A received message on lease: `parts` are read-only views of shared memory, valid only inside the `with` block.
+    """A received message on lease: `parts` are read-only shared memory, valid only inside the `with` block.
 
-    Leaving the block releases the memory to the writer, which reuses it: data that is kept must be copied or decoded
-    inside the block. A numpy view of a part would outlive the block, and the writer would overwrite it.
+    Leaving the block releases the memory to the writer, so the reader must copy or decode what it keeps. A numpy view
+    would survive the block, and its contents would change.
     """
 
     __slots__ = ("_release", "parts")
@@ -115,15 +115,15 @@ class Message:
         for part in self.parts:
             try:
                 part.release()
-            except BufferError:  # another view of it is alive; the memory is released all the same
+            except BufferError:  # an exported view still exists; the memory is released all the same
                 continue
         self._release()
 
 
 def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """The framing of a message for the memfd channel: buffers to be written in sequence, and their total bytes.
+    """Framing of a message for the side channel: buffers to concatenate (scatter-gather), and their total bytes.
 
-    First a table (count u32, then the bytes of each part u32), then the parts, each aligned to 64 bytes.
+    First a table (count u32, then the bytes of each part u32), then the parts, each at a multiple of 64.
     """
     table = struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts))
     laid: list[Buffer] = [table]
@@ -138,7 +138,7 @@ def _layout(parts: Sequence[Buffer]) -> tuple[list[Buffer], int]:
 
 
 def _split(payload: memoryview) -> list[memoryview]:
-    """The parts of a framed message; every length is checked. Raises `RingCorruptError`."""
+    """Parses a framed message into its parts, with every length checked. Raises `RingCorruptError`."""
     size = len(payload)
     count = int.from_bytes(payload[:4], "little")
     offset = 4 * (1 + count)
@@ -155,34 +155,34 @@ def _split(payload: memoryview) -> list[memoryview]:
 
 
 class MessageWriter:
-    """The sending end (producer). Not thread-safe.
+    """The producer. Not thread-safe.
 
     deaths: descriptors that become readable when a reader ends; a blocked `send` watches them.
     """
 
     def __init__(self, handle: QueueHandle, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingWriter(handle.ring)
-        self._memfd_channel = MemfdSender(handle.send_fds[i] for i in sorted(handle.send_fds))
+        self._side = SideSender(handle.send_fds[i] for i in sorted(handle.send_fds))
         self._waiter = Waiter([handle.ring.space_fd], deaths, spin_s)
 
     def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
-        """Sends one message; blocks while the ring is full. The parts are copied: they may be reused on return.
+        """Sends one message, waiting for room (back-pressure). Copies the parts: the caller may change them afterwards.
 
         `parts`: at most `MAX_PARTS` one-dimensional byte buffers.
-        Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message over
-        `MAX_MESSAGE_BYTES`, `CapacityError` where memory for a large one cannot be allocated.
+        Raises `DeadlinePassed`, `PeerDied`, `RingClosed`; `InvalidRequestError` for a message that is too large,
+        `CapacityError` if there is no memory for a large one.
         """
         if not self.try_send(parts):
             self._waiter.wait(lambda: self.try_send(parts), deadline, SPACE_TICK_S)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        """Sends one message if the ring has room; never blocks."""
+        """Sends one message if there is room, without waiting."""
         try:
             return self._ring.try_write(_INLINE, parts)
         except RecordTooLarge:
-            return self._try_send_memfd(parts)
+            return self._try_send_large(parts)
 
-    def _try_send_memfd(self, parts: Sequence[Buffer]) -> bool:
+    def _try_send_large(self, parts: Sequence[Buffer]) -> bool:
         laid, size = _layout(parts)
         if size > MAX_MESSAGE_BYTES:
             raise InvalidRequestError(
@@ -192,32 +192,32 @@ class MessageWriter:
             )
         if not self._ring.has_room(STUB_BYTES):
             return False
-        stub = self._memfd_channel.try_send(laid, size)
-        return stub is not None and self._ring.try_write(_MEMFD, [stub])
+        stub = self._side.try_send(laid, size)
+        return stub is not None and self._ring.try_write(_LARGE, [stub])
 
     def lagging(self) -> list[int]:
-        """The slow readers: those that have not consumed every message."""
+        """The readers that have not released every message."""
         return self._ring.lagging()
 
     def close(self) -> None:
-        """Signals end of stream to the readers. Idempotent; the handle stays open."""
+        """Marks the queue as closed for the readers. Idempotent; the handle stays open."""
         self._ring.close()
-        self._memfd_channel.close()
+        self._side.close()
 
 
 class MessageReader:
-    """The receiving end (consumer) `index`. Not thread-safe.
+    """The consumer `index`. Not thread-safe.
 
     deaths: descriptors that become readable when the writer ends; a blocked `receive` watches them.
     """
 
     def __init__(self, handle: QueueHandle, index: int, deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
         self._ring = RingReader(handle.ring, index)
-        self._memfd_channel = MemfdReceiver(handle.receive_fds[index])
+        self._side = SideReceiver(handle.receive_fds[index])
         self._budget = SpinBudget(spin_s)
-        self.slept = self._budget.slept  # the caller reports its own sleeps that waited for this reader
+        self.slept = self._budget.slept  # the caller reports sleeps in its own waits for this reader
         self._waiter = Waiter([handle.ring.wake_fds[index]], deaths)
-        self._inline = Message(self._ring.release)  # reused: the ring has one record on lease at a time
+        self._inline = Message(self._ring.release)  # reused: the ring leases one record at a time
         self.has_message = self._ring.has_record  # whether `try_receive` would return a message or raise `RingClosed`
 
     def receive(self, deadline: float | None = None) -> Message:
@@ -230,12 +230,12 @@ class MessageReader:
         return message
 
     def spin(self, deadline: float | None = None) -> bool:
-        """Whether a message is available now, or arrives within the spin budget and before the deadline."""
+        """Whether a message has arrived, or arrives within the spin budget and before the deadline."""
         until = time.monotonic() + self._budget.seconds
         return self._ring.spin(until if deadline is None else min(until, deadline))
 
     def try_receive(self) -> Message | None:
-        """The next message, on lease, or None where none has arrived."""
+        """The next message, on lease, or None if none has arrived."""
         record = self._ring.try_read()
         if record is None:
             return None
@@ -243,23 +243,23 @@ class MessageReader:
         if kind == _INLINE:
             self._inline.parts = parts
             return self._inline
-        if kind != _MEMFD or len(parts) != 1:
+        if kind != _LARGE or len(parts) != 1:
             raise RingCorruptError(f"a record of kind {kind} with {len(parts)} parts is no message")
         stub = bytes(parts[0])
         parts[0].release()
         self._ring.release()
-        # The last view unmaps it: a view that outlives the lease keeps its memory, which is sealed against writes.
+        # The last view unmaps the memory: a view that outlives the lease stays valid, as the memory is sealed.
         message = Message(lambda: None)
-        message.parts = _split(memoryview(self._memfd_channel.receive(stub)))
+        message.parts = _split(memoryview(self._side.receive(stub)))
         return message
 
     def check_peer(self) -> None:
-        """Raises `PeerDied` if the writer has ended; for a caller that polls `has_message` instead of `receive`."""
+        """Raises `PeerDied` if the writer has ended; for callers that poll `has_message` instead of waiting."""
         dead_fd = self._waiter.take_events()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
 
     def close(self) -> None:
-        """Signals the writer that this reader has left. Idempotent; the handle stays open."""
+        """Marks this reader as closed for the writer. Idempotent; the handle stays open."""
         self._ring.close()
-        self._memfd_channel.close()
+        self._side.close()

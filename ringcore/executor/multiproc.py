@@ -1,4 +1,4 @@
-"""The executor with one process per worker: a broadcast call ring, a control ring, and a reply ring per worker."""
+"""The executor with a process for each worker: a call queue and a control queue to all, a reply queue from each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Wa
 from ringcore.executor.wire import STEP, pack_call, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RankHealth
@@ -40,7 +40,7 @@ START_TIMEOUT_S = 1800.0  # for each of: the processes, their devices, their wei
 
 
 class _SendQueue(NamedTuple):
-    """The producer end of a ring to the workers, and the waiter for free space in it."""
+    """A queue to the workers, and the waiter for room in it."""
 
     writer: MessageWriter
     room: Waiter
@@ -49,11 +49,10 @@ class _SendQueue(NamedTuple):
 class MultiprocExecutor(Executor):
     """`tensor_parallel_size` workers, each in its own process.
 
-    Several calls may be in flight, and their futures may be awaited in any order. A worker's death settles every call
-    in flight, and every later one, with `EngineDeadError`, until `restart`; so does a step that takes longer than
-    `step_timeout_s`. One lock serializes calls from several threads: a thread that waits for a result blocks the
-    others, except `shutdown`, which interrupts the wait, and `health`, `oldest_step_s` and `diagnose`, which do not
-    take the lock.
+    Several calls may be in flight, and the caller may wait for their futures in any order. A worker's death settles
+    every call in flight, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer
+    than `step_timeout_s`. A lock serializes calls of several threads: a thread that waits for a result blocks the
+    others, except `shutdown`, which ends that wait, and `health`, `oldest_step_s` and `diagnose`, which take no lock.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -73,7 +72,7 @@ class MultiprocExecutor(Executor):
         with self._lock:
             assert self._group is None, "start() was called twice"
             try:
-                with os_limits_told("the workers cannot be started"):
+                with os_limit_errors("the workers cannot be started"):
                     return self._start()
             except BaseException:
                 self.shutdown()
@@ -85,7 +84,7 @@ class MultiprocExecutor(Executor):
                 raise _was_shut_down()
             self._end_group(EngineDeadError("the workers were replaced under this call", process="workers"))
             try:
-                with os_limits_told("the workers cannot be started"):
+                with os_limit_errors("the workers cannot be started"):
                     return self._start()
             except BaseException as error:
                 self._end_group(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))
@@ -110,24 +109,24 @@ class MultiprocExecutor(Executor):
         add_parts(phases, "start_workers", parts)
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                reported = self.collective_rpc(method, timeout=START_TIMEOUT_S)
-            add_parts(phases, method, reported)
+                reports = self.collective_rpc(method, timeout=START_TIMEOUT_S)
+            add_parts(phases, method, reports)
         return phases
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:
-        """Sets up the waiters, send queues and watchdog of one group of workers."""
+        """Makes the executor's state for this group of workers: waiters, queues and the watchdog."""
         pidfds = [child.pidfd for child in group.children]
         deaths = [*pidfds, group.closing_fd]
-        events = [*group.wake_fds, group.expiry_fd]
+        events = [*group.wake_fds, group.due_fd]
         self._wait_fds = [*events, *pidfds]
         self._reply_waiter = Waiter(events, deaths)
-        self._call_queue = _SendQueue(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
-        self._control_queue = _SendQueue(group.control, Waiter([group.control_space_fd, *events], deaths, spin_s))
+        self._calls = _SendQueue(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
+        self._control = _SendQueue(group.control, Waiter([group.control_space_fd, *events], deaths, spin_s))
         self._watch = StallWatch(self._table, group, self.config.parallel)
         group.on_close(self._watch.stop)
 
     def _end_group(self, error: EngineDeadError) -> None:
-        """Kills the remaining workers at once. Calls in flight get the error of the workers' death, or `error`."""
+        """Kills the remaining workers. Calls in flight get the error of their death, or this one."""
         self._die(error)
         if self._group is not None:
             self._group.kill()
@@ -143,7 +142,7 @@ class MultiprocExecutor(Executor):
             opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_control)
             head = call.head(opened.call_id)
             parts = pack_call(head.call_id, head.kind, call.parts, head.method, head.unique_reply_rank, head.by_engine)
-            self._send(self._control_queue if is_control else self._call_queue, opened, parts)
+            self._send(self._control if is_control else self._calls, opened, parts)
             return opened
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -153,7 +152,7 @@ class MultiprocExecutor(Executor):
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
             if not call.errors:
-                self._send(self._call_queue, call, pack_call(call.call_id, STEP, [body]))
+                self._send(self._calls, call, pack_call(call.call_id, STEP, [body]))
             else:
                 self._watch.wake()
             return call
@@ -167,7 +166,7 @@ class MultiprocExecutor(Executor):
 
     @property
     def num_late_replies(self) -> int:
-        """Replies that came after their call had failed or timed out, and were dropped."""
+        """Dropped replies that arrived after their call had failed or timed out."""
         return self._table.num_late_replies
 
     def check(self) -> None:
@@ -190,7 +189,7 @@ class MultiprocExecutor(Executor):
         is_first, self._is_shut = not self._is_shut, True
         group = self._group
         if is_first and group is not None:
-            group.interrupt()  # a thread that waits for a reply returns and releases the lock
+            group.interrupt()  # a waiting thread releases the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:
@@ -204,14 +203,14 @@ class MultiprocExecutor(Executor):
             raise copy.copy(self._dead)
 
     def _send(self, queue: _SendQueue, call: Call, parts: Sequence[Buffer]) -> None:
-        """Sends a call to every worker. While the ring is full (back-pressure), replies are drained: a worker blocked
-        on a full reply ring would never consume calls, a deadlock."""
+        """Sends a call to every worker. Collects replies while the queue is full: a worker that blocks on a full reply
+        queue would never read the call."""
 
         def sent() -> bool:
             if queue.writer.try_send(parts):
                 return True
             self.on_wait()
-            self._drain_replies()
+            self._collect()
             return call.is_settled
 
         try:
@@ -221,12 +220,12 @@ class MultiprocExecutor(Executor):
             raise
 
     # -----------------------------------------------------------------------------------------------------------
-    # Receiving: the `Driver` of the calls.
+    # Receiving. `Driver` of the calls.
 
     def poll_replies(self) -> None:
         self._owner.check()
         if not self._lock.acquire(blocking=False):
-            return  # another thread holds the lock and polls
+            return  # another thread holds the lock and collects replies
         try:
             if self._dead is None:
                 self._guarded(self._poll_replies_now)
@@ -234,8 +233,8 @@ class MultiprocExecutor(Executor):
             self._lock.release()
 
     def _poll_replies_now(self) -> None:
-        dead_fd = self._reply_waiter.take_events()  # drained before the rings are read: later events stay signalled
-        self._drain_replies()
+        dead_fd = self._reply_waiter.take_events()  # first, so that a later event stays signalled
+        self._collect()
         self._table.expire()
         if dead_fd is not None:
             raise PeerDied(dead_fd)
@@ -243,12 +242,12 @@ class MultiprocExecutor(Executor):
     def wait_for(self, call: Call, deadline: float | None) -> None:
         self._owner.check()
         with self._lock:
-            while self._dead is None and not call.is_settled:  # a death settles it
+            while self._dead is None and not call.is_settled:  # a death settles the call
                 due = call.due
                 bound = min((at for at in (deadline, due) if at is not None), default=None)
 
                 def settled(due: float | None = due) -> bool:
-                    self._drain_replies()
+                    self._collect()
                     return call.is_settled or call.due != due
 
                 self._spin(call, bound)
@@ -260,7 +259,7 @@ class MultiprocExecutor(Executor):
                     return
 
     def _spin(self, call: Call, bound: float | None) -> None:
-        """Spins briefly on the reply ring of one missing rank: most replies come soon, and it costs one load a poll."""
+        """Spins briefly for a missing reply: most arrive soon, and this is the fastest check."""
         rank = next(iter(call.missing), None)
         if rank is not None and self._group is not None:
             reader = self._group.replies[rank]
@@ -269,9 +268,9 @@ class MultiprocExecutor(Executor):
     def _wait(
         self, waiter: Waiter, ready: Callable[[], bool], deadline: float | None, tick_s: float | None = None
     ) -> float | None:
-        """Waits until `ready`, the deadline (expires the calls that are due) or a death (settles all calls).
+        """Waits until `ready`, the deadline (which settles due calls) or a death (which settles all).
 
-        Returns the seconds it slept, or None if it ended by a deadline or a death.
+        Returns the seconds that it slept, or None if the wait did not end by `ready`.
         """
         try:
             return self._guarded(lambda: waiter.wait(ready, deadline, tick_s))
@@ -279,8 +278,8 @@ class MultiprocExecutor(Executor):
             self._table.expire()
             return None
 
-    def _drain_replies(self) -> None:
-        """Processes every reply that has arrived."""
+    def _collect(self) -> None:
+        """Applies every reply that has arrived."""
         if self._dead is not None or self._group is None:
             return
         for rank, reader in enumerate(self._group.replies):
@@ -289,7 +288,7 @@ class MultiprocExecutor(Executor):
                     self._take_reply(rank, parts)
 
     def _take_reply(self, rank: int, parts: Sequence[memoryview]) -> None:
-        """Hands a reply to its call. A value is copied out of the ring and stays encoded until `result` decodes it."""
+        """Gives a call its reply. A value stays encoded, in copied buffers; the caller of `result` decodes it."""
         call_id, kind, is_error, reply = unpack_reply(parts, rank)
         if not is_error:
             self._table.take_value(call_id, rank, [bytes(part) for part in reply])
@@ -306,7 +305,7 @@ class MultiprocExecutor(Executor):
     # Death.
 
     def _guarded(self, action: Callable[[], T]) -> T | None:
-        """Runs an action on shared memory and descriptors; a death, a shutdown or corruption settles every call."""
+        """Runs an action on shared memory and descriptors; a death, corruption or shutdown settles every call."""
         try:
             return action()
         except PeerDied as death:
@@ -316,14 +315,14 @@ class MultiprocExecutor(Executor):
             if self._group is not None:
                 self._group.kill()
         except (RingClosed, OSError, ValueError):
-            if not self._is_shut:  # a signal handler may call shutdown during this wait
+            if not self._is_shut:  # a signal handler may shut down during this wait
                 raise
             self._die(_was_shut_down())
         return None
 
     def _error_of_death(self, fd: int) -> tuple[EngineDeadError, int | None]:
-        """The error for a death signalled on `fd`, and the rank that died by itself. The other workers are killed: they
-        may be blocked in a collective with the dead rank."""
+        """The error for the event of this descriptor, and the rank that died first. Kills the other workers, which may
+        wait for that one forever in a collective."""
         group = self._group
         assert group is not None
         if group.killed_for is not None:
@@ -331,13 +330,13 @@ class MultiprocExecutor(Executor):
         if all(child.pidfd != fd for child in group.children):
             return _was_shut_down(), None
         ended = {rank: child for rank, child in enumerate(group.children) if not child.is_alive()}
-        # Of several, prefer one ended by a signal: the others may have raised because of it, and exited.
+        # Of several, the one that a signal ended: the others may have failed and exited because of it.
         rank = min(ended, key=lambda rank: (ended[rank].signal_name is None, rank))
         group.kill()
         return ended[rank].dead_error(rank), rank
 
     def _die(self, error: RingcoreError, dead_rank: int | None = None) -> None:
-        """Settles every call in flight, and every later one, with the error; the first such error is kept."""
+        """Settles every call in flight, and every later one, with this error; the first error stays."""
         if self._dead is None or self._group is None:
             self._dead = error
         self._table.fail_all(self._dead, dead_rank)

@@ -1,4 +1,4 @@
-"""A lock-free broadcast ring buffer in shared memory: one producer (writer), a fixed set of consumers (readers)."""
+"""A lock-free ring buffer in shared memory: one producer (writer), a fixed set of consumers (readers), no name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE = 64  # bytes of a cache line; records and their parts begin at multiples o
 MAX_PARTS = 64
 RESTART_BYTES = 1 << 20
 
-# Words (u64) of the control page; each has its own cache line (no false sharing).
+# Words (u64) of the control page; each has a line of its own.
 _HEAD, _CLOSED, _SPACE_WANTED = 8, 16, 24
 # Words of a reader's own page.
 _TAIL, _READER_CLOSED = 0, 8
@@ -27,50 +27,49 @@ _TAIL, _READER_CLOSED = 0, 8
 # A record's header: own position u64, bytes of the record u32, kind u16, parts u16, then the bytes of each part u32.
 _HEADERS = [struct.Struct(f"<QIHH{n}I") for n in range(MAX_PARTS + 1)]
 _HEADER_BYTES = [-(-header.size // LINE) * LINE for header in _HEADERS]
-_WRAP = 0  # the kind of the wrap-around marker (padding up to the end of the data); callers' kinds start at 1
+_WRAP = 0  # the kind of the wrap-around marker that ends a lap; a caller's kinds start at 1
 
 
 class RingClosed(Exception):
-    """The peer or this end has closed the ring."""
+    """The other side has closed the ring, or this side has."""
 
 
 class RecordTooLarge(Exception):
-    """A record of more than half the ring: with the wrap-around padding it might never fit."""
+    """A record larger than half the ring: it could wait for room forever."""
 
 
-# Shared words. Each has a single writer, is aligned, and is stored and loaded atomically.
+# The words. Each has one writer, is aligned, and is stored and loaded atomically.
 #
 #   word            where             writer    meaning
 #   --------------  ----------------  --------  ----------------------------------------------------------------
-#   head            control page      writer    bytes published so far; offset in the data = head % capacity
-#   tail            reader's page     reader    bytes released so far: tail <= head <= tail + capacity
-#   closed          control page      writer    end of stream; readers drain the ring, then get `RingClosed`
-#   closed          reader's page     reader    it has left; the writer gets `RingClosed` instead of waiting
+#   head            control page      writer    bytes ever published; position % capacity is a place in the data
+#   tail            reader's page     reader    bytes ever released by it: tail <= head <= tail + capacity
+#   closed          control page      writer    no record follows; readers read the rest, then `RingClosed`
+#   closed          reader's page     reader    it reads no more; a writer without room gets `RingClosed`
 #   space_wanted    control page      writer    it waits for space: a reader that releases writes `space_fd`
 #
-# States of a byte range, the order of stores, loads and fences, and the transitions:
+# The order of accesses by the producer (writer) and a consumer (reader), by state of a place in the data:
 #
-#   state               writer (producer)                   reader (consumer)             next
+#   state of a place    writer                              reader                        next
 #   ------------------  ----------------------------------  ----------------------------  -------------------------
-#   free                may write it                        never loads it                written
-#   written             marker (if any), record; fence      not visible: past head        published: head stored
+#   free                may write it                        never looks at it             written
+#   written             marker (if any), record; fence      does not see it: past head    published: head stored
 #   published           never touches it; head, wake_fds    head loaded; fence; reads it  on lease
 #   on lease            never touches it                    parts are valid               released: fence, tail stored
-#   released            tails loaded; fence                 checks space_wanted           free, once all have released
+#   released            tails loaded; fence                 looks at space_wanted         free, once all have released
 #
-# So a reader never sees a byte of an unpublished record, the writer never overwrites a byte that a reader still needs,
-# and the death of either leaves no torn record. On x86-64 (TSO) stores become visible in program order and loads are
-# executed in program order, so the fences are no-ops there. ARM may reorder both: there each is a full memory fence
-# (see memory_order).
+# So a reader never sees a byte of an unpublished record, a writer never overwrites a byte that a reader still needs,
+# and the death of either leaves no half record. On x86-64 stores become visible in their order and loads are made in
+# theirs, so no fence is needed there. ARM may reorder both: there each is a full memory fence (see memory_order).
 #
-# Records are 64-byte aligned and contiguous (never split at the end): a header of one line (more for many parts), then
-# each part, 64-byte aligned. Wrap-around: where a record does not fit before the end of the data, a marker (kind 0)
-# pads up to the end and the record begins at offset 0. The padding counts in head and tail like a record, so the
-# slowest reader gates both.
+# Records begin at multiples of 64 and never wrap: a header of one line (more for many parts), then each part at a
+# multiple of 64. Wrap-around: if a record does not fit before the end of the data, the rest of the lap is a marker
+# (kind 0) and the record begins at 0. The marker's bytes count in the positions like a record's, so the slowest reader
+# limits the writer for both.
 #
-# A store (tail, or space_wanted) followed by a load of the peer's word may be reordered even on x86-64. So one wake of
-# the *writer* may be lost; a writer that waits for space therefore sleeps at most `SPACE_TICK_S` at a time. A wake of a
-# reader cannot be lost: the writer always writes its eventfd, after the head, by a system call that orders both.
+# A store (tail, or space_wanted) followed by a load of the other side's word may be reordered even on x86-64. So a wake
+# of the *writer* may be missed, once; a writer that waits for space sleeps at most `SPACE_TICK_S` at a time.
+# A wake of a reader cannot be missed: the writer always signals it, after the head, by a system call that orders both.
 
 
 def _bytes_of(sizes: Sequence[int]) -> int:
@@ -82,10 +81,10 @@ def _bytes_of(sizes: Sequence[int]) -> int:
 
 
 class RingWriter:
-    """The writing end (producer). Not thread-safe.
+    """The producer. Not thread-safe.
 
     Invariant: if head <= _limit, the data from head to _limit is free and contiguous. So most records cost one
-    comparison; `_find_room` advances the limit.
+    comparison; `_find_room` moves the limit.
     """
 
     def __init__(self, handle: RingHandle) -> None:
@@ -105,12 +104,12 @@ class RingWriter:
         return self._capacity // 2 - LINE
 
     def try_write(self, kind: int, parts: Sequence[Buffer]) -> bool:
-        """Publishes one record. False if the ring is full (back-pressure of the slowest reader).
+        """Publishes one record. False if the slowest reader leaves no room (back-pressure).
 
-        `parts` are at most `MAX_PARTS` one-dimensional byte buffers; they are copied. After a False the readers write
-        `space_fd` as they release. Raises `RecordTooLarge`, `RingClosed`, `RingCorruptError`.
+        `parts` are at most `MAX_PARTS` one-dimensional byte buffers; they are copied. After a False the readers signal
+        `space_fd` when they release. Raises `RecordTooLarge`, `RingClosed`, `RingCorruptError`.
         """
-        if len(parts) == 1:  # the common case: it halves the time
+        if len(parts) == 1:  # the common case, in half of the time
             (part,) = parts
             size = len(part)
             need = LINE + ((size + 63) & -64)
@@ -144,15 +143,15 @@ class RingWriter:
             at += (size + 63) & -64
 
     def _find_room(self, need: int) -> int:
-        """The position for a record of `need` bytes: the head, or the wrap-around to offset 0; -1 if the ring is full.
+        """Where a record of `need` bytes may begin: at the head or at the next lap's beginning; -1 without room.
 
-        The wrap marker is written here and published with the record: readers do not expect a marker alone.
+        A lap's marker is written here and published with the record: readers do not expect a marker alone.
         """
         if self.closed:
             raise RingClosed
         if need > self._capacity // 2:
             raise RecordTooLarge
-        skip = self._wrap_padding(need)
+        skip = self._lap_rest(need)
         if not self._is_free(self._head + skip + need):
             return -1
         if skip:
@@ -163,17 +162,17 @@ class RingWriter:
         return self._head + skip
 
     def _next_limit(self, need: int) -> int:
-        """The next position at which to call `_find_room`: the end of the data, half the ring, or an early wrap."""
+        """The head at which `_find_room` is needed again: lap end, half the ring, a restart at 0, or the last tails."""
         at = self._head % self._capacity
         restart = RESTART_BYTES if at < RESTART_BYTES else at + RESTART_BYTES // 16
         far = min(max(at + need, restart), at + self._capacity // 2, self._capacity)
         return min(self._free_until, self._head - at + far)
 
-    def _wrap_padding(self, need: int) -> int:
-        """Padding bytes before a record of `need` bytes: up to the end of the data for a wrap-around to 0, else 0.
+    def _lap_rest(self, need: int) -> int:
+        """Bytes to skip so that a record of `need` bytes wraps around to 0; 0 if it fits at the head.
 
-        A ring that every reader has emptied wraps early, after each `RESTART_BYTES`: that stays in the CPU cache and
-        keeps an idle ring's resident memory small. The record must not overlap the marker that sends the readers to 0.
+        A ring that all readers have emptied wraps around after each `RESTART_BYTES`, which stays in the CPU cache and
+        keeps an idle ring's resident memory small. The record must not reach the marker that sends the readers to 0.
         """
         at = self._head % self._capacity
         rest = self._capacity - at
@@ -182,7 +181,7 @@ class RingWriter:
         return 0
 
     def _is_free(self, head: int) -> bool:
-        """Whether all bytes below this head are free; if not, requests a signal from the readers (space_wanted)."""
+        """Whether everything below this head is free; if not, requests a signal from the readers."""
         if head <= self._free_until:
             return True
         self._words[_SPACE_WANTED] = 1  # before the tails are read
@@ -205,23 +204,23 @@ class RingWriter:
         return min(self._tails)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_write` of one part of `num_bytes` would succeed now; if not, requests a readers' signal."""
+        """Whether `try_write` of one part of so many bytes would succeed; if not, requests a readers' signal."""
         need = _bytes_of([num_bytes])
         return self._head + need <= self._limit or self._find_room(need) >= 0
 
     def lagging(self) -> list[int]:
-        """The slow readers: those that have not released every record."""
+        """The readers that have not released everything."""
         self._lowest_tail()
         return [i for i, tail in enumerate(self._tails) if tail < self._head]
 
     def close(self) -> None:
-        """Signals end of stream to the readers and unmaps the memory. Idempotent."""
+        """Marks the ring as closed for the readers, and unmaps the memory. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self._limit = -1  # the next write calls `_find_room`, which raises
         if self._fence:
-            self._fence()  # a reader that sees the closed word sees the last head
+            self._fence()  # a reader that sees the word sees the last head
         self._words[_CLOSED] = 1
         for fd in self._wake_fds:
             signal_event(fd)
@@ -229,7 +228,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end (consumer) `index`. Not thread-safe."""
+    """The consumer `index`. Not thread-safe."""
 
     def __init__(self, handle: RingHandle, index: int) -> None:
         self._map = RingMapping(handle, is_writer=False)
@@ -238,7 +237,7 @@ class RingReader:
         self._space_fd = handle.space_fd
         self._fence = make_fence()
         self._position = self._ack[_TAIL]
-        self._end = 0  # of the record that is on lease, else 0
+        self._end = 0  # of the record on lease, else 0
         self.closed = False
 
     def has_record(self) -> bool:
@@ -246,19 +245,19 @@ class RingReader:
         return self.closed or self._words[_HEAD] != self._position or self._words[_CLOSED] != 0
 
     def spin(self, until: float) -> bool:
-        """Spins on the head, with sched_yield, until a record is published; False at `until` (monotonic)."""
-        words, position, now, yield_core = self._words, self._position, time.monotonic, os.sched_yield
+        """Spins, yielding the core each time, until a record has arrived; False at `until` (monotonic)."""
+        words, position, now, let_others_run = self._words, self._position, time.monotonic, os.sched_yield
         while words[_HEAD] == position:
             if now() >= until:
                 return False
-            yield_core()
+            let_others_run()
         return True
 
     def try_read(self) -> tuple[int, list[memoryview]] | None:
-        """The next record's kind and parts, or None if the ring is empty.
+        """The next record's kind and parts, or None if there is none.
 
-        The parts are read-only views of shared memory, valid until `release`, which must come before the next read.
-        Raises `RingClosed` after the last record of a closed ring, `RingCorruptError` for an inconsistent header.
+        The parts are read-only shared memory, valid until `release`, which must precede the next read.
+        Raises `RingClosed` after the last record of a closed ring, `RingCorruptError` for invalid contents.
         """
         assert not self._end, "the previous record was not released"
         if self.closed:
@@ -271,7 +270,7 @@ class RingReader:
             self._fence()
         if not position < head <= position + self._capacity:
             raise RingCorruptError(f"the ring's head is {head}, this reader is at {position}")
-        # A header is at least one line: the first length can be read before the number of parts is known.
+        # A header is at least a line, so the first part length can be read before the number of parts is known.
         data, at = self._data, position % self._capacity
         own, num_bytes, kind, num_parts, size = _HEADERS[1].unpack_from(data, at)
         if own != position or not LINE <= num_bytes <= head - position or at + num_bytes > self._capacity:
@@ -280,31 +279,31 @@ class RingReader:
             self._end = position + num_bytes
             return kind, [data[at + LINE : at + LINE + size]]
         if kind == _WRAP:
-            return self._read_after_wrap(position + num_bytes)
+            return self._read_next_lap(position + num_bytes)
         parts = self._many_parts(at, num_bytes, num_parts)
         self._end = position + num_bytes
         return kind, parts
 
-    def _read_after_wrap(self, position: int) -> tuple[int, list[memoryview]]:
-        """The record at offset 0, after a wrap marker that ends at `position`."""
+    def _read_next_lap(self, position: int) -> tuple[int, list[memoryview]]:
+        """The record after a wrap-around marker that ends at `position`."""
         if position % self._capacity or self._position % self._capacity == 0:
-            raise RingCorruptError(f"a wrap marker at {self._position} ends at {position}, not at the end of the data")
+            raise RingCorruptError(f"a marker at {self._position} ends at {position}, which begins no lap")
         self._position = position
         record = self.try_read()
         if record is None:
-            raise RingCorruptError(f"a wrap marker before {position} without a record after it")
+            raise RingCorruptError(f"a marker before {position} without a record after it")
         return record
 
     def _raise_if_finished(self) -> None:
         if self._words[_CLOSED]:
             if self._fence:
                 self._fence()
-            # Reload the head after the closed word: records published before the close are still delivered.
+            # Load the head again, after the word: records published before the close are still delivered.
             if self._words[_HEAD] == self._position:
                 raise RingClosed
 
     def _many_parts(self, at: int, num_bytes: int, num_parts: int) -> list[memoryview]:
-        """The parts of the record at offset `at` with none or several parts. Every length is checked."""
+        """The parts of the record at this place, for other than one part. Every length is checked."""
         if num_parts > MAX_PARTS or num_bytes < _HEADERS[num_parts].size:
             raise RingCorruptError(f"a record of {num_bytes} bytes cannot have {num_parts} parts")
         place = at + _HEADER_BYTES[num_parts]
@@ -317,7 +316,7 @@ class RingReader:
         return parts
 
     def release(self) -> None:
-        """Releases the bytes of the leased record to the writer (advances the tail)."""
+        """Releases the bytes of the last record to the writer."""
         assert self._end, "no record is on lease"
         if self.closed:
             return
@@ -329,7 +328,7 @@ class RingReader:
             signal_event(self._space_fd)
 
     def close(self) -> None:
-        """Signals the writer that this reader has left, and unmaps the memory. Idempotent."""
+        """Marks this reader as closed for the writer, and unmaps the memory. Idempotent."""
         if self.closed:
             return
         self.closed = True

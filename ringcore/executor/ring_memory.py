@@ -1,9 +1,9 @@
-"""The shared memory of a ring: a preallocated, sealed memfd, mapped by the processes that inherit its descriptors.
+"""The shared memory of a ring: a memfd, fully allocated, sealed, and mapped by processes that inherit its descriptors.
 
-A memfd has no name, so no other process can open it and nothing is left when every process is killed. All its pages
-are allocated at creation (too little memory is an error then, not a SIGBUS later), and its size is sealed. Where the
-kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm that is unlinked as soon as it is
-open. Such a file cannot be sealed; all else is the same.
+A memfd has no name: no other process can open it, and it is freed when every process is killed. It is allocated in full
+at creation (too little memory is an error then, not a SIGBUS later) and sealed against a change of its size. If the
+kernel has no memfd, or a sandbox forbids it, it is a file of mode 0600 in /dev/shm, unlinked as soon as it is open.
+Such a file cannot be sealed; all else is the same.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FALLBACK_DIRECTORY = "/dev/shm"
 BUSY_S = 0.1
 
-# Constant words (u64) of the control page; ring_buffer defines the others.
+# Words (u64) of the control page that never change; ring_buffer has the others.
 W_MAGIC, W_VERSION, W_CAPACITY, W_NUM_READERS = 0, 1, 2, 3
 
 
 class RingCorruptError(RingcoreError):
-    """Shared memory has contents that no writer or reader of this package produces. Fatal: there is no resync."""
+    """Shared memory has contents that no ring writer or reader writes. Fatal: the ring is not resynchronised."""
 
 
 @dataclass(frozen=True)
 class RingHandle:
-    """The file descriptors of one ring. The creator of the handle owns them and calls `close`.
+    """The descriptors of one ring. The creator of the handle owns them, and calls `close`.
 
     memory_fd: the control page and the data. acks_fd: one page a reader. space_fd: an eventfd that wakes the writer.
-    wake_fds: the eventfds that wake the readers, by index; a reader's process has only its own.
+    wake_fds: the eventfds that wake the readers, by index; a reader's own process has only its own.
     """
 
     memory_fd: int
@@ -76,7 +76,7 @@ HAS_MEMFD = _has_memfd()
 
 
 def unnamed_file(name: str) -> int:
-    """The descriptor of an empty memfd, reachable only by inheritance. `name` shows in /proc, nowhere else."""
+    """The descriptor of an empty memfd, reachable only through it and its duplicates. The name is shown in /proc."""
     if HAS_MEMFD:
         fd = os.memfd_create(f"ringcore-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
@@ -88,13 +88,13 @@ def unnamed_file(name: str) -> int:
 
 
 def seal(fd: int, seals: int) -> None:
-    """Adds `seals`, permanently and for every holder of the memfd; does nothing without memfd."""
+    """Adds `seals` permanently, for every holder, if the memory can be sealed."""
     deadline = time.monotonic() + BUSY_S
     while HAS_MEMFD:
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
-            # EBUSY: the kernel briefly holds a page, e.g. to migrate it.
+            # The kernel holds a page of it for a moment, for instance to migrate it.
             if error.errno != errno.EBUSY or time.monotonic() >= deadline:
                 raise
             time.sleep(BUSY_S / 100)
@@ -103,7 +103,7 @@ def seal(fd: int, seals: int) -> None:
 
 
 def is_sealed(fd: int, seals: int) -> bool:
-    """Whether `seals` are set; True without memfd, where it cannot be checked."""
+    """Whether the memory has these seals; True without memfd, where it cannot be checked."""
     return not HAS_MEMFD or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
 
 
@@ -147,7 +147,7 @@ def create_ring(capacity: int, num_readers: int) -> RingHandle:
 
 
 class RingMapping:
-    """A ring's mapping in this process; the data is writable only for the writer."""
+    """A ring's memory mapping in this process; the data is writable only for the writer."""
 
     def __init__(self, handle: RingHandle, is_writer: bool) -> None:
         if not is_sealed(handle.memory_fd, SEALS):
@@ -164,7 +164,7 @@ class RingMapping:
         self.views = [self.words, self.data, view]
 
     def map_ack(self, handle: RingHandle, index: int, is_reader: bool) -> memoryview:
-        """The words of the page of reader `index`."""
+        """The words of reader `index`'s own page."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_reader else 0)
         words = memoryview(mmap.mmap(handle.acks_fd, PAGE, prot=access, offset=PAGE * index)).cast("Q")
         self.views.append(words)
@@ -175,5 +175,5 @@ class RingMapping:
             view.release()
         try:
             self.memory.close()
-        except BufferError:  # a caller still holds a view of a message: the mapping is freed with that view
+        except BufferError:  # a caller still holds a view of a message: its release unmaps the memory
             return

@@ -1,4 +1,4 @@
-"""The watchdog of the workers: logs stalled calls with their stacks, and kills the workers of a hung step.
+"""Watchdog of calls that take too long: logs a report of them, and kills the workers of a step that hangs.
 
     age of the oldest call in flight      action
     ------------------------------------  --------------------------------------------------------------
@@ -6,8 +6,8 @@
     step_timeout_s, and it is a step      the report in the log, SIGKILL to all workers, `EngineDeadError`
     engine_timeout_s with a rank stopped  the same, for any call, start-up included
 
-The age counts from the settlement of the previous call, so a step is not blamed for the previous step. An unread reply
-in a reply ring means that the caller is slow, not a worker: the watchdog then does nothing.
+Age counts from the end of the previous call, so a step is not blamed for the previous step. An uncollected reply in a
+ring means that the caller is late, and not a worker: the watchdog then does nothing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """The watchdog thread (daemon) of one group of workers, from construction to `stop`.
+    """The watchdog of one group of workers: a daemon thread, from construction to `stop`.
 
-    It does not take the executor's lock, which a thread may hold while it waits for the hung call, and keeps neither
-    the executor nor its table alive (weak reference).
+    It takes no lock of the executor, which may hold it while it waits for the call that hangs, and holds no strong
+    reference to the executor or its table.
     """
 
     def __init__(self, table: CallTable, group: WorkerGroup, config: ParallelConfig) -> None:
@@ -53,66 +53,66 @@ class StallWatch:
         self._stop_timeout_s = config.engine_timeout_s
         limits = (config.stall_warning_s, config.step_timeout_s, config.engine_timeout_s)
         self._period_s = max(MIN_PERIOD_S, min(limit or math.inf for limit in limits) / 4)
-        self._stopped = [UnchangedFor(2 * self._period_s) for _ in group.children]  # SIGSTOPped during calls, by rank
+        self._stopped = [UnchangedFor(2 * self._period_s) for _ in group.children]  # by rank, during calls
         self._warned: tuple[int, float] = (-1, 0.0)  # the id of the call, and the age at which to warn again
         self._is_stopping = False
-        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is reentrant (signal handlers, finalizers)
+        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is reentrant
         self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Wakes the thread: a call failed on a rank and will expire, at which time the thread writes `expiry_fd`."""
+        """Wakes the thread: a call has failed on a rank, and `due_fd` must be signalled when the call is due."""
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """Ends the thread; a report in progress is cancelled. Idempotent."""
+        """Ends the thread, and cancels a report in progress. Idempotent."""
         self._is_stopping = True
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:  # this thread may drop the executor's last reference
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        next_inspection = time.monotonic() + self._period_s
+        next_look = time.monotonic() + self._period_s
         while not self._is_stopping:
             table = self._table()
             if table is None:
                 return
             now = time.monotonic()
-            if now >= next_inspection:
-                self.inspect(table)
-                next_inspection = time.monotonic() + self._period_s
-            until = self._announce_due(table, next_inspection)
+            if now >= next_look:
+                self.look(table)
+                next_look = time.monotonic() + self._period_s
+            until = self._announce_due(table, next_look)
             del table  # no strong reference while waiting
             try:
                 self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 continue
 
-    def _announce_due(self, table: CallTable, next_inspection: float) -> float:
-        """Writes `expiry_fd` for a call that is due, to wake a caller that polls the executor's descriptors. Returns
-        the time of the next look; repeats until the call is settled, since a wake may come just before it is due."""
+    def _announce_due(self, table: CallTable, next_look: float) -> float:
+        """Signals `due_fd`, which wakes sleepers on the executor's descriptors, for a call that is due. Returns when to
+        call again: repeatedly until the call is settled, since the wake may come shortly before the call is due."""
         due = table.next_due()
         if due is None:
-            return next_inspection
+            return next_look
         now = time.monotonic()
         if due > now:
-            return min(due, next_inspection)
+            return min(due, next_look)
         if not self._is_stopping:
-            signal_event(self._group.expiry_fd)
-        return min(now + MIN_PERIOD_S, next_inspection)
+            signal_event(self._group.due_fd)
+        return min(now + MIN_PERIOD_S, next_look)
 
-    def inspect(self, table: CallTable) -> None:
-        """One inspection: warns, or kills the workers, when a limit is exceeded."""
-        calls = table.under_way()
-        stopped_s = self._stopped_seconds(is_busy=bool(calls))
+    def look(self, table: CallTable) -> None:
+        """One check: logs a warning, or kills the workers, if a limit has passed."""
+        calls = table.in_flight()
+        stopped_s = self._stopped_seconds(bool(calls))
         if not calls or self._group.killed_for is not None or any(r.has_message() for r in self._group.replies):
             return
         step = next((call for call in calls if isinstance(call, StepCall)), None)
         if step is not None and self._step_timeout_s is not None and table.age_s(step) >= self._step_timeout_s:
-            self._end(table, step, _hung(self._group, step, table.age_s(step)))
+            self._kill(table, step, _hung(self._group, step, table.age_s(step)))
             return
         if self._stop_timeout_s is not None and max(stopped_s) >= self._stop_timeout_s:
-            self._end(table, calls[0], _stopped(self._group, calls[0], stopped_s, self._stop_timeout_s))
+            self._kill(table, calls[0], _stopped(self._group, calls[0], stopped_s, self._stop_timeout_s))
             return
         call = max(calls, key=table.age_s)
         age = table.age_s(call)
@@ -124,18 +124,18 @@ class StallWatch:
         self._warned = call.call_id, warn_at
         _log.warning("%s", self._report(table))
 
-    def _stopped_seconds(self, is_busy: bool) -> list[float]:
-        """By rank, for how long it has been stopped by a signal (SIGSTOP) while calls were in flight. A rank without
-        CPU time, or with a long import, does not count."""
+    def _stopped_seconds(self, is_asked: bool) -> list[float]:
+        """Seconds for which each rank has been stopped by a signal while a call was in flight, by rank. A rank that is
+        starved, or imports for long, is not stopped."""
         now = time.monotonic()
-        states = [rank.process_state for rank in self._group.health()] if is_busy else [""] * len(self._stopped)
+        states = [rank.process_state for rank in self._group.health()] if is_asked else [""] * len(self._stopped)
         return [
             unchanged.look(state if state == "stopped" else None, now)
             for unchanged, state in zip(self._stopped, states, strict=True)
         ]
 
-    def _end(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
-        """Kills the workers; every pending and later call raises this error."""
+    def _kill(self, table: CallTable, call: Call, error: EngineDeadError) -> None:
+        """Kills the workers; every current and later wait for them raises this error."""
         report = self._report(table)
         if self._is_stopping or call.is_settled:
             return
@@ -147,10 +147,10 @@ class StallWatch:
 
 
 def _hung(group: WorkerGroup, step: StepCall, age_s: float) -> EngineDeadError:
-    """The error that names the ranks that did not finish the step. Some may only wait for another in a collective: if
-    process state or heartbeat shows which ranks do not run, it names these alone."""
+    """The error of a hung step. It names the ranks that did not finish it. Most may wait for one rank in a collective:
+    if process state or heartbeat shows which ranks do not run, it blames only these."""
     unfinished = [rank for rank, status in enumerate(group.statuses()) if not status.has_finished(step.call_id)] or [0]
-    ranks = [rank.rank for rank in group.health() if rank.rank in unfinished and _is_not_running(rank)] or unfinished
+    ranks = [rank.rank for rank in group.health() if rank.rank in unfinished and _stands_still(rank)] or unfinished
     waiting = [rank for rank in unfinished if rank not in ranks]
     others = f", for which {_ranks(waiting)} waited" if waiting else ""
     return _dead(
@@ -164,7 +164,7 @@ def _hung(group: WorkerGroup, step: StepCall, age_s: float) -> EngineDeadError:
     )
 
 
-def _is_not_running(rank: RankHealth) -> bool:
+def _stands_still(rank: RankHealth) -> bool:
     return rank.process_state not in ("running", "sleeping") or rank.heartbeat_age_s > _STALE_S
 
 
@@ -185,7 +185,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _dead(group: WorkerGroup, ranks: Sequence[int], what: str, **details: Any) -> EngineDeadError:
-    """The error for workers that the watchdog kills. It names a process if a single rank is at fault."""
+    """The error of the killed workers' death. It names a process if it is a single one."""
     health = group.health()
     children = [group.children[rank] for rank in ranks]
     seen = [
@@ -205,16 +205,15 @@ def _dead(group: WorkerGroup, ranks: Sequence[int], what: str, **details: Any) -
 
 
 def stall_report(table: CallTable, group: WorkerGroup, is_cancelled: Callable[[], bool] = lambda: False) -> str:
-    """The calls in flight, and for each rank: its current call and since when, its process state, the age of its
+    """The calls in flight, and for each rank: its current call, for how long, its process state, the age of its
     heartbeat, and the Python stacks of its threads. Takes up to 0.5 s a rank."""
-    calls = table.under_way()
+    calls = table.in_flight()
     names = {call.call_id: _name(call) for call in calls}
     lines = [f"calls in flight: {len(calls)}"]
     if calls:
         oldest = max(calls, key=table.age_s)
         missing = ", ".join(map(str, sorted(oldest.missing))) or "none"
-        age = f"{table.age_s(oldest):.1f} s"
-        lines[0] += f"; the oldest, for {age}, is {_name(oldest)}, missing replies of ranks {missing}"
+        lines[0] += f"; the oldest, for {table.age_s(oldest):.1f} s, is {_name(oldest)}, missing ranks: {missing}"
     for rank, status, child in zip(group.health(), group.statuses(), group.children, strict=True):
         if is_cancelled():
             break

@@ -1,15 +1,14 @@
-"""A shared-memory page in which each worker publishes its heartbeat and current call; its parent reads it lock-free,
-without a call. The engine process has one too: see `engine_core.heartbeat`.
+"""The status board: a page of shared memory with each worker's heartbeat and current call, which the parent reads
+without a call. An engine process has one too: see `engine_core.heartbeat`.
 
-One cache line of 64 bytes a rank, with that rank as its only writer, each word stored atomically:
+One line of 64 bytes a rank, written by that rank alone, each word whole:
 
     word   0            1               2                        3                  4 to 7
-           heartbeat    busy since      current or last call     calls executed     method name, except for a step
+           heartbeat    busy since      current or last call     calls executed     the method's name, if no step
            ns           ns, 0: idle     4 * id + kind            count              UTF-8, cut to 32 bytes
 
-Times are on the monotonic clock, which all processes of a host share. A read of the line is not atomic: a reader may
-see the call of one moment with the count of the next. That suffices for diagnostics and for a watchdog that reads
-periodically.
+Times are on the monotonic clock, which all processes of a host share. The words are not read atomically together:
+a reader may see one call with the count of the next. That suffices for a report, and for a watchdog that checks again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NAME = 32  # the byte at which the name begins
 
 
 class RankStatus(NamedTuple):
-    """One rank's line. `call_id` is that of the current call, or of the last one if it is idle."""
+    """One rank's line. `call_id` is of the current call, or of the last one if the rank is idle."""
 
     heartbeat_ns: int
     busy_since_ns: int | None
@@ -44,14 +43,14 @@ class RankStatus(NamedTuple):
 
 
 def create_board(num_ranks: int) -> int:
-    """Creates a board's memory; returns the descriptor that the workers inherit. Raises `CapacityError`."""
+    """The descriptor of a board's memory, for its workers to inherit. Raises `CapacityError`."""
     fd = shared_memory("status", -(-num_ranks * LINE // PAGE) * PAGE)
     seal(fd, SEALS)
     return fd
 
 
 class StatusBoard:
-    """The parent's side: reads every line. This object keeps the mapping, not the descriptor."""
+    """The parent's side: reads every line. This object keeps the mapping, and not the descriptor."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
@@ -59,7 +58,7 @@ class StatusBoard:
         self._created_ns = time.monotonic_ns()
 
     def read(self, rank: int) -> RankStatus:
-        """One rank's status. The heartbeat of a worker that has not written yet is the board's creation."""
+        """The rank's status. A worker without a heartbeat yet counts from the board's creation."""
         line = self._lines[rank]
         words = line.cast("Q")
         name = bytes(line[_NAME:]).rstrip(b"\0").decode(errors="replace")
@@ -74,7 +73,7 @@ class StatusBoard:
 
 
 class StatusLine:
-    """A worker's own line. The control thread writes the heartbeat, the thread that executes calls writes the rest."""
+    """A worker's own line. Its control thread writes the heartbeat, the thread that executes calls the rest."""
 
     def __init__(self, fd: int, rank: int) -> None:
         memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
@@ -87,29 +86,29 @@ class StatusLine:
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def turn(self) -> None:
-        """Sets "busy since" to now: a new iteration of the loop begins."""
+        """Sets busy since now; if it was busy already, a new turn begins."""
         self._words[_BUSY] = time.monotonic_ns()
 
     def go_on(self) -> None:
-        """Refreshes "busy since" of a busy process that waits for another one: it is not stalled itself."""
+        """Progress of a busy process that waits for others: restarts its busy time."""
         if self._words[_BUSY]:
             self.turn()
 
     def begin(self, call_id: int, kind: int, method: str) -> None:
-        """A call begins. The method name is not written for a step: its kind implies it."""
+        """Begins a call. Writes no name for a step: its kind implies it."""
         words = self._words
         if kind != STEP:
             self._line[_NAME:] = method.encode(errors="replace")[: LINE - _NAME].ljust(LINE - _NAME, b"\0")
-        words[_BUSY] = time.monotonic_ns()  # stored before the call id: otherwise the call would look already executed
+        words[_BUSY] = time.monotonic_ns()  # first: a call id without busy time would look finished
         words[_CALL] = 4 * call_id + kind
 
     def end(self) -> None:
-        """The call has ended and its reply is sent."""
+        """Ends the call, after its reply was sent."""
         self._count()
         self._words[_BUSY] = 0
 
     def end_and_begin(self, call_id: int, kind: int, method: str) -> None:
-        """The call has ended and a later one is already in flight: the rank is never shown as idle in between."""
+        """Ends the call and begins one that was launched before its end: the rank is never idle in between."""
         self._count()
         self.begin(call_id, kind, method)
 

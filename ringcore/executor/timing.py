@@ -1,4 +1,4 @@
-"""Timing of the start-up phases, in seconds."""
+"""The seconds of each phase of start-up."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["add_parts", "timed"]
 
 @contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Records the duration of the body as `phases[name]`."""
+    """Stores the seconds that the body takes under `name`."""
     started = time.monotonic()
     yield
     phases[name] = time.monotonic() - started
 
 
-def add_parts(phases: dict[str, float], name: str, reported: Iterable[object]) -> None:
-    """Records the sub-phases of phase `name` from the workers' reports: one mapping a rank, in which keys that end in
-    "_s" are seconds. "weights_s" becomes "name.weights", the maximum over the ranks."""
-    for of_rank in reported:
+def add_parts(phases: dict[str, float], name: str, reports: Iterable[object]) -> None:
+    """Stores the parts of the phase `name` from the workers' reports: one mapping a rank, in which keys ending in "_s"
+    are seconds. "weights_s" becomes "name.weights", of the slowest rank."""
+    for of_rank in reports:
         if not isinstance(of_rank, Mapping):
             continue
         for key, seconds in of_rank.items():

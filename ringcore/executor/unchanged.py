@@ -1,4 +1,4 @@
-"""Measures for how long a polled value has not changed, excluding the time in which the poller itself did not run."""
+"""For how long a value has not changed, by a clock that stops while its reader is suspended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["UnchangedFor"]
 
 
 class UnchangedFor:
-    """The seconds for which a polled value has been the same.
+    """The seconds for which a value has been the same, from one look to the next.
 
-    Of the time between two polls at most `max_gap_s` counts: a poller that was suspended or starved, perhaps with the
-    whole machine, does not attribute its own pause to the watched process. None is no value: nothing is counted.
+    Of the time between two looks at most `max_gap_s` counts: a reader that was suspended or starved, perhaps with the
+    whole machine, does not blame another process for its own absence. None is no value, and counts as 0 seconds.
     """
 
     def __init__(self, max_gap_s: float) -> None:

@@ -1,7 +1,6 @@
-"""The executor with its single worker in the engine process: no IPC, a call is executed when it is submitted.
+"""The executor with its one worker in this process: no messages, a call is executed when it is submitted.
 
-A step may be launched asynchronously (`PendingOutput`): it is finished when its future is polled, or before the next
-call.
+A step may only be launched then (`PendingOutput`): it is finished when its future is polled, or before the next call.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ RANK = 0
 class UniProcExecutor(Executor):
     """One worker, in the caller's process and thread. Values and errors are those of `MultiprocExecutor`.
 
-    A call cannot be interrupted: one that exceeds its `timeout` runs to its end, then raises `RpcTimeoutError`. There
-    is no control channel: read-only methods are executed in order too; and no watchdog ends a hung step.
+    A call cannot be interrupted: one that exceeds its `timeout` finishes first and then raises `RpcTimeoutError`. There
+    is no control channel: read-only methods, too, are executed in order; and no watchdog ends a step that hangs.
 
-    Invariant: `_launched` holds the unfinished steps, oldest first. While it is not empty, the one descriptor of
-    `wait_fds` is readable: no descriptor signals the end of GPU work, so a caller must poll instead of sleeping.
+    Invariant: `_launched` holds the unfinished steps, oldest first. While there are any, the one descriptor of
+    `wait_fds` is readable: no event signals the end of device work, so the caller must poll instead of sleeping.
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
@@ -69,7 +68,7 @@ class UniProcExecutor(Executor):
         self._worker: Any = None
         self._dead: RingcoreError | None = EngineDeadError("the worker was not started; call start()")
         self._is_shut = False
-        self._busy: tuple[str, float] | None = None  # the executing method and its start; other threads may read it
+        self._busy: tuple[str, float] | None = None  # the current method, and since when; read by other threads too
         self._num_calls = 0
         self._launched: deque[_Step] = deque()
         self._has_launched_fd: int | None = None  # an eventfd
@@ -106,8 +105,8 @@ class UniProcExecutor(Executor):
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
             with timed(phases, method):
-                reported = self.collective_rpc(method)
-            add_parts(phases, method, reported)
+                reports = self.collective_rpc(method)
+            add_parts(phases, method, reports)
         return phases
 
     def forward(self, call: EncodedCall) -> RpcFuture:
@@ -123,7 +122,7 @@ class UniProcExecutor(Executor):
             return _Failed(_too_late(call.method, call.timeout))
         if outcome.is_error:
             return _Failed(joined_error({RANK: decode_error(outcome.parts[0], RANK, call.method)}))
-        own: list[Buffer] = [bytes(part) for part in outcome.parts]  # the worker may change what it returned
+        own: list[Buffer] = [bytes(part) for part in outcome.parts]  # copied: the worker may change what it returned
         return _Value(own, call.method, is_unique=call.unique_reply_rank is not None)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
@@ -138,7 +137,7 @@ class UniProcExecutor(Executor):
         return step
 
     def finish_done_steps(self) -> None:
-        """Settles the finished steps, in order, up to the first unfinished one."""
+        """Settles finished steps, in order."""
         while self._launched and is_done(self._launched[0].pending):
             self._finish_oldest_step()
 
@@ -156,7 +155,7 @@ class UniProcExecutor(Executor):
             step.settle(step_result(step.pending))
         except Exception as error:
             step.settle(joined_error({RANK: portable_error(error, RANK, STEP_METHOD)}))
-        self._launched.popleft()  # after the wait: an interrupt during it must not lose the step
+        self._launched.popleft()  # last: an interrupt during the wait must not lose the step
         self._num_calls += 1
         self._busy = (STEP_METHOD, time.monotonic()) if self._launched else None
         if not self._launched and self._has_launched_fd is not None:
@@ -189,7 +188,7 @@ class UniProcExecutor(Executor):
                 rank=RANK,
                 pid=pid,
                 process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # the caller runs in the same process
+                heartbeat_age_s=0.0,  # the caller is this process
                 method=busy[0] if busy else None,
                 busy_s=time.monotonic() - busy[1] if busy else 0.0,
                 num_calls=self._num_calls,

@@ -1,15 +1,15 @@
-"""Serialization of call values and errors: msgpack with out-of-band buffers. Values decode to plain data: dict, list,
-str, bytes, int, float, bool, None, numpy arrays, and `HostTensor` for torch tensors.
+"""Serializes values and errors of a call. Decoded values are plain data: dict, list, str, bytes, int, float, bool,
+None, numpy arrays, and `HostTensor` for torch tensors.
 
-A value is a list of buffers (scatter-gather): a msgpack body, then the bytes of its large arrays, sent zero-copy. In
-the body an array is an extension:
+A value is a list of buffers (scatter-gather): a msgpack body, then the bytes of its large arrays, sent without a copy.
+In the body an array is an extension:
 
     code 1 (numpy) or 2 (torch), data: msgpack of (dtype, shape, the bytes | the number of its buffer)
 
-Buffers are numbered from 0 in the order in which the body refers to them, each once.
+Buffers are numbered from 0 in the order in which the body references them, each once.
 
-Decoding runs no code: malformed bytes raise `msgspec.DecodeError`, nothing else, and an array is allocated only after
-its length is checked against the received bytes.
+Decoding never runs code: malformed bytes raise a `msgspec.DecodeError`, and memory for an array is allocated only after
+a check that its bytes have arrived.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
     "portable_error",
 ]
 
-OUT_OF_BAND_BYTES = 4096  # an array of at least this size is sent out of band, in its own buffer
-MAX_BUFFERS = 32  # out-of-band buffers of one value; further arrays are inline in the body
+OUT_OF_BAND_BYTES = 4096  # larger arrays have their own buffer
+MAX_BUFFERS = 32  # of one value; further arrays are in the body
 MAX_TRACEBACK_CHARS = 16 << 10
 MAX_MESSAGE_CHARS = 4 << 10
 
 _ARRAY, _TENSOR = 1, 2  # extension codes
-_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # cached: dtype.name takes a microsecond
+_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # numpy takes a microsecond to make one
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Encoding.
+# Encoding values.
 
 
 def encode_value(value: Any) -> list[Buffer]:
@@ -61,17 +61,17 @@ def encode_value(value: Any) -> list[Buffer]:
 
     Accepts builtins, tuples and sets (they arrive as lists), dataclasses and Structs (as dicts), numpy scalars (as
     Python's), dtypes, devices and paths (as text), numpy arrays of numbers, dense torch tensors on any device. The
-    buffers of arrays are views: send or copy them before the value changes. Raises TypeError, OverflowError, ... with
-    the reason why a value cannot be encoded.
+    buffers of arrays are views: send or copy them before the value changes. Raises TypeError,
+    OverflowError and others for values that cannot be sent.
     """
     try:
         return [_plain_encoder.encode(value)]
     except _HasArrays:
-        return _ValueEncoder().encode(value)
+        return _Outgoing().encode(value)
 
 
 class _HasArrays(Exception):
-    """The value contains arrays or tensors: it needs the encoder with out-of-band buffers."""
+    """The value has arrays, which need `_Outgoing`."""
 
 
 def _encode_unless_array(value: Any) -> Any:
@@ -81,8 +81,8 @@ def _encode_unless_array(value: Any) -> Any:
     return _encode_plain(value)
 
 
-class _ValueEncoder:
-    """Encodes one value, collecting its out-of-band buffers."""
+class _Outgoing:
+    """Encodes one value with arrays."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
@@ -97,9 +97,9 @@ class _ValueEncoder:
             return self._extension(_ARRAY, name, value.shape, bytes_of_array(value))
         if isinstance(value, HostTensor):
             return self._extension(_TENSOR, value.dtype, value.shape, value.data)
-        torch = sys.modules.get("torch")  # a process that never imported torch has no tensor to send
+        torch = sys.modules.get("torch")  # without torch loaded, no value is a tensor
         if torch is not None and isinstance(value, torch.Tensor):
-            data = bytes_of_tensor(value, torch)  # before .shape: it rejects tensors without one (nested)
+            data = bytes_of_tensor(value, torch)  # before the shape, which not every tensor has
             return self._extension(_TENSOR, torch_name(value.dtype), tuple(value.shape), data)
         return _encode_plain(value)
 
@@ -112,8 +112,8 @@ class _ValueEncoder:
 
 
 def _encode_plain(value: Any) -> Any:
-    """Values without a msgpack type that are not arrays, as builtins."""
-    if isinstance(value, np.longdouble):  # its item() returns a longdouble again
+    """Types that msgpack does not know, other than arrays, as builtins."""
+    if isinstance(value, np.longdouble):  # its item() is no builtin
         return float(value)
     if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
         return value.item()
@@ -128,16 +128,16 @@ def _encode_plain(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Decoding.
+# Decoding values.
 
 
 def decode_value(parts: Sequence[Buffer]) -> Any:
-    """Decodes the buffers of `encode_value`; the value owns its data. Raises `msgspec.DecodeError`."""
+    """The value of `encode_value`, which owns its memory. Raises `msgspec.DecodeError`."""
     if not parts:
         raise msgspec.DecodeError("a value has no body")
     if len(parts) == 1:
         return _decoded(_plain_decoder, parts[0])
-    incoming = _ValueDecoder(parts[1:])
+    incoming = _Incoming(parts[1:])
     value = _decoded(msgspec.msgpack.Decoder(ext_hook=incoming.extension), parts[0])
     incoming.check_all_taken()
     return value
@@ -148,12 +148,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: Buffer) -> Any:
         return decoder.decode(body)
     except msgspec.DecodeError:
         raise
-    except (RecursionError, ValueError, TypeError) as error:  # too deep, invalid UTF-8, unhashable map key
+    except (RecursionError, ValueError, TypeError) as error:  # nested too deeply, no UTF-8, an unhashable map key
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from error
 
 
-class _ValueDecoder:
-    """Decodes one value with its out-of-band buffers."""
+class _Incoming:
+    """Decodes one value with arrays."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
@@ -171,18 +171,18 @@ class _ValueDecoder:
 
     def _take(self, index: int) -> Buffer:
         if index != self._num_taken or index >= len(self._buffers):
-            raise ValueError(f"buffer {index} is out of order: {self._num_taken} of {len(self._buffers)} were used")
+            raise ValueError(f"buffer {index} is referenced after {self._num_taken} of {len(self._buffers)} buffers")
         self._num_taken += 1
         return self._buffers[index]
 
     def check_all_taken(self) -> None:
         if self._num_taken != len(self._buffers):
-            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body uses {self._num_taken}")
+            raise msgspec.DecodeError(f"{len(self._buffers)} buffers, of which the body references {self._num_taken}")
 
 
-# Created once: constructing an encoder or decoder costs more than encoding or decoding a small value.
+# An encoder or decoder costs more to make than a small value to encode or decode.
 _plain_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unless_array)
-_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_ValueDecoder(()).extension)
+_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_Incoming(()).extension)
 _array_encoder = msgspec.msgpack.Encoder()
 _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memoryview])
 
@@ -194,12 +194,12 @@ _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int | memor
 def encode_request(
     method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Buffer]:
-    """Encodes a call for the workers. Raises `InvalidRequestError` for a method or arguments that cannot be encoded."""
+    """Encodes a call for the workers. Raises `InvalidRequestError` for a method or arguments that cannot be sent."""
     packed = method if isinstance(method, str) else pack_callable(method)
     name = method if isinstance(method, str) else callable_name(method)
     try:
         return encode_value((packed, list(args), dict(kwargs or {})))
-    except Exception as error:  # anything that an argument's own code raises
+    except Exception as error:  # any error of an argument's own code
         raise InvalidRequestError(
             f"the arguments of {name!r} cannot be sent: {error}; give builtin values, dataclasses, Structs, arrays or "
             f"tensors",
@@ -209,7 +209,7 @@ def encode_request(
 
 
 def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """Method, positional and keyword arguments of `encode_request`; the method is bytes for a packed callable.
+    """Method, positional and keyword arguments of `encode_request`; the method is bytes if it was a callable.
 
     Raises `msgspec.DecodeError`.
     """
@@ -224,9 +224,9 @@ def decode_request(parts: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dic
 
 
 def portable_error(error: BaseException, rank: int, method: str) -> RingcoreError:
-    """The error as it is raised in the calling process: a `RingcoreError` as itself, any other as a `WorkerError`.
+    """The error as the calling process raises it: a `RingcoreError` as itself, any other as a `WorkerError`.
 
-    A `RingcoreError` subclass that only this process knows (e.g. of a worker extension) also becomes a `WorkerError`.
+    A `RingcoreError` subclass that only this process knows, as one of a worker extension, becomes a `WorkerError` too.
     """
     if isinstance(error, RingcoreError) and _is_known_to_all(error):
         return error
@@ -238,19 +238,19 @@ def portable_error(error: BaseException, rank: int, method: str) -> RingcoreErro
         rank=rank,
         error_type=kind,
         error_message=message,
-        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # the end of a traceback is its most useful part
+        traceback=_sendable(lines[-MAX_TRACEBACK_CHARS:]),  # the end matters most
         method=method,
     )
 
 
 def _is_known_to_all(error: RingcoreError) -> bool:
-    """Whether its wire form decodes to its own type; unknown types decode to a plain `RingcoreError`."""
+    """Whether its wire form decodes to its type. Unknown types decode to a plain `RingcoreError`."""
     kind = type(error)
     return kind is not RingcoreError and type(error_from_wire(error_to_wire(error))) is kind
 
 
 def encode_error(error: BaseException, rank: int, method: str) -> bytes:
-    """Encodes an error that a method raised, for `decode_error`. Never raises: unencodable details become text."""
+    """Encodes an error of a method for `decode_error`. Never raises: details that cannot be sent become text."""
     ours = portable_error(error, rank, method)
     try:
         return _error_encoder.encode(error_to_wire(ours))
@@ -260,11 +260,11 @@ def encode_error(error: BaseException, rank: int, method: str) -> bytes:
 
 
 def decode_error(data: Buffer, rank: int, method: str) -> RingcoreError:
-    """Decodes the error of `encode_error`, with a note that names method and rank. Raises `msgspec.DecodeError`."""
+    """The error of `encode_error`, with a note of method and rank. Raises `msgspec.DecodeError`."""
     wire: Mapping[str, Any] = msgspec.structs.asdict(_decoded(_error_decoder, data))
     try:
         error = error_from_wire(wire)
-    except TypeError as odd:  # details that do not fit the error's keyword arguments
+    except TypeError as odd:  # details that are no keyword arguments
         raise msgspec.DecodeError(f"an error is malformed: {odd}") from odd
     error.add_note(f"raised by {method!r} in worker {rank}")
     return error
@@ -282,5 +282,5 @@ def _text_of(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text with lone surrogates escaped: they cannot be encoded as UTF-8."""
+    """The text without lone surrogates, which have no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

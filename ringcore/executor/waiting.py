@@ -1,4 +1,4 @@
-"""Waiting for another process: a brief spin, then poll(). Every wait ends by a result, a death or a deadline."""
+"""Waiting for another process: a brief spin, then poll(). Every wait ends on a result, a death or a deadline."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ __all__ = [
     "spin_budget_s",
 ]
 
-SPIN_S = 200e-6  # longer than the copy of a large message, short against a step
+SPIN_S = 200e-6  # longer than the copy of a large message, much shorter than a step
 CROWDED_SPIN_S = 50e-6
-LONG_SPIN_FACTOR = 5
-SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be lost (see ring_buffer)
+SPIN_FACTOR = 5
+SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be missed (see ring_buffer)
 
 
 class PeerDied(Exception):
-    """The process behind the descriptor `fd` has ended."""
+    """The process that the descriptor `fd` watches has ended."""
 
     def __init__(self, fd: int) -> None:
-        super().__init__(f"the process behind descriptor {fd} has ended")
+        super().__init__(f"the process of descriptor {fd} has ended")
         self.fd = fd
 
 
 class DeadlinePassed(Exception):
-    """The deadline passed before the condition became true."""
+    """The deadline passed before the condition held."""
 
 
 def spin_budget_s(num_processes: int) -> float:
-    """Seconds to spin before sleeping, where `num_processes` share the cores that this process may use.
+    """Seconds to spin before sleeping, for `num_processes` that share the cores of this process.
 
-    Waking a halted core costs about 70 us, so a wait that is likely to be short spins first. A spinner without a core
-    of its own takes CPU time from the process it waits for, hence the smaller budget. Without strong memory ordering
-    a message counts as published only when an eventfd announced it: no spin at all.
+    Waking a halted core costs about 70 us, so a wait that is likely to be short spins first. A spinner without its own
+    core takes time from the process that it waits for, hence the smaller budget. Without strong memory ordering a
+    reader relies on announcements through the kernel: no spin at all.
     """
     if not IS_STRONGLY_ORDERED:
         return 0.0
@@ -51,7 +51,7 @@ def spin_budget_s(num_processes: int) -> float:
 
 
 def signal_event(fd: int) -> None:
-    """Makes an eventfd readable. One with a saturated counter is readable already."""
+    """Makes an eventfd readable. One with a full count is readable already."""
     try:
         os.eventfd_write(fd, 1)
     except BlockingIOError:
@@ -59,7 +59,7 @@ def signal_event(fd: int) -> None:
 
 
 def drain_event(fd: int) -> None:
-    """Makes an eventfd unreadable. Check the condition after draining, never before, or a wake is lost."""
+    """Makes an eventfd unreadable. Check the condition after this, never before, so that no event is missed."""
     try:
         os.eventfd_read(fd)
     except BlockingIOError:
@@ -67,27 +67,27 @@ def drain_event(fd: int) -> None:
 
 
 class SpinBudget:
-    """An adaptive spin budget: how many `seconds` to spin before sleeping.
+    """How many `seconds` to spin before sleeping.
 
-    A longer spin would have avoided a short sleep; and the peer has to wait for this process's wake-up, so that it may
-    go to sleep in turn: two processes can stay in that state indefinitely. So after a short sleep the budget is
-    `LONG_SPIN_FACTOR` times as long; a long sleep (no traffic) resets it.
+    A short sleep could have been avoided by a longer spin, and its wake-up delays the peer, which may sleep because of
+    that in turn: two processes can stay in that state forever. So after a short sleep the budget is `SPIN_FACTOR` times
+    as long; a long sleep resets it.
     """
 
     def __init__(self, base_s: float) -> None:
         self._base_s = self.seconds = base_s
 
     def slept(self, seconds: float) -> None:
-        """Reports that the spin was too short: a sleep of `seconds` followed it."""
-        self.seconds = LONG_SPIN_FACTOR * self._base_s if seconds < LONG_SPIN_FACTOR * self._base_s else self._base_s
+        """Records a sleep of so many seconds after a spin."""
+        self.seconds = SPIN_FACTOR * self._base_s if seconds < SPIN_FACTOR * self._base_s else self._base_s
 
 
 class Waiter:
     """Waits for a condition that other processes make true.
 
-    events: eventfds that are written after each change of the condition; the waiter drains them.
+    events: eventfds that are signalled after each change of the condition; the waiter drains them.
     deaths: descriptors that become readable, or hang up, when a peer ends (pidfds, read ends of death pipes).
-    spin_s: how long to spin with sched_yield before sleeping in poll().
+    spin_s: how long to spin, yielding the core each time, before sleeping in poll().
     """
 
     def __init__(self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
@@ -98,11 +98,11 @@ class Waiter:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> float:
-        """Returns when `ready()` is true: the seconds it slept, 0.0 if it did not sleep.
+        """Returns when `ready()` is true: the seconds that it slept, 0.0 if it did not.
 
-        `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose wake may be lost.
-        Raises `PeerDied` or `DeadlinePassed`, each only after one more check of `ready()`: what a peer did before it
-        died counts. Exceptions of `ready` propagate.
+        `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose event may be missed.
+        Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more, since a peer may make it
+        true before it dies. Errors of `ready` pass through.
         """
         if ready() or self._spin(ready, deadline):
             return 0.0
@@ -117,7 +117,7 @@ class Waiter:
                 raise DeadlinePassed
 
     def take_events(self) -> int | None:
-        """Drains the signalled events without blocking; returns the descriptor of a peer that has ended, if any."""
+        """Drains the signalled events without waiting; returns the descriptor of a peer that has ended, if any."""
         return self._sleep(None, 0.0)
 
     def _spin(self, ready: Callable[[], bool], deadline: float | None) -> bool:
@@ -132,7 +132,7 @@ class Waiter:
         return False
 
     def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
-        """Sleeps in poll() until an event, the deadline or the tick; returns an ended peer's descriptor, if any."""
+        """Sleeps until an event, a death, the deadline or the tick; the descriptor of a peer that has ended, if any."""
         sleep_s = tick_s
         if deadline is not None:
             left_s = max(0.0, deadline - time.monotonic())

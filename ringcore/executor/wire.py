@@ -1,13 +1,13 @@
-"""The wire format between an executor and its workers: calls and replies, each an envelope and a value's buffers.
+"""Framing of the messages between an executor and its workers. Each is a value's buffers, with a header in the first.
 
-CALL      request, its method a name                 to every worker; all reply, or only `unique_reply_rank`
+CALL      request, its method a name                 to every worker; each replies, or `unique_reply_rank` only
 CALLABLE  request, its method a packed function      likewise
 STEP      `SchedulerOutput`                          to every worker; rank 0 replies, others only with an error
 reply     the value's buffers, or the error's wire form
 
-Requests and values are encoded by `value_codec`. A flag says whether the engine itself makes the call: only then may it
-call engine-scope methods (`@rpc(scope="engine")`). A CALL of a read-only method goes over the control ring, which each
-worker's control thread reads; its reply comes back through the same reply ring as all others.
+Requests and values are those of `value_codec`. A call has a flag that the engine itself makes it: only then may it name
+an engine method (`@rpc(scope="engine")`). A CALL of a read-only method goes by the control channel, which each worker's
+control thread reads; its reply comes back by the same queue as all others.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 CALL, STEP, CALLABLE = 1, 2, 3
-CREATED = 0  # the id of a worker's first, unsolicited reply: a `WorkerCreated`, or the error of its creation
+CREATED = 0  # the id of a worker's first reply, which answers no call: a `WorkerCreated`, or the error of its creation
 STEP_METHOD = "execute_model"
 
-# call id, kind, 1 if the engine makes it, bytes of the method's name (it follows), 1 + unique_reply_rank (0: all)
+# call id, kind, 1 if the engine makes it, bytes of the method's name (it follows), 1 + the one rank that replies
 _CALL = struct.Struct("<QBBHI")
 _REPLY = struct.Struct("<QIBB2x")  # call id, rank, kind of the call, 1 for an error
 _MAX_NAME_BYTES = 200
 
 
 class CallHead(NamedTuple):
-    """The envelope of a call. `method` repeats the request's name; for a function it is used in messages only."""
+    """A call's header. `method` is the name in the request; for a function only a label."""
 
     call_id: int
     kind: int
@@ -60,7 +60,7 @@ def pack_call(
     unique_reply_rank: int | None = None,
     by_engine: bool = False,
 ) -> list[Buffer]:
-    """The message of a call: one part, plus the request's out-of-band buffers."""
+    """The message of a call: one part, plus the request's buffers after its body."""
     name = method.encode(errors="replace")[:_MAX_NAME_BYTES]
     replying = 0 if unique_reply_rank is None else 1 + unique_reply_rank
     head = _CALL.pack(call_id, kind, by_engine, len(name), replying)
@@ -68,7 +68,7 @@ def pack_call(
 
 
 def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, list[memoryview]]:
-    """The envelope, and the request's buffers."""
+    """The header, and the request's buffers."""
     if not parts or len(parts[0]) < _CALL.size:
         raise RingCorruptError(f"a message of {len(parts)} parts is no call")
     call_id, kind, by_engine, name_bytes, replying = _CALL.unpack_from(parts[0])
@@ -85,7 +85,7 @@ def pack_reply(call_id: int, rank: int, kind: int, is_error: bool, reply: Sequen
 
 
 def unpack_reply(parts: Sequence[memoryview], rank: int) -> tuple[int, int, bool, list[memoryview]]:
-    """Call id, kind, whether it is an error, its buffers; the envelope's rank is checked against `rank`."""
+    """Call id, kind, whether it is an error, its buffers; checks that it comes from `rank`."""
     if not parts or len(parts[0]) < _REPLY.size or (reply := _REPLY.unpack_from(parts[0]))[1] != rank:
         raise RingCorruptError(f"a message of {len(parts)} parts is no reply of worker {rank}")
     return reply[0], reply[2], bool(reply[3]), [parts[0][_REPLY.size :], *parts[1:]]

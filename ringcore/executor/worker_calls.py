@@ -1,4 +1,4 @@
-"""Executes one call in the worker: decodes the request, calls the method, encodes the value or the error."""
+"""Executes one call in a worker: decodes the request, calls the method, encodes the value or the error."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def failed(error: BaseException, rank: int, method: str) -> Outcome:
 
 
 def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffer]) -> Callable[[], Outcome | None]:
-    """Decodes a call into a function that performs it; the request's buffers may be released afterwards.
+    """A decoded call, ready to be performed; it no longer needs the request's buffers.
 
-    The function returns the value or the error of decoding, call or encoding; None on success if this rank does not
-    reply. `SystemExit`, `KeyboardInterrupt` and other non-`Exception`s propagate: they end the process, not the call.
+    It returns the method's value, or the error of decoding, calling or encoding; None on success if this rank does not
+    reply. `SystemExit`, `KeyboardInterrupt` and the like pass through: they concern the process, not the call.
     """
     try:
         method, args, kwargs = _checked_request(head, request)
@@ -53,16 +53,16 @@ def prepare_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffe
 
 
 def perform_call(worker: Any, rank: int, head: CallHead, request: Sequence[Buffer]) -> Outcome | None:
-    """Decodes and performs a call: see `prepare_call`."""
+    """See `prepare_call`."""
     return prepare_call(worker, rank, head, request)()
 
 
 def _checked_request(head: CallHead, request: Sequence[Buffer]) -> tuple[str | bytes, list[Any], dict[str, Any]]:
-    """The decoded request, checked against the envelope: a packed function only in a CALLABLE, and a method only under
-    the name in the envelope, by which the control thread or the main thread was chosen."""
+    """Decodes the request and checks it against the header: a packed function only for kind CALLABLE, else exactly the
+    method of the header, by which the executor chose the thread."""
     method, args, kwargs = decode_request(request)
-    is_as_said = head.kind == CALLABLE if isinstance(method, bytes) else head.kind == CALL and method == head.method
-    if not is_as_said:
+    is_consistent = head.kind == CALLABLE if isinstance(method, bytes) else head.kind == CALL and method == head.method
+    if not is_consistent:
         found = "a function" if isinstance(method, bytes) else repr(method)
         raise InvalidRequestError(
             f"the call is of {head.method!r}, but its request asks for {found}", field="method", value=head.method

@@ -1,4 +1,4 @@
-"""The worker processes of one executor, the rings to and from them, and their ordered shutdown."""
+"""The worker processes of one executor, the queues to and from them, and their shutdown."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
 ENTRY = "ringcore.executor.worker_proc:main"
 CONTROL_RING_BYTES = 1 << 20
 GRACE_S = 5.0
-# A bounded spin of idle OpenMP threads is as fast as an unbounded one (2.3 times faster than none at batch 1).
+# A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1).
 GOMP_SPINCOUNT = "20000"
 
 
 class WorkerGroup:
     """All workers of an engine, from construction (which starts them) to `close`.
 
-    children, replies: by rank. calls, control: the broadcast rings that all workers read, the call ring and the control
-    ring (read-only methods). wake_fds: eventfds that are written when a reply has arrived, by rank. closing_fd: an
-    eventfd that ends the executor's waits. expiry_fd: an eventfd that wakes it for an expired call.
-    killed_for: the error for which this side killed the workers; their death then raises it.
-    `environment` overrides this process's own in the workers; `spin_s` is how long they spin before they sleep.
-    Raises `CapacityError` if shared memory is short, after cleaning up.
+    children, replies: by rank. calls, control: the queues that all of them read, one for ordered calls and one
+    for read-only methods. wake_fds: eventfds that are signalled when a reply has arrived, by rank. closing_fd, due_fd:
+    eventfds of the executor, which end its own waits, and wake it for a call that is due.
+    killed_for: the reason why this side killed the workers, which becomes the error of their death.
+    `environment` updates this process's own in the workers; `spin_s` is how long they spin before they sleep.
+    Raises `CapacityError` if shared memory is short, and then frees everything.
     """
 
     def __init__(
         self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
     ) -> None:
         self._cleanup = ExitStack()
-        self._lock = threading.RLock()  # re-entrant: a signal handler may call close during a close
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
         self._is_closed = False
         self.children: list[ChildProcess] = []
@@ -61,11 +61,13 @@ class WorkerGroup:
     def _start(
         self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
     ) -> None:
-        # LIFO: the rings are closed, the processes end, then the rest is freed.
-        self.closing_fd, self.expiry_fd = self._eventfd(), self._eventfd()
+        # Callbacks run in reverse order: the queues are closed, the processes end, then the rest is freed.
+        self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
         parallel = config.parallel
-        calls = self._queue(parallel.call_ring_bytes, num_workers)
-        control = self._queue(CONTROL_RING_BYTES, num_workers)
+        calls, control = (
+            self._queue(parallel.call_ring_bytes, num_workers),
+            self._queue(CONTROL_RING_BYTES, num_workers),
+        )
         replies = [self._queue(parallel.reply_ring_bytes, 1) for _ in range(num_workers)]
         self.calls_space_fd, self.control_space_fd = calls.ring.space_fd, control.ring.space_fd
         self.wake_fds = [queue.ring.wake_fds[0] for queue in replies]
@@ -108,22 +110,22 @@ class WorkerGroup:
         return queue
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Registers a callback for `close`, run before any resource of the group is freed."""
+        """Registers a callback that runs first when the group closes."""
         self._cleanup.callback(callback)
 
     def kill(self, reason: EngineDeadError | None = None) -> None:
-        """Sends SIGKILL to every worker, so that `close` does not have to wait for them."""
+        """SIGKILL to every worker; `close` then does not wait."""
         if reason is not None and self.killed_for is None:
             self.killed_for = reason
         for child in self.children:
             child.signal(signal.SIGKILL)
 
     def statuses(self) -> list[RankStatus]:
-        """The status line of each rank, by rank."""
+        """Each rank's line of the status board, by rank."""
         return [self._board.read(rank) for rank in range(len(self.children))]
 
     def health(self) -> list[RankHealth]:
-        """The health of each rank, from the status board and /proc, without a call. Works after `close` too."""
+        """Each rank's health from status board and kernel, without a call. Works after the group's end too."""
         now = time.monotonic_ns()
         return [
             RankHealth(
@@ -139,11 +141,11 @@ class WorkerGroup:
         ]
 
     def close(self) -> None:
-        """Signals end of stream: the workers finish the calls they were sent and exit; kills those that do not, and
-        frees all resources. Idempotent.
+        """Closes the queues, after which workers exit once they have executed the sent calls; kills those that do not;
+        frees everything. Idempotent.
 
-        Takes at most about 5 seconds (and 2 after SIGTERM), for a stuck worker. Does nothing in a process that the
-        owner forked: the workers are not its own.
+        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a fork of the owner it does
+        nothing: the workers are not its children.
         """
         if not self.is_ours:
             return
@@ -152,14 +154,14 @@ class WorkerGroup:
             self._cleanup.close()
 
     def interrupt(self) -> None:
-        """Makes `closing_fd` readable: a wait for replies or space, in any thread, ends."""
+        """Makes `closing_fd` readable: waits in all threads end."""
         with self._lock:  # after the close the descriptor's number may be another file's
             if self.is_ours and not self._is_closed:
                 signal_event(self.closing_fd)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers; a process forked from it must not touch them."""
+        """Whether this process started the workers: a fork of it must not end them."""
         return os.getpid() == self._owner_pid
 
 
@@ -168,7 +170,7 @@ def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity, or the container's CPU quota if that is less."""
+    """The cores that this process may use: the smaller of its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -177,8 +179,8 @@ def usable_cores() -> int:
 
 
 def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int) -> dict[str, str]:
-    """The environment variables to set for a worker: its share of the cores, the kernel cache; variables that `user`
-    sets are kept."""
+    """Environment variables for a worker: its share of the cores, and the cache of compiled kernels; none that `user`,
+    the current environment, sets already."""
     ours: dict[str, str] = {}
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
         cache = user.get("XDG_CACHE_HOME") or os.path.join(user.get("HOME") or os.path.expanduser("~"), ".cache")
@@ -193,7 +195,7 @@ def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int
     if num_workers > 1 and "GLOO_SOCKET_IFNAME" not in user:
         ours["GLOO_SOCKET_IFNAME"] = "lo"
     if num_workers > 1 and "NCCL_NVLS_ENABLE" not in user:
-        # In-switch reductions (NVLink SHARP): a process that dies during one can leave the NVSwitch, which all GPUs of
-        # the host share, in a state that only a reset clears.
+        # Sums in NVLink's switch: a process that dies within one can leave the switch, which all GPUs of the host
+        # share, in a state that only a reset ends.
         ours["NCCL_NVLS_ENABLE"] = "0"
     return ours

@@ -1,7 +1,7 @@
-"""The worker process: creates the worker, then runs the call loop (receive, execute, reply) until the call ring closes.
+"""A worker's process: builds the worker, then receives, executes and replies, until the executor closes the queue.
 
-The main thread executes calls in FIFO order. The control thread executes read-only methods, which arrive over the
-control ring: see `control_thread`.
+The main thread executes calls in the order of their arrival. The control thread executes read-only methods, which
+arrive by the control queue: see `control_thread`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
 
-# Names, and prefixes of names, of the descriptors that a worker process inherits.
+# Names and name prefixes of the descriptors that a worker's process inherits.
 CALLS, CONTROL, REPLIES, STATUS, RENDEZVOUS = "calls.", "control.", "replies.", "status", "rendezvous"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The start message from the executor to a worker process."""
+    """The executor's message to a new worker process."""
 
     config: EngineConfig
     rank: int
@@ -64,18 +64,18 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerCreated(msgspec.Struct, frozen=True):
-    """The first reply of a worker process, once its worker exists. Seconds; `began_s` is on the monotonic clock."""
+    """The report of a worker process that has created its worker. Seconds; `began_s` is on the monotonic clock."""
 
     methods: list[RpcMethod]  # declared with @rpc
-    began_s: float  # when `main` began
-    create_s: float  # duration of the worker's creation, imports included
+    began_s: float  # when the process entered `main`
+    create_s: float  # time to create the worker, imports included
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
-    """The entry point of the process. Exit code 1 if the worker cannot be created or its shutdown fails."""
+    """The entry of a worker process. Exit code 1 if the worker cannot be created or fails in its own shutdown."""
     began_s = time.monotonic()
     start: WorkerStart = decoder(WorkerStart).decode(payload)
-    link = _Channels(start.rank, fds, start.spin_s)
+    link = _Link(start.rank, fds, start.spin_s)
     status = StatusLine(fds[STATUS], start.rank)
     control = ControlThread(start.rank, link.control, status, link.reply)
     creation = CallHead(CREATED, CALL, None, "create_worker")
@@ -91,7 +91,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     link.reply(creation, Outcome(False, encode_value(created)))
     status.end()
     try:
-        _CallLoop(worker, link, status, start.spin_s).run()
+        _Loop(worker, link, status, start.spin_s).run()
     except RingClosed:
         if not shut_down(worker):
             raise SystemExit(1) from None
@@ -100,13 +100,12 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
 
 
 def _rendezvous(fds: Mapping[str, int]) -> str | None:
-    """The path of a file shared by all ranks, for the process group's rendezvous; None for a single rank. It is an
-    inherited memfd, so no name is left behind."""
+    """The path by which all ranks open the same memfd for their rendezvous; None for a single rank."""
     return f"/proc/self/fd/{fds[RENDEZVOUS]}" if RENDEZVOUS in fds else None
 
 
 def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str | None) -> Any:
-    """The worker that `factory` ("module:function") creates. Raises `ConfigError` if there is no such function."""
+    """The worker that `factory` ("module:function") creates. Raises `ConfigError` for an unknown factory."""
     module, _, function = factory.partition(":")
     namespace = vars(importlib.import_module(module))
     if function not in namespace:
@@ -115,7 +114,7 @@ def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str
 
 
 def shut_down(worker: Any) -> bool:
-    """Calls the worker's shutdown; False if it failed, which is only logged: the executor awaits no reply any more."""
+    """The worker's own shutdown; False if it failed. The error goes to the log, as no call waits for a reply."""
     try:
         worker.shutdown()
     except Exception:
@@ -124,8 +123,8 @@ def shut_down(worker: Any) -> bool:
     return True
 
 
-class _Channels:
-    """The worker's ends of its rings. Both threads may send replies."""
+class _Link:
+    """The worker's ends of its queues. Replies may come from both threads."""
 
     def __init__(self, rank: int, fds: Mapping[str, int], spin_s: float) -> None:
         def named(prefix: str) -> QueueHandle:
@@ -139,10 +138,10 @@ class _Channels:
         self._lock = threading.Lock()
 
     def reply(self, head: CallHead, outcome: Outcome) -> None:
-        """Sends a reply; blocks while the reply ring is full and the executor is alive."""
+        """Sends a reply; waits for room (back-pressure) while the executor lives and reads."""
         try:
             self._send(head, outcome)
-        except (InvalidRequestError, CapacityError) as error:  # too large to send: becomes the call's error
+        except (InvalidRequestError, CapacityError) as error:  # too large to send: an error of this call
             self._send(head, failed(error, self.rank, head.method))
 
     def _send(self, head: CallHead, outcome: Outcome) -> None:
@@ -151,15 +150,15 @@ class _Channels:
             self._replies.send(parts)
 
 
-class _CallLoop:
-    """The main thread's loop: receives a call, executes it, replies, in FIFO order. Ends by `RingClosed` or `PeerDied`.
+class _Loop:
+    """Receives a call, performs it, replies; in the order of arrival. Ends by `RingClosed` or `PeerDied`.
 
-    A step may be launched asynchronously (`PendingOutput`). `_launched` holds the steps in flight, oldest first; each
-    is answered as soon as it and all earlier ones are done. The next step is launched without waiting for them; any
-    other call waits for all of them. The status line shows the oldest step, since the time it became the oldest.
+    A step may be launched and finished later (`PendingOutput`). `_launched` holds such steps, oldest first; each is
+    answered as soon as it and all earlier ones are done. The next step is launched meanwhile; any other call waits for
+    all of them. The status line shows the oldest one, since it became the oldest.
     """
 
-    def __init__(self, worker: Any, link: _Channels, status: StatusLine, spin_s: float) -> None:
+    def __init__(self, worker: Any, link: _Link, status: StatusLine, spin_s: float) -> None:
         self._worker, self._link, self._status, self._spin_s = worker, link, status, spin_s
         self._step_decoder, self._step_encoder = decoder(SchedulerOutput), encoder()
         self._launched: deque[tuple[CallHead, PendingOutput]] = deque()
@@ -176,8 +175,8 @@ class _CallLoop:
             raise
 
     def _receive(self) -> Callable[[], None]:
-        """The next call, decoded. Its ring memory is released before the call is executed, so that a running call never
-        causes back-pressure."""
+        """The next call, ready to be performed. Its ring memory is released before that, so that the executor never
+        waits for room because of a call that is being executed."""
         with self._link.calls.receive() as parts:
             head, request = unpack_call(parts)
             if head.kind == STEP:
@@ -212,7 +211,9 @@ class _CallLoop:
         self._launched.append((head, launch()))
 
     def _await_call(self) -> None:
-        """Returns when a call is available, or when no step is in flight and a blocking `receive` suffices."""
+        """Waits for the next call, and finishes done steps meanwhile. Without launched steps it returns: `receive`
+        waits.
+        """
         calls = self._link.calls
         while self._launched and not calls.has_message():
             poll_until(lambda: calls.has_message() or self._oldest_is_done(), self._spin_s, check=calls.check_peer)
@@ -240,7 +241,7 @@ class _CallLoop:
             self._status.end()
 
     def _outcome(self, step: PendingOutput) -> Outcome | None:
-        """The reply to a step: every rank replies with an error, only rank 0 with the output."""
+        """The reply of a step: errors from every rank, the output only from rank 0."""
         try:
             if self._link.rank == 0:
                 return Outcome(False, [self._step_encoder.encode(step_result(step))])
@@ -250,8 +251,8 @@ class _CallLoop:
             return failed(error, self._link.rank, STEP_METHOD)
 
     def _drop_steps(self) -> None:
-        """The executor has closed the ring: the steps' outputs are discarded, but the steps must have left the device
-        before the worker frees its memory."""
+        """Waits for the launched steps without replying, as the executor has closed: they must leave the device before
+        the worker frees its memory."""
         while self._launched:
             self._await_oldest_step()
             _, step = self._launched.popleft()

@@ -1,1 +1,1 @@
-"""What runs in the user's process: prompts in, text out; it does not know how an engine schedules."""
+"""The part that runs in the user's process: prompts in, text out; independent of scheduling."""

@@ -38,9 +38,9 @@ from ringcore.protocol.requests import EngineStats
 
 __all__ = ["AdminClient"]
 
-_REPLY_GRACE_S = 2.0  # the engine keeps a call's deadline; this is for an engine that does not even do that
+_REPLY_GRACE_S = 2.0  # after the call's deadline, which the engine itself enforces unless it hangs
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
-_NEVER_MS = 1 << 30  # ZMQ's own never (-1) throws away what has arrived when the connection ends
+_NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
 
 
 class AdminClient:
@@ -50,11 +50,11 @@ class AdminClient:
     server.key and client.key_secret; or the keys themselves, 40 characters each: `server_key`, the engine's public
     one, and `client_secret_key`.
 
-    The constructor connects, within `connect_timeout` seconds. Raises `ConfigError` for what it was given and where
-    the engine does not know the key, `EngineDeadError` where no engine answers, `RpcTimeoutError`.
+    The constructor connects, within `connect_timeout` seconds. Raises `ConfigError` for invalid arguments and for a key
+    that the engine does not know, `EngineDeadError` if no engine listens at the endpoint, `RpcTimeoutError`.
 
     Every wait has a deadline and ends when the engine is gone; then this and every later call raises
-    `EngineDeadError`. Thread-safe: calls of several threads are made one after the other.
+    `EngineDeadError`. Thread-safe: the calls of several threads are serialized.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class AdminClient:
         timeout: float = 30.0,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Calls an `@rpc` method on every worker: one value a rank, or the value of the `unique_reply_rank` alone.
+        """Calls an `@rpc` method on every worker: one value per rank, or the value of the `unique_reply_rank` alone.
 
-        Arrays arrive as numpy arrays, tensors as `HostTensor`. Raises `WorkerError` if the method raised there,
-        `WorkerDiedError` if a worker ended under it, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError`
-        for a method that is not there or that only the engine calls, for a function (they are not taken from here) and
-        for arguments that cannot be sent, `PermissionDeniedError` where the key lacks the method's scope; then the
-        engine goes on.
+        Arrays arrive as numpy arrays, tensors as `HostTensor`. Raises `WorkerError` if the method raised,
+        `WorkerDiedError` if a worker died during the call, `RpcTimeoutError` after `timeout` seconds,
+        `InvalidRequestError` for an unknown method or one that only the engine may call, for a function (admin clients
+        may not send them) and for arguments that cannot be sent, `PermissionDeniedError` if the key lacks the method's
+        scope. None of them harms the engine.
         """
         if not isinstance(method, str):
             raise InvalidRequestError(
@@ -113,12 +113,12 @@ class AdminClient:
         return self._call("engine", method, timeout, encode_request(method, args, kwargs))[0]
 
     def methods(self, timeout: float = 5.0) -> list[RpcMethod]:
-        """What can be called by name, each with its signature and the scope that a key needs for it: the engine's own
-        methods (`call_engine`) and those of the workers (`collective_rpc`). Raises as `health`."""
+        """The methods that can be called by name, each with its signature and the scope that a key needs: the engine's
+        own (`call_engine`) and those of the workers (`collective_rpc`). Raises as `health`."""
         return msgspec.convert(self._call("engine", "methods", timeout)[0], list[RpcMethod])
 
     def health(self, timeout: float = 5.0) -> EngineHealth:
-        """How the engine does. It answers between steps and while one runs; `RpcTimeoutError` where it does not."""
+        """The engine's health. It answers between steps and while one runs; `RpcTimeoutError` if it does not answer."""
         return msgspec.convert(self._call("engine", "health", timeout)[0], EngineHealth)
 
     def stats(self, timeout: float = 5.0) -> EngineStats:
@@ -128,12 +128,12 @@ class AdminClient:
     def _call(
         self, target: str, method: str, timeout: float, parts: Sequence[Buffer] = (), reply_rank: int | None = None
     ) -> list[Any]:
-        """The values of a call, one a reply."""
+        """The values of a call, one per reply."""
         self._connection.owner.check()
         check_timeout("timeout", timeout, MAX_TIMEOUT_S, or_none=False)
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
-            raise _timed_out(method, timeout, "other calls of this client were under way")
+            raise _timed_out(method, timeout, "other calls of this client were in flight")
         try:
             left_s = max(0.0, deadline - time.monotonic())
             call = RpcCall(next(self._call_ids), target, method, timeout_s=left_s, unique_reply_rank=reply_rank)
@@ -147,11 +147,11 @@ class AdminClient:
         return values_of(*reply, method)
 
     def close(self) -> None:
-        """Leaves the engine as it is. Idempotent; pending and later calls raise `EngineDeadError`. Does nothing in a
-        process that was forked from this one, where every other call raises `RingcoreError`."""
+        """Disconnects; the engine keeps running. Idempotent; pending and later calls raise `EngineDeadError`. Does
+        nothing in a process that was forked from this one, where every other call raises `RingcoreError`."""
         if not self._connection.owner.is_here:
             return
-        self._connection.give_up()
+        self._connection.cancel_wait()
         with self._lock:
             self._finalizer()
 
@@ -165,10 +165,10 @@ class AdminClient:
 
 
 class _Connection:
-    """The encrypted connection. Made once: where it ends, the engine it led to has most likely ended too.
+    """The encrypted connection. It never reconnects: when it ends, the engine has most likely ended too.
 
-    Knows nothing of the client, so that a dropped client can be finalized. `send` and `receive` belong to one thread
-    at a time.
+    It holds no reference to the client, so that a dropped client can be finalized. `send` and `receive` belong to one
+    thread at a time.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys) -> None:
@@ -212,7 +212,7 @@ class _Connection:
             ) from error
 
     def wait_connected(self, timeout_s: float) -> None:
-        """Raises what keeps the connection from being made, `RpcTimeoutError` after `timeout_s` seconds."""
+        """Waits for the handshake. Raises the error that ended it, `RpcTimeoutError` after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         self._check_events()
         while not self._is_connected:
@@ -221,11 +221,11 @@ class _Connection:
             self._check_events()
 
     def send(self, call: RpcCall, parts: Sequence[Buffer], deadline: float) -> bool:
-        """Sends a call; False where it could not be sent before the deadline."""
+        """Sends a call; False if it could not be sent before the deadline."""
         body = self._encoder.encode(call)
-        excess = ADMIN_LIMITS.excess(len(body), len(parts), sum(map(len, parts)))
-        if excess is not None:
-            raise InvalidRequestError(f"args: {excess}; send less at once", field="args", value=call.method)
+        limit_error = ADMIN_LIMITS.limit_error(len(body), len(parts), sum(map(len, parts)))
+        if limit_error is not None:
+            raise InvalidRequestError(f"args: {limit_error}; send less per call", field="args", value=call.method)
         while True:
             self._check_events()
             try:
@@ -238,12 +238,12 @@ class _Connection:
                 return True
 
     def receive(self, call_id: int, deadline: float) -> tuple[RpcResult, list[bytes]] | None:
-        """The answer to a call; None at the deadline. Answers to earlier calls, which gave up, are dropped."""
+        """The answer to a call; None at the deadline. Drops late answers to earlier calls that timed out."""
         while True:
             try:
                 body, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                self._check_events()  # what has arrived goes before the end of the connection
+                self._check_events()  # after the received messages: the connection may have ended since
                 if time.monotonic() >= deadline:
                     return None
                 self._in.poll(_milliseconds(deadline))
@@ -257,7 +257,7 @@ class _Connection:
                 return result, parts
 
     def _check_events(self) -> None:
-        """Takes in what became of the connection; raises where it has ended."""
+        """Processes the socket's monitor events; raises if the connection has ended."""
         while self._dead is None and self._events.poll(0):
             event = recv_monitor_message(self._events)
             match event["event"]:
@@ -269,9 +269,9 @@ class _Connection:
                     text = "ended the handshake: the server key may be that of another engine, or the engine has ended"
                     self._dead = self._ended(text)
                 case zmq.EVENT_DISCONNECTED:
-                    self._dead = self._ended("closed the connection: it has ended, or could not read what it was sent")
+                    self._dead = self._ended("closed the connection: it has ended, or could not read a message")
                 case zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED:
-                    self._dead = self._ended("is not there: nothing listens at this address")
+                    self._dead = self._ended("is not running: nothing listens at this address")
         if self._dead is not None:
             raise self._error()
 
@@ -287,8 +287,8 @@ class _Connection:
         assert self._dead is not None
         return type(self._dead)(self._dead.message, **self._dead.details)
 
-    def give_up(self) -> None:
-        """Ends the wait of whichever thread is waiting."""
+    def cancel_wait(self) -> None:
+        """Wakes the waiting thread, whose call then raises `EngineDeadError`."""
         self._dead = self._dead or EngineDeadError("the admin client was closed", process="engine")
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)

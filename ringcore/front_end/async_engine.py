@@ -1,4 +1,4 @@
-"""AsyncEngine: an engine for asyncio. The same front end as `LLM`, with its outputs as asynchronous iterators."""
+"""AsyncEngine: an engine for asyncio. The same front end as `LLM`, with asynchronous iterators of outputs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ class AsyncEngine:
             async for output in engine.generate("Water boils at", SamplingParams(output_kind="delta")):
                 print(output.outputs[0].text, end="")
 
-    Construction starts the engine process and returns; it raises `UnknownOptionError`, `ConfigError` and
-    `ModelLoadError` for what can be known then. `start` waits until it is ready, and so does the first request.
+    The constructor starts the engine process and returns; it raises `UnknownOptionError`, `ConfigError` and
+    `ModelLoadError` for errors that are known by then. `start` waits until the engine is ready, and so does the first
+    request.
 
-    Nothing of it holds up the event loop, which any thread may run: texts are made in a thread of the engine's own,
-    calls wait in theirs. Cancelling a call gives up the wait and not the call. Several engines in one loop, and one
-    engine in the loops of several threads, do not disturb each other.
+    No method blocks the event loop: a receiver thread detokenizes, and each call waits in its own thread. Cancelling a
+    call cancels the wait, not the call. Several engines may share one loop, and one engine may serve the loops of
+    several threads.
 
-    Once the engine has died, every stream and call raises `EngineDeadError`, or what stopped the start. Later requests
-    do so too, unless `engine_restarts` are left: so many times an engine that was ready and died is replaced by a new
-    one, for which later requests wait. Where that does not start it counts as well.
+    Once the engine has died, every stream and call raises `EngineDeadError`, or the error of its start. Later requests
+    raise it too, unless `engine_restarts` are left: up to that many times an engine that was ready and died is replaced
+    by a new one, for which later requests wait. A restart that fails counts too.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, engine_restarts: int = 0, **engine_options: Any) -> None:
@@ -65,22 +66,22 @@ class AsyncEngine:
         self._calls = DaemonThreads("ringcore-call")
 
     async def start(self) -> EngineReady:
-        """Waits until the engine is ready; raises what stopped it. Idempotent."""
+        """Waits until the engine is ready; raises the error that ended its start. Idempotent."""
         return (await self._generations.opened()).client.ready
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase. Raises
-        `RingcoreError` while it starts, or is started again."""
+        """The engine's report of its start: blocks, token capacity, memory, the seconds of each phase. Raises
+        `RingcoreError` while it starts or restarts."""
         return self._generations.check_opened().client.ready
 
     @property
     def is_starting(self) -> bool:
-        """Whether requests have to wait for the engine, which starts or is started again."""
+        """Whether the engine starts or restarts, so that requests wait for it."""
         return self._generations.is_starting
 
     async def wait_dead(self) -> RingcoreError | None:
-        """Waits until the engine has died and none follows, and returns what it died of; None once it was closed."""
+        """Waits until the engine has died without a restart, and returns the cause; None once it was closed."""
         self._generations.owner.check()
         return await asyncio.wrap_future(self._generations.died)
 
@@ -89,7 +90,7 @@ class AsyncEngine:
 
     @property
     def _front_end(self) -> FrontEnd:
-        """Of an engine that is started again, the last one's."""
+        """During a restart, that of the previous engine."""
         return self._generations.front_end or self._generations.check_opened().opened.result()
 
     @property
@@ -116,16 +117,16 @@ class AsyncEngine:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> OutputStream:
-        """Completes one prompt. The request begins with the first step of the iteration, which raises
-        `InvalidRequestError` (or `UnknownOptionError`) for what is wrong with it.
+        """Completes one prompt. The first step of the iteration sends the request, and raises `InvalidRequestError` (or
+        `UnknownOptionError`) for an invalid one.
 
         prompt: a str, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "request_id",
-            "cache_salt" and "priority"; arguments of these names go before it. No two requests that are under way have
+            "cache_salt" and "priority"; arguments of these names take precedence. No two unfinished requests may have
             the same `request_id`.
 
-        Gives outputs by `sampling_params.output_kind`; a reader that is slow gets what came meanwhile as one. Leaving
-        the loop, `aclose()` and the end of the reading task abort the request. Raises `SleepingError`, `WorkerError`
-        and `EngineDeadError` as they come.
+        Yields outputs by `sampling_params.output_kind`; outputs that a slow reader has not read are merged into one.
+        Leaving the loop, `aclose()` and the end of the reading task abort the request. Raises `SleepingError`,
+        `WorkerError` and `EngineDeadError` when they occur.
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
@@ -146,11 +147,10 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> OutputStream:
-        """Answers one conversation, written out by the model's own chat template. Everything else is as for
-        `generate`.
+        """Answers one conversation, rendered by the model's own chat template. Everything else is as for `generate`.
 
-        messages: dicts with "role" and "content". tools: descriptions of functions, as the template takes them.
-        chat_template_kwargs: further names for the template.
+        messages: dicts with "role" and "content". tools: descriptions of functions, in the template's format.
+        chat_template_kwargs: further variables for the template.
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
@@ -174,35 +174,35 @@ class AsyncEngine:
         return streams.add(preparation.finish(answer))
 
     async def run_text_job(self, job: TextJob) -> TextAnswer:
-        """What the model's chat template and tokenizer make of it, in a process of theirs. Raises
-        `InvalidRequestError` for what they refuse, or take too long for, and `QueueFullError`. Cancelling drops it."""
+        """Runs the model's chat template and tokenizer in the tokenizer process. Raises `InvalidRequestError` for a job
+        that they refuse or that exceeds its deadline, and `QueueFullError`. Cancelling drops the job."""
         return await asyncio.wrap_future(self._generations.tokenizer_pool.submit(job))
 
     def encode_job(self, text: str, add_special_tokens: bool = True, *, return_token_texts: bool = False) -> TextJob:
-        """Encodes a text. Raises `InvalidRequestError` for one that is longer than any prompt of this model."""
+        """A job that encodes a text. Raises `InvalidRequestError` for a text longer than any prompt of this model."""
         return self._inputs.encode_job(text, add_special_tokens, return_token_texts=return_token_texts)
 
     @property
     def num_tokenizer_jobs(self) -> int:
-        """Prompts that wait for the tokenizer, or are being encoded."""
+        """Prompts that wait for the tokenizer process, or that it encodes."""
         return self._generations.tokenizer_pool.num_jobs
 
     @property
     def num_tokenizer_refusals(self) -> int:
-        """Prompts that were refused because too many waited."""
+        """Prompts refused because the tokenizer's queue was full."""
         return self._generations.tokenizer_pool.num_refused
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its reader gets a last output, with finish reason "abort". An unknown one is no error."""
+        """Ends a request; its reader gets a last output, with finish reason "abort". Ignores unknown ids."""
         self._streams.abort(request_id)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are under way: sent, or about to be, and not at their end."""
+        """Requests that were sent, or queued to be sent, and have not ended."""
         return self._streams.num_unfinished
 
     # -----------------------------------------------------------------------------------------------------------
-    # Administration. What each does is said at the method of `LLM` (or `EngineCore`) of the same name.
+    # Administration. See the method of `LLM` (or `EngineCore`) of the same name.
 
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         self._generations.owner.check()
@@ -216,20 +216,20 @@ class AsyncEngine:
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone."""
+        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone."""
         return await self._call(self._client.collective_rpc, method, args, kwargs, timeout, unique_reply_rank)
 
     async def methods(self) -> list[RpcMethod]:
         return await self._call(self._client.methods)
 
     async def health(self, timeout: float = 1.0) -> EngineHealth:
-        """How the engine does, within about `timeout` seconds; also of one that starts, is silent or dead."""
+        """The engine's health, within about `timeout` seconds; also while it starts, does not answer, or is dead."""
         return await self._call(self._generations.health, timeout)
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's state after its last step, as far as it is known here. Counters go on where it is started again;
-        of one that is dead nothing runs or waits."""
+        """The engine's state after its last step, as last reported. Counters continue over restarts; a dead engine has
+        no running or waiting requests."""
         return self._generations.stats
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
@@ -267,10 +267,10 @@ class AsyncEngine:
         return await self._call(self._client.reload_weights, path, mode, timeout)
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     async def close(self, timeout: float | None = 0.0) -> None:
-        """Takes no new requests, waits up to `timeout` seconds (None: without a limit) for those that run, then aborts
+        """Refuses new requests, waits up to `timeout` seconds (None: without a limit) for unfinished ones, then aborts
         the rest, whose readers get a last output, and ends the engine. Idempotent; later calls raise
         `EngineDeadError`. In a process that was forked from this one it does nothing, and every other call raises
         `RingcoreError`.
@@ -297,7 +297,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader. It ends after the output that is `finished`."""
 
     def __init__(self, engine: AsyncEngine, prepare: Callable[[], Preparation]) -> None:
-        self._engine = engine  # as long as somebody reads, it lives
+        self._engine = engine  # keeps the engine alive while the stream is read
         self._prepare = prepare
         self._stream: RequestStream | None = None
         self._is_over = self._is_reading = False
@@ -325,7 +325,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """Aborts the request, unless it has ended. The iteration ends, also where another task waits in it."""
+        """Aborts the request, unless it has ended. The iteration ends, also for another task that waits in it."""
         self._end()
         if self._stream is not None:
             self._stream.wake()

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, as its client sees it."""
+"""The client of an engine process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
 from ringcore.front_end.mailbox import Mailbox
 from ringcore.front_end.request_state import error_of
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import (
     AbortRequests,
@@ -43,23 +43,24 @@ from ringcore.protocol.wire_errors import callables_refused
 __all__ = ["EngineCoreClient", "values_of"]
 
 _START_TIMEOUT_S = 1800.0
-_RECEIVER_LEAVES_S = 10.0
-_REPLY_GRACE_S = 2.0  # the engine keeps a call's deadline; this is for an engine that does not even do that
-_TOKENS_A_MESSAGE = 1 << 16
-_REQUESTS_A_MESSAGE = 256
+_RECEIVER_EXIT_S = 10.0
+_REPLY_GRACE_S = 2.0  # after the call's deadline, which the engine itself enforces unless it hangs
+_TOKENS_PER_MESSAGE = 1 << 16
+_REQUESTS_PER_MESSAGE = 256
 
 
 class EngineCoreClient(MemoryMethods):
-    """Starts an engine process and talks to it. Every wait ends on a message, the engine's death, or a deadline.
+    """Starts an engine process and communicates with it. Every wait ends on a message, the engine's death, or a
+    deadline.
 
-    The constructor returns while the engine is starting; `wait_ready` (or `ready`) waits for it. Thread-safe:
-    whichever caller waits first receives for all of them.
+    The constructor returns while the engine is starting; `wait_ready` (or `ready`) waits for it. Thread-safe: the first
+    thread that waits receives for all of them.
 
-    Once the engine has died, every call that waits and every later one raises the same error: what stopped a
-    start-up as itself (`ModelLoadError`, `CapacityError`, ...), all else as `EngineDeadError`. An engine that replaces
-    workers that died (`max_worker_restarts`) goes on: only the calls that the workers were at raise `WorkerDiedError`.
+    Once the engine has died, every pending and later call raises the same error: the error of a failed start-up as
+    itself (`ModelLoadError`, `CapacityError`, ...), any other cause as `EngineDeadError`. An engine that replaces dead
+    workers (`max_worker_restarts`) stays alive: only the calls in flight on the workers raise `WorkerDiedError`.
 
-    In a process that was forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
+    In a process that was forked from this one every call raises `RingcoreError`, except `close`, which does nothing.
     """
 
     def __init__(self, config: EngineConfig, *, start_timeout_s: float = _START_TIMEOUT_S) -> None:
@@ -67,7 +68,7 @@ class EngineCoreClient(MemoryMethods):
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
-        with os_limits_told("the engine cannot be started"):
+        with os_limit_errors("the engine cannot be started"):
             self._connection = EngineConnection(config)
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
@@ -78,34 +79,34 @@ class EngineCoreClient(MemoryMethods):
     # Requests and their outputs.
 
     def wait_ready(self) -> EngineReady:
-        """Waits for the end of start-up and returns what the engine learned; raises what stopped it."""
+        """Waits for the end of start-up and returns its report; raises the error that ended it."""
         self.owner.check()
         ready = self._mailbox.wait_for(lambda: self._mailbox.ready, self._start_deadline)
         if ready is None:
             error = EngineDeadError(f"the engine was not ready within {self._start_timeout_s} s", process="engine")
-            self._mailbox.die(error)
+            self._mailbox.mark_dead(error)
             self.close()
             raise error
         return ready
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine learned at its start, or at its last recovery."""
+        """The engine's report of its start, or of its last recovery."""
         self.owner.check()
-        self._mailbox.take_in()
+        self._mailbox.receive()
         return self.wait_ready()
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Sends requests; one that the engine refuses comes back as an output with an error."""
+        """Sends requests; the engine answers an invalid one with an output that has an error."""
         for batch in _batches(requests):
             self._send(AddRequests(batch))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests; those that were alive put out a last output with finish reason "abort"."""
+        """Ends requests; each unfinished one gets a last output with finish reason "abort"."""
         self._send(AbortRequests(list(request_ids)))
 
     def get_outputs(self, timeout: float | None = None) -> EngineCoreOutputs:
-        """The engine's next outputs, in order. Without any, and with the last known stats, after `timeout` seconds."""
+        """The engine's next outputs, in order. After `timeout` seconds: no outputs, and the last known stats."""
         self.owner.check()
         check_timeout("timeout", timeout)
         outputs = self._mailbox.take_outputs(_deadline(timeout))
@@ -113,12 +114,12 @@ class EngineCoreClient(MemoryMethods):
 
     @property
     def is_alive(self) -> bool:
-        """False once it is known that the engine has died, or was closed."""
+        """False once the client has noticed the engine's death, or has closed it."""
         return self._mailbox.dead is None
 
     @property
     def stats(self) -> EngineStats:
-        """As the engine told them last. Of one that is dead nothing runs or waits."""
+        """As the engine last reported them. A dead engine has no running or waiting requests."""
         return self._mailbox.stats
 
     # -----------------------------------------------------------------------------------------------------------
@@ -132,13 +133,13 @@ class EngineCoreClient(MemoryMethods):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone.
+        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone.
 
         method: a name; or, with the option `allow_callables`, a function that each worker calls as
         f(worker, *args, **kwargs). Values arrive as builtins and arrays (see `executor.value_codec`).
 
-        Raises `WorkerError` if it raised there (its `failures` are those of all ranks), `RpcTimeoutError` after
-        `timeout` seconds, `InvalidRequestError` for what cannot be sent; the engine goes on.
+        Raises `WorkerError` if the method raised (its `failures` are those of all ranks), `RpcTimeoutError` after
+        `timeout` seconds, `InvalidRequestError` for arguments that cannot be sent; the engine stays alive.
         """
         check_reply_rank(unique_reply_rank, self._parallel.tensor_parallel_size)
         if callable(method) and not self._parallel.allow_callables:
@@ -155,7 +156,7 @@ class EngineCoreClient(MemoryMethods):
         timeout: float | None = None,
     ) -> Any:
         """Calls the engine itself: one of `ENGINE_CALLS`, such as "pause" or "stats", which do not wait for a step, or
-        one of `OPERATIONS`; with the arguments that `methods` tells.
+        one of `OPERATIONS`; `methods` lists their arguments.
         """
         (value,) = self._call("engine", EncodedCall.of(method, args, kwargs, timeout))
         return value
@@ -183,16 +184,16 @@ class EngineCoreClient(MemoryMethods):
         return bool(self.call_engine("reset_prefix_cache", (preempt_running,)))
 
     def health(self, timeout: float = 1.0) -> EngineHealth:
-        """How the engine does, within about `timeout` seconds. Never raises for an engine that is dead or silent.
+        """The engine's health, within about `timeout` seconds. Never raises for an engine that is dead or silent.
 
-        "starting": not ready yet, or replacing workers that died, of `restart_cause`. "stalled": the engine process
-        does not answer, and `error` says what it does instead; or it answers that a step or call lasts too long.
-        "dead": of `error`.
+        "starting": not ready yet, or replacing dead workers (see `restart_cause`). "stalled": the engine process does
+        not answer, and `error` has its process state and stacks; or it answers that a step or call takes too long.
+        "dead": `error` is the cause.
         """
         self.owner.check()
         check_timeout("timeout", timeout)
         mailbox, error = self._mailbox, None
-        mailbox.take_in()
+        mailbox.receive()
         try:
             if mailbox.ready is not None and not mailbox.is_recovering:
                 answer = self._exchange(
@@ -210,7 +211,7 @@ class EngineCoreClient(MemoryMethods):
         return self._known_health("stalled", error or silence)
 
     def _known_health(self, state: HealthState, error: str | None = None) -> EngineHealth:
-        """What is known without the engine: what it said last."""
+        """The health from the engine's last messages, without a call."""
         recovery, stats = self._mailbox.recovery, self._mailbox.stats
         return EngineHealth(
             state,
@@ -223,7 +224,7 @@ class EngineCoreClient(MemoryMethods):
         )
 
     def _call(self, target: str, call: EncodedCall) -> list[Any]:
-        """Calls and waits for the values, one a replying rank."""
+        """Calls and waits for the values, one per replying rank."""
         deadline = None if call.timeout is None else time.monotonic() + call.timeout + _REPLY_GRACE_S
         answer = self._exchange(target, call, deadline)
         if answer is None:
@@ -238,7 +239,7 @@ class EngineCoreClient(MemoryMethods):
     def _exchange(
         self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
     ) -> Received[RpcResult] | None:
-        """The answer to a call; None at the deadline, or once `until` holds."""
+        """The answer to a call; None at the deadline, or once `until` returns True."""
         self.owner.check()
         call_id, mailbox = next(self._call_ids), self._mailbox
         message = RpcCall(call_id, target, call.method, call.is_callable, call.timeout, call.unique_reply_rank)
@@ -254,7 +255,8 @@ class EngineCoreClient(MemoryMethods):
     # Sending.
 
     def _send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> bool:
-        """Sends a message; False if the engine did not take it before the deadline. Raises what the engine died of."""
+        """Sends a message; False if the socket stayed full until the deadline. Raises the cause of the engine's
+        death."""
         self.owner.check()
         self._mailbox.check_alive()
         try:
@@ -262,20 +264,20 @@ class EngineCoreClient(MemoryMethods):
         except TimeoutError:
             return False
         except StreamClosed:
-            self._mailbox.wait_for(lambda: None, None)  # raises, as soon as it is known what happened
+            self._mailbox.wait_for(lambda: None, None)  # raises as soon as the cause is known
         return True
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     def close(self, cause: RingcoreError | None = None) -> None:
         """Ends the engine and its workers. Idempotent and bounded; pending and later calls raise the cause, or
         `EngineDeadError`."""
         if not self.owner.is_here:
             return
-        self._mailbox.die(cause or EngineDeadError("the engine was closed", process="engine"))
+        self._mailbox.mark_dead(cause or EngineDeadError("the engine was closed", process="engine"))
         self._connection.wake()
-        self._mailbox.wait_until_left(_RECEIVER_LEAVES_S)
+        self._mailbox.wait_receiver_exit(_RECEIVER_EXIT_S)
         self._finalizer()
 
     def __enter__(self) -> EngineCoreClient:
@@ -288,24 +290,24 @@ class EngineCoreClient(MemoryMethods):
 
 
 def values_of(result: RpcResult, buffers: Sequence[Buffer], method: str) -> list[Any]:
-    """The values of a call's answer, one a replying rank. Raises the call's error."""
+    """The values of a call's answer, one per replying rank. Raises the call's error."""
     if result.error is not None:
         raise error_of(result.error)
     parts = iter(buffers)
     try:
         return [decode_value(list(islice(parts, num_parts))) for num_parts in result.num_parts]
     except msgspec.DecodeError as error:
-        raise RingcoreError(f"{method}: the value that came back cannot be read: {error}") from error
+        raise RingcoreError(f"{method}: the returned value cannot be decoded: {error}") from error
 
 
 def _batches(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreRequest]]:
-    """Messages short enough that the engine decodes each in a millisecond or so, between two steps."""
+    """Splits requests into messages that the engine decodes in about a millisecond each, between two steps."""
     batch: list[EngineCoreRequest] = []
     num_tokens = 0
     for request in requests:
         batch.append(request)
         num_tokens += len(request.prompt_token_ids) + len(request.sampling_params.allowed_token_ids or ())
-        if num_tokens >= _TOKENS_A_MESSAGE or len(batch) >= _REQUESTS_A_MESSAGE:
+        if num_tokens >= _TOKENS_PER_MESSAGE or len(batch) >= _REQUESTS_PER_MESSAGE:
             yield batch
             batch, num_tokens = [], 0
     if batch:

@@ -1,4 +1,4 @@
-"""Threads for what would hold up an event loop."""
+"""Threads for blocking calls that must not run in an event loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """Runs functions in threads that end when there is nothing to do, and that no interpreter waits for at its exit.
+    """Runs functions in daemon threads, which exit when idle and which the interpreter does not join at its exit.
 
-    max_threads: how many at once; what is above that waits. None: each function has a thread at once, so that none
+    max_threads: how many at once; further functions queue. None: each function gets a thread at once, so that none
     waits for another.
     """
 
@@ -27,7 +27,7 @@ class DaemonThreads:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """The future of the function's result. It cannot be cancelled: whoever waits may only stop waiting."""
+        """The future of the function's result. It cannot be cancelled: a waiter can only stop waiting."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -58,4 +58,4 @@ class DaemonThreads:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, function  # not kept for as long as the next one takes
+            del future, function  # no references while the next function runs

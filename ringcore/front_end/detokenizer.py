@@ -1,4 +1,4 @@
-"""Tokens become text, one at a time, and the text ends at the first stop string."""
+"""Incremental detokenization, and truncation at the first stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Detokenizer", "StopStringMatcher", "TokenStream"]
 
 
 class TokenStream(Protocol):
-    """What `Tokenizer.stream` gives: text that never ends in half a character."""
+    """Returned by `Tokenizer.stream`: text that never ends in half a character."""
 
     def append(self, token_id: int) -> str: ...
 
@@ -22,10 +22,10 @@ class StopStringMatcher:
     """Finds the stop string that is complete first in a text that arrives in pieces.
 
     "First" is by its last character, and of those that end together the longest: a rule that does not depend on
-    how the text was cut into pieces. Text that may be the beginning of a stop string is held back, so that what
-    `feed` returned never has to be taken back.
+    how the text is split into pieces. The matcher holds back text that may be the beginning of a stop string, so that
+    text that `feed` returned is never retracted.
 
-    Invariant: `_held` is the longest end of the text so far that is a proper prefix of a stop string.
+    Invariant: `_held` is the longest suffix of the text so far that is a proper prefix of a stop string.
     """
 
     def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -35,9 +35,9 @@ class StopStringMatcher:
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """The text that `text` releases, and the stop string that is complete now, if any.
+        """The text that can be released after `text`, and the stop string that is complete now, if any.
 
-        With `may_stop=False` no stop string may end in `text`; one that begins there may still end later.
+        With `may_stop=False` no stop string may end in `text`; one that begins in it may still end later.
         """
         if not self._stop_strings:
             return text, None
@@ -51,12 +51,12 @@ class StopStringMatcher:
         return buffer[:cut], None
 
     def release(self) -> str:
-        """The text held back, once nothing more comes."""
+        """The text held back, once the completion has ended."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the match that ends first in the part of `buffer` behind what was held."""
+        """(end, start, stop string) of the match that ends first in the part of `buffer` after the held text."""
         matches = []
         for stop in self._stop_strings:
             start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -75,8 +75,8 @@ class StopStringMatcher:
 class Detokenizer:
     """The text of one completion.
 
-    The token that ended a completion (the model's end of text, or one of `stop_token_ids`) has no text unless
-    `include_stop_str_in_output`; then `skip_special_tokens` decides, as it does for every other token.
+    The token that ended a completion (the model's EOS token, or one of `stop_token_ids`) has no text unless
+    `include_stop_str_in_output`; then `skip_special_tokens` applies, as for every other token.
     """
 
     def __init__(self, stream: TokenStream, params: SamplingParams) -> None:
@@ -89,31 +89,31 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What can be shown: neither half a character nor what may turn out to be a stop string."""
+        """The text that can be shown: without half a character, and without what may become a stop string."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def take(self) -> str:
-        """The text that came since the last time; from now on `text` begins behind it."""
+        """The text since the last call; `text` then begins after it."""
         text, self._pieces = self.text, []
         return text
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
-        """Takes in one token; returns the stop string that it completed, which ends the text."""
+        """Appends one token; returns the stop string that it completed, which ends the text."""
         self._num_tokens += 1
         if is_stop_token and not self._shows_stop:
             return None
-        return self._take(self._stream.append(token_id))
+        return self._append_text(self._stream.append(token_id))
 
     def finish(self) -> str | None:
-        """Takes in what was held back. Returns the stop string that this completed, if any."""
-        stop = self._take(self._stream.flush())
+        """Appends the text held back. Returns the stop string that this completed, if any."""
+        stop = self._append_text(self._stream.flush())
         if stop is None:
             self._pieces.append(self._matcher.release())
         return stop
 
-    def _take(self, text: str) -> str | None:
+    def _append_text(self, text: str) -> str | None:
         released, stop = self._matcher.feed(text, may_stop=self._num_tokens >= self._min_tokens)
         if released:
             self._pieces.append(released)

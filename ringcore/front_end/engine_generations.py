@@ -1,14 +1,14 @@
-"""The engines of an `AsyncEngine`, one after the other: where one dies that was ready, another takes its place.
+"""Engine restarts of an `AsyncEngine`: each generation is one engine process; when a ready one dies, the next starts.
 
-    state       current                                   opening
-    ----------  ----------------------------------------  ---------------------------------
-    starting    an engine that starts                     pending
-    serving     an engine that is ready                   that engine
-    restarting  the one that died, then one that starts   pending, another one
-    dead        the one that died, or did not start       that engine, or what stopped it
+    state       current                                       opening (future)
+    ----------  --------------------------------------------  ---------------------------------
+    starting    an engine that starts                         pending
+    serving     an engine that is ready                       that engine
+    restarting  the dead engine, then the one that starts     pending, a new future
+    dead        the engine that died, or failed to start      that engine, or its error
 
-Each is a `RequestStreams`: its requests end with it, and nothing of it is known to the next one but its counts. The
-first start is not repeated: what stops it stops the next one too. Of the later ones each counts as a restart.
+Each generation is a `RequestStreams`: its requests end with it, and only its counters carry over to the next one. A
+failed first start is not repeated, since it would fail again. Every later start counts as a restart.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ _log = logging.getLogger(__name__)
 
 class _Generation(NamedTuple):
     streams: RequestStreams
-    past: dict[str, int]  # the counters of those before it, added up
+    past: dict[str, int]  # the sums of the counters of earlier generations
 
 
 class EngineGenerations:
-    """Starts an engine, and at most `max_restarts` times another one where it dies. It knows nothing of `AsyncEngine`,
-    whose finalizer closes this.
+    """Starts an engine, and replaces it at most `max_restarts` times after it dies. It holds no reference to
+    `AsyncEngine`, whose finalizer closes this.
 
-    front_end: of the last engine that was ready. tokenizer_pool: of all engines. died: what the engine died of, once no
-    other follows; None once it was closed. restart_cause: what the last one died of that was replaced.
+    front_end: of the last engine that was ready. tokenizer_pool: shared by all generations. died: the cause of death,
+    once there will be no restart; None once it was closed. restart_cause: the cause of death of the last engine that
+    was replaced.
 
-    Invariant: `_generation` and `_opening` change under `_lock` alone, and may be read without.
+    Invariant: `_generation` and `_opening` change only under `_lock`, and may be read without it.
     """
 
     def __init__(self, config: EngineConfig, max_restarts: int) -> None:
@@ -78,18 +79,18 @@ class EngineGenerations:
             raise
 
     def _start(self) -> RequestStreams:
-        streams = RequestStreams(self._config, self._follow)
-        streams.opened.add_done_callback(partial(self._note_opened, streams))
+        streams = RequestStreams(self._config, self._on_engine_ended)
+        streams.opened.add_done_callback(partial(self._on_opened, streams))
         return streams
 
-    def _note_opened(self, streams: RequestStreams, opened: Future[FrontEnd]) -> None:
+    def _on_opened(self, streams: RequestStreams, opened: Future[FrontEnd]) -> None:
         if opened.exception() is None:
             with self._lock:
                 self.front_end = opened.result()
                 self._opening.set_result(streams)
 
     # -----------------------------------------------------------------------------------------------------------
-    # The one that is there. Nothing here waits for a lock.
+    # The current generation. These methods take no lock.
 
     @property
     def current(self) -> RequestStreams:
@@ -100,15 +101,15 @@ class EngineGenerations:
         return not self._opening.done()
 
     async def opened(self) -> RequestStreams:
-        """The current engine, once it is ready. Raises what stopped it."""
+        """The current engine, once it is ready. Raises the error that ended its start."""
         self.owner.check()
         while not (opening := self._opening).done():
-            with suppress(Exception):  # raised below, afresh for each who waits
+            with suppress(Exception):  # raised below, as a copy for each waiter
                 await asyncio.wrap_future(opening)
         return _opened(opening)
 
     def check_opened(self) -> RequestStreams:
-        """The current engine, which is ready or was. Raises what stopped its start, and `RingcoreError` before."""
+        """The current engine, which is ready or was. Raises the error of its start, and `RingcoreError` before it."""
         self.owner.check()
         opening = self._opening
         if not opening.done():
@@ -117,7 +118,7 @@ class EngineGenerations:
 
     @property
     def stats(self) -> EngineStats:
-        """Of the current engine, its counters with those of all before it."""
+        """Of the current engine; its counters include those of all earlier generations."""
         streams, past = self._generation
         stats = streams.client.stats
         return msgspec.structs.replace(stats, **{name: getattr(stats, name) + past[name] for name in _COUNTERS})
@@ -130,15 +131,15 @@ class EngineGenerations:
         return health
 
     # -----------------------------------------------------------------------------------------------------------
-    # The next one.
+    # Restart.
 
-    def _follow(self, streams: RequestStreams, error: RingcoreError) -> Callable[[], None]:
-        """An engine has ended: whether another one follows is known from now on, before the requests of the one that
-        ended hear of it. What is returned starts that one."""
+    def _on_engine_ended(self, streams: RequestStreams, error: RingcoreError) -> Callable[[], None]:
+        """An engine has ended: decides whether to restart, before the ended engine's requests fail. The returned
+        function starts the next generation."""
         with self._lock:
             if self._is_closing or self.front_end is None or self.num_restarts == self._max_restarts:
-                self._end(None if streams.is_closed else self._none_left(error), error)
-                return _start_none
+                self._end(None if streams.is_closed else self._restarts_exhausted(error), error)
+                return _no_restart
             self.num_restarts += 1
             self.restart_cause = error.message
             if self._opening.done():
@@ -150,12 +151,12 @@ class EngineGenerations:
         try:
             threading.Thread(target=self._restart, args=(ended,), name="ringcore-restart", daemon=True).start()
         except RuntimeError as error:  # no thread can be started
-            failure = EngineDeadError(f"the engine cannot be started again: {error}", process="engine")
+            failure = EngineDeadError(f"the engine cannot be restarted: {error}", process="engine")
             with self._lock:
                 self._end(failure, failure)
 
     def _restart(self, ended: RequestStreams) -> None:
-        ended.close()  # the next one needs the memory that it has
+        ended.close()  # frees its memory for the next one
         try:
             with self._lock:
                 if self._is_closing:
@@ -164,21 +165,20 @@ class EngineGenerations:
                 added = {name: past[name] + getattr(stats, name) for name in _COUNTERS}
                 self._generation = _Generation(self._start(), added)
         except Exception as error:
-            text = f"the engine cannot be started again: {error!r}"
+            text = f"the engine cannot be restarted: {error!r}"
             known = error if isinstance(error, RingcoreError) else EngineDeadError(text, process="engine")
-            self._follow(ended, known)()
+            self._on_engine_ended(ended, known)()
 
-    def _none_left(self, error: RingcoreError) -> RingcoreError:
+    def _restarts_exhausted(self, error: RingcoreError) -> RingcoreError:
         if self.num_restarts == 0:
             return error
         return EngineDeadError(
-            f"{error.message}; the engine was started again {self.num_restarts} times, as often as engine_restarts "
-            "allows",
+            f"{error.message}; the engine was restarted {self.num_restarts} times, as often as engine_restarts allows",
             **({"process": "engine"} | error.details),
         )
 
     def _end(self, died: RingcoreError | None, error: RingcoreError) -> None:
-        """No engine follows. error: of requests that wait for one."""
+        """There will be no restart. error: for requests that wait for an engine."""
         self.tokenizer_pool.close(died or error)
         if not self.died.done():
             self.died.set_result(died)
@@ -186,11 +186,11 @@ class EngineGenerations:
             self._opening.set_exception(died or error)
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     def close(self, timeout: float | None = 0.0) -> None:
-        """`RequestStreams.close` of the current engine, after which none follows. Idempotent. Does nothing in a process
-        that was forked from this one."""
+        """`RequestStreams.close` of the current engine, without a restart. Idempotent. Does nothing in a process that
+        was forked from this one."""
         if not self.owner.is_here:
             return
         with self._lock:
@@ -200,9 +200,9 @@ class EngineGenerations:
             self._end(None, EngineDeadError("the engine was closed", process="engine"))
 
     def close_in_finalizer(self) -> None:
-        """`close`, where the garbage collector has any thread run it, perhaps one that `close` would wait for."""
+        """`close`, for a finalizer, which may run in any thread, also in one that `close` would join."""
         if threading.current_thread() is threading.main_thread() or not self.owner.is_here:
-            self.close()  # at the interpreter's exit too, when no thread can be started
+            self.close()  # also at the interpreter's exit, when no thread can be started
         else:
             threading.Thread(target=self.close, name="ringcore-closer", daemon=True).start()
 
@@ -214,8 +214,8 @@ def _opened(opening: Future[RequestStreams]) -> RequestStreams:
     return opening.result()
 
 
-def _start_none() -> None:
-    """In place of the start of another engine."""
+def _no_restart() -> None:
+    """No-op: there is no restart."""
 
 
 def _pending() -> Future[T]:

@@ -1,4 +1,4 @@
-"""What every front end of an engine has: prompts become requests, and what the engine puts out becomes texts."""
+"""Common part of `LLM` and `AsyncEngine`: turns prompts into requests and the engine's outputs into text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["FrontEnd", "start_engine"]
 
 
 def start_engine(config: EngineConfig) -> EngineCoreClient:
-    """Begins to start the engine of a front end. Raises what `check_start` does."""
+    """Starts the engine process of a front end without waiting for it. Raises as `check_start`."""
     check_start(config)
     return EngineCoreClient(config)
 
 
 class FrontEnd:
-    """An engine that is ready, and the text handling of one that embeds it.
+    """A ready engine with its tokenizer, input processor and output processor.
 
-    Made while the engine process starts: loads the tokenizer meanwhile, then waits. Where that fails it ends the
-    engine, whose later calls raise the same error.
+    The constructor loads the tokenizer while the engine process starts, then waits for the engine. If it fails it ends
+    the engine, whose later calls raise the same error.
     """
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient) -> None:
@@ -42,24 +42,24 @@ class FrontEnd:
             raise
 
     def add(self, prepared: Sequence[PreparedRequest], kind: OutputKind | None = None) -> list[RequestState]:
-        """Sends requests. kind: of their outputs; None: what each asks for."""
+        """Sends requests. kind: of their outputs; None: the `output_kind` of each."""
         states = [self.outputs.add(one, kind or one.requests[0].sampling_params.output_kind) for one in prepared]
         self._client.add_requests([request for one in prepared for request in one.requests])
         return states
 
     def receive(self) -> ProcessedOutputs:
-        """Waits for the engine's next message and takes it in. The caller aborts `abort_ids`."""
+        """Waits for the engine's next outputs and applies them. The caller must abort `abort_ids`."""
         return self.outputs.process(self._client.get_outputs().outputs)
 
     def receive_and_abort(self) -> ProcessedOutputs:
-        """`receive`, for a caller that sends nothing meanwhile."""
+        """`receive`, and sends the aborts; blocks while they are sent."""
         processed = self.receive()
         if processed.abort_ids:
             self._client.abort(processed.abort_ids)
         return processed
 
     def drop_unfinished(self) -> None:
-        """Ends every request that is under way, and forgets it."""
+        """Aborts every unfinished request and forgets it."""
         unfinished = self.outputs.unfinished_ids
         self.outputs.forget(unfinished)
         if not unfinished:
@@ -67,4 +67,4 @@ class FrontEnd:
         try:
             self._client.abort(unfinished)
         except RingcoreError:
-            return  # the engine is dead, and its requests with it
+            return  # the engine is dead, and so are its requests

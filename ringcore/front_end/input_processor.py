@@ -1,4 +1,4 @@
-"""What a caller gives as a prompt becomes an `EngineCoreRequest`, or an error that says what is wrong with it."""
+"""Turns a caller's prompt into an `EngineCoreRequest`, or raises an error that names the invalid field."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MAX_ID_BYTES = 256
 _MAX_PRIORITY = 2**31 - 1
 
 
-class _Head(NamedTuple):
-    """What of a request does not depend on its tokens."""
+class _RequestHeader(NamedTuple):
+    """The fields of a request that do not depend on its tokens."""
 
     number: int
     arrival_s: float
@@ -45,17 +45,17 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request: what the engine gets, and what the caller knows of it."""
+    """A checked request, with its engine requests and the caller's id and prompt."""
 
-    requests: list[EngineCoreRequest]  # one a completion, by its index
-    request_id: str  # the caller's name for it; the engine's own are unique for as long as the engine lives
+    requests: list[EngineCoreRequest]  # one per completion, by its index
+    request_id: str  # the caller's; the engine's ids are unique for the life of the engine
     prompt: str | None
 
 
 class Preparation(NamedTuple):
-    """A request that is checked as far as it can be without the tokenizer's process.
+    """A request that is checked as far as possible without the tokenizer process.
 
-    job: what that is to do, if anything. finish: makes the request of its answer; raises `InvalidRequestError`.
+    job: for the tokenizer process, if needed. finish: makes the request from its answer; raises `InvalidRequestError`.
     """
 
     job: Encode | EncodeChat | None
@@ -63,10 +63,10 @@ class Preparation(NamedTuple):
 
 
 class InputProcessor:
-    """Checks prompts against one model, before anything is sent: every error here is an `InvalidRequestError`
+    """Validates prompts against one model before they are sent: every error here is an `InvalidRequestError`
     (or an `UnknownOptionError` for a key of a prompt's dict) that names the field, the value and the remedy.
 
-    max_model_len: the engine's, as it is known when it is ready; without it, the model's.
+    max_model_len: the ready engine's; None: the model's context length.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_model_len: int | None = None) -> None:
@@ -86,8 +86,8 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Preparation:
-        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". What is given as
-        an argument goes before what the dict has.
+        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". Arguments take
+        precedence over the dict's keys.
         """
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
         _check_keys(fields)
@@ -121,7 +121,7 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Preparation:
-        """A request of one conversation, written out by the model's own template; options as of `prepare`."""
+        """A request of one conversation, rendered by the model's own chat template; options as for `prepare`."""
         head = self._head(params, request_id, priority, cache_salt)
         conversation = conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs)
         words = _encodable(params.bad_words or ())
@@ -135,7 +135,8 @@ class InputProcessor:
         bad_words: Sequence[str] = (),
         return_token_texts: bool = False,
     ) -> Encode:
-        """Raises `InvalidRequestError` for what is no text, and for one with too many tokens by its length alone."""
+        """Raises `InvalidRequestError` for a value that is not a str, and for a text whose length alone implies too
+        many tokens."""
         if not isinstance(text, str):
             raise _bad("prompt", type(text).__name__, "give a str, or token ids as prompt_token_ids")
         check_unicode(text)
@@ -149,10 +150,10 @@ class InputProcessor:
 
     def _head(
         self, params: SamplingParams, request_id: str | None, priority: int | None, cache_salt: str | None
-    ) -> _Head:
+    ) -> _RequestHeader:
         if not isinstance(params, SamplingParams):
             raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
-        return _Head(
+        return _RequestHeader(
             next(self._numbers),
             time.monotonic(),
             params,
@@ -162,9 +163,9 @@ class InputProcessor:
         )
 
     def _finish(
-        self, head: _Head, text: str | None, token_ids: list[int] | None, answer: TextAnswer | None
+        self, head: _RequestHeader, text: str | None, token_ids: list[int] | None, answer: TextAnswer | None
     ) -> PreparedRequest:
-        """token_ids: None where the answer has them."""
+        """token_ids: None if the answer has them."""
         bad_words: list[list[int]] = []
         if answer is not None:
             assert isinstance(answer, Encoded)
@@ -189,15 +190,15 @@ class InputProcessor:
             cache_salt=head.cache_salt,
             bad_words_token_ids=bad_words,
         )
-        return PreparedRequest([first] if params.n == 1 else _one_a_completion(first), request_id, text)
+        return PreparedRequest([first] if params.n == 1 else _one_per_completion(first), request_id, text)
 
     def _checked_token_ids(self, token_ids: object) -> list[int]:
         if isinstance(token_ids, list | tuple):
-            self._check_length(len(token_ids))  # before each is looked at
+            self._check_length(len(token_ids))  # before each is checked
         return _integers("prompt_token_ids", token_ids)
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens >= self._max_model_len:  # one token of the completion has to fit
+        if num_tokens >= self._max_model_len:  # at least one output token has to fit
             raise too_long(num_tokens, self._max_model_len)
 
 
@@ -212,8 +213,8 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _one_a_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The first tells of the prompt, which is the same for all."""
+def _one_per_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """Only the first completion returns the prompt's log-probabilities, which are the same for all."""
     params = request.sampling_params
     return [
         msgspec.structs.replace(
@@ -255,10 +256,10 @@ def _check_keys(fields: Mapping[str, Any]) -> None:
 
 
 def _integers(field: str, values: Any) -> list[int]:
-    """The values as plain ints; numpy's are taken too, floats and bools are not."""
+    """The values as plain ints; accepts numpy integers, rejects floats and bools."""
     if not isinstance(values, list | tuple):
         raise _bad(field, type(values).__name__, "give a list of token ids")
-    if set(map(type, values)) == {int}:  # as they come from JSON, all at once
+    if set(map(type, values)) == {int}:  # the fast path, as for values from JSON
         return list(values)
     for position, value in enumerate(values):
         if not _is_integer(value):
@@ -296,7 +297,7 @@ def _checked_string(field: str, value: Any) -> str | None:
 
 
 def _priority(value: Any) -> int:
-    """None is what most have: 0."""
+    """None means the default, 0."""
     if value is None:
         return 0
     if not _is_integer(value) or abs(operator.index(value)) > _MAX_PRIORITY:

@@ -1,4 +1,4 @@
-"""LLM: prompts in, texts out. The thin front end of an engine in a process of its own."""
+"""LLM: prompts in, texts out. The blocking front end of an engine process."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class LLM(MemoryMethods):
             for output in llm.generate(["Water boils at", "The sky is"], SamplingParams(temperature=0)):
                 print(output.outputs[0].text)
 
-    Raises at construction, before any process starts, `UnknownOptionError`, `ConfigError` and `ModelLoadError`
-    for what can be known then; and whatever stopped the engine's start-up: `ModelLoadError`, `CapacityError`,
+    The constructor raises, before any process starts, `UnknownOptionError`, `ConfigError` and `ModelLoadError` for
+    errors that are known by then; and the error of a failed start-up: `ModelLoadError`, `CapacityError`,
     `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
 
-    Thread-safe: `generate`, `chat` and `stream` take turns, the other calls do not wait for them. In a process that was
-    forked from this one every call raises `RingcoreError`, but `close`, which does nothing there.
+    Thread-safe: `generate`, `chat` and `stream` exclude each other, the other calls do not wait for them. In a process
+    that was forked from this one every call raises `RingcoreError`, except `close`, which does nothing.
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
         self._client = start_engine(self.config)
-        self._turn = _Turn(self._client.owner)
+        self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
         self._tokenizer_pool.start()
@@ -74,14 +74,14 @@ class LLM(MemoryMethods):
         use_tqdm: bool = True,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Completes prompts; one output a prompt, in their order.
+        """Completes prompts; one output per prompt, in their order.
 
         prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt" or
             "prompt_token_ids" and optionally "request_id", "cache_salt" and "priority", or a list of these.
         sampling_params: one for all, or a list with one for each; None means `SamplingParams()`.
         use_tqdm: a progress bar on stderr.
         on_error: "raise" checks every prompt before any is sent, and raises a later error once the others are
-            done; "return" gives a wrong prompt an output with `error` set, in its place.
+            done; "return" returns for an invalid prompt an output with `error` set, in its place.
 
         Raises `InvalidRequestError` (or `UnknownOptionError`) whose details name the prompt's `index`, and
         `EngineDeadError`.
@@ -99,12 +99,12 @@ class LLM(MemoryMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations, written out by the model's own chat template.
+        """Answers conversations, rendered by the model's own chat template.
 
         messages: one conversation (a list of dicts with "role" and "content"), or a list of conversations.
-        tools: descriptions of functions, as the template takes them. The answers are the model's text as it wrote it;
-            `ringcore.chat` takes calls of tools and reasoning out of it.
-        chat_template_kwargs: further names for the template.
+        tools: descriptions of functions, in the template's format. The answers are the model's raw text;
+            `ringcore.chat` parses tool calls and reasoning out of it.
+        chat_template_kwargs: further variables for the template.
         Everything else is as for `generate`.
         """
 
@@ -126,7 +126,7 @@ class LLM(MemoryMethods):
     ) -> list[RequestOutput]:
         self._client.owner.check()
         prepared = self._prepare_all(items, sampling_params, prepare, on_error)
-        with self._turn:
+        with self._caller_lock:
             outputs = iter(self._run([p for p in prepared if isinstance(p, PreparedRequest)], use_tqdm))
         results = [p if isinstance(p, RequestOutput) else next(outputs) for p in prepared]
         if on_error == "raise":
@@ -145,7 +145,7 @@ class LLM(MemoryMethods):
         return prepare_all(items, sampling_params, prepare, self._tokenizer_pool.submit, on_error)
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Generates until every request is finished; whole outputs, in the order of the requests."""
+        """Generates until every request is finished; final outputs, in the order of the requests."""
         front_end = self._front_end
         try:
             states = front_end.add(prepared, "final")
@@ -165,14 +165,15 @@ class LLM(MemoryMethods):
         by: Literal["request", "token"] = "request",
         on_error: OnError = "raise",
     ) -> Iterator[RequestOutput]:
-        """Completes prompts, and gives what there is as it comes.
+        """Completes prompts, and yields outputs as they arrive.
 
-        by: "request" gives each prompt's whole output when it is finished; "token" gives every output of every prompt,
-            of the kind that its `SamplingParams.output_kind` says. `request_id` and `prompt` tell whose it is.
-        prompts, sampling_params, on_error: as for `generate`; an error that "raise" raises comes after all outputs.
+        by: "request" yields each prompt's final output when it is finished; "token" yields every output of every
+            prompt, by its `SamplingParams.output_kind`. `request_id` and `prompt` identify the prompt.
+        prompts, sampling_params, on_error: as for `generate`; "raise" raises an error after all outputs.
 
-        Leaving the iteration ends what is unfinished. `generate`, `chat` and other streams wait until then; in the
-        same thread they raise `InvalidRequestError`. Raises at once what `generate` does before anything is sent.
+        Leaving the iteration aborts the unfinished requests. `generate`, `chat` and other streams wait until then; in
+        the same thread they raise `InvalidRequestError`. Raises at once the errors that `generate` raises before
+        anything is sent.
         """
         self._client.owner.check()
         check_choice("by", by, ("request", "token"))
@@ -185,7 +186,7 @@ class LLM(MemoryMethods):
     ) -> Iterator[RequestOutput]:
         front_end, failed = self._front_end, None
         yield from (one for one in prepared if isinstance(one, RequestOutput))
-        with self._turn:
+        with self._caller_lock:
             try:
                 states = front_end.add([one for one in prepared if isinstance(one, PreparedRequest)], kind)
                 while front_end.outputs.has_unfinished:
@@ -207,7 +208,7 @@ class LLM(MemoryMethods):
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine learned at start: blocks, token capacity, memory, the seconds of each phase."""
+        """The engine's report of its start: blocks, token capacity, memory, the seconds of each phase."""
         return self._client.ready
 
     def get_tokenizer(self) -> Tokenizer:
@@ -221,27 +222,28 @@ class LLM(MemoryMethods):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Calls an `@rpc` method on every worker; one value a rank, in rank order, or `unique_reply_rank`'s alone.
+        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone.
 
         method: a name; or, with the option `allow_callables`, a function that each worker calls as
         f(worker, *args, **kwargs).
 
-        Raises `WorkerError` if it raised there, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError` for
-        what cannot be sent; the engine goes on.
+        Raises `WorkerError` if the method raised, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError` for
+        arguments that cannot be sent; the engine stays alive.
         """
         return self._client.collective_rpc(method, args, kwargs, timeout, unique_reply_rank)
 
     def methods(self) -> list[RpcMethod]:
-        """What can be called by name: the methods of the workers (`collective_rpc`), those of an extension among them,
-        and the engine's own; each with its signature and what it does."""
+        """The methods that can be called by name: those of the workers (`collective_rpc`) with their extension, and the
+        engine's own; each with its signature and description."""
         return self._client.methods()
 
     def health(self, timeout: float = 1.0) -> EngineHealth:
-        """How the engine and its workers do, within about `timeout` seconds; also of one that is silent or dead."""
+        """The health of the engine and its workers, within about `timeout` seconds; also if it is silent or dead."""
         return self._client.health(timeout)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forgets all cached prefixes. False, and nothing changed, while a request is running."""
+        """Evicts the whole prefix cache. Returns False and changes nothing while requests run, unless `preempt_running`
+        preempts them (by recompute)."""
         return self._client.reset_prefix_cache(preempt_running)
 
     def is_sleeping(self) -> bool:
@@ -264,8 +266,8 @@ class LLM(MemoryMethods):
         self.close()
 
 
-class _Turn:
-    """One caller at a time. A thread that would wait for itself is refused, and so is a forked process."""
+class _CallerLock:
+    """A lock for one caller at a time. It raises in a thread that would wait for itself, and in a forked process."""
 
     def __init__(self, owner: OwnerProcess) -> None:
         self._owner = owner
@@ -276,7 +278,7 @@ class _Turn:
         self._owner.check()
         if self._holder == threading.get_ident():
             raise InvalidRequestError(
-                "a stream that this thread began is not at its end; read it to its end or close() it first",
+                "this thread has an unfinished stream; read it to its end or close() it first",
                 field="prompts",
                 value=None,
             )
@@ -290,15 +292,15 @@ class _Turn:
 
 @contextmanager
 def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told of each message: how many prompts it finished, and how many new tokens it had."""
+    """Yields a function to call for each message, with the number of finished prompts and of new tokens."""
     if not use_tqdm:
         yield lambda num_finished, num_new_tokens: None
         return
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """Without tqdm's monitor thread. tqdm's default lock makes a named semaphore, which a killed process may leave
-        in /dev/shm; a lock of threads takes its place, unless this process has used a bar of tqdm before."""
+        """Without tqdm's monitor thread. tqdm's default lock creates a named semaphore, which a killed process may
+        leave in /dev/shm; a thread lock replaces it, unless this process has used a bar of tqdm before."""
 
         monitor_interval = 0
 
@@ -312,7 +314,7 @@ def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int],
             nonlocal num_tokens, shown
             num_tokens += num_new_tokens
             now = time.monotonic()
-            if num_finished or now - shown > _REFRESH_S:  # tokens come, even where no prompt is finished
+            if num_finished or now - shown > _REFRESH_S:  # show new tokens also while no prompt finishes
                 bar.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s")
                 bar.update(num_finished)
                 shown = now

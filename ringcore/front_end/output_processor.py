@@ -1,4 +1,4 @@
-"""The requests under way, by the ids that the engine knows them by."""
+"""Applies the engine's outputs to the unfinished completions, which it keeps by engine id."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["OutputProcessor", "ProcessedOutputs"]
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What one message of the engine came to."""
+    """The result of one message of the engine."""
 
-    changed: list[RequestState] = field(default_factory=list)  # those of which something can be taken now
-    abort_ids: list[str] = field(default_factory=list)  # ended by a stop string, or with another completion
+    changed: list[RequestState] = field(default_factory=list)  # requests that have an output to take
+    abort_ids: list[str] = field(default_factory=list)  # ended by a stop string, or by another completion's error
     num_new_tokens: int = 0
 
 
 class OutputProcessor:
-    """Holds the completions that are under way.
+    """Holds the unfinished completions.
 
-    Outputs of others are dropped: a completion that a stop string ended is forgotten at once, while the engine may
-    still have a step in flight for it. One thread processes; others may add and forget meanwhile, since each of these
-    is one operation on the dict, which needs no lock and can be done in a finalizer.
+    It drops outputs of others: a completion that a stop string ended is forgotten at once, while the engine may still
+    have a step in flight for it. One thread processes; others may add and forget concurrently, since each of these is
+    one atomic operation on the dict, which needs no lock and may run in a finalizer.
     """
 
     def __init__(self, tokenizer: TextSource) -> None:
@@ -44,30 +44,30 @@ class OutputProcessor:
         return list(self._completions)
 
     def add(self, prepared: PreparedRequest, kind: OutputKind = "final") -> RequestState:
-        """Expects outputs for a request."""
+        """Registers a request's completions."""
         state = RequestState(prepared, self._tokenizer, kind)
         for completion in state.completions:
-            assert completion.engine_id not in self._completions, f"request {completion.engine_id!r} is under way"
+            assert completion.engine_id not in self._completions, f"request {completion.engine_id!r} is unfinished"
             self._completions[completion.engine_id] = completion
         return state
 
     def forget(self, engine_ids: Iterable[str]) -> None:
-        """Drops completions whose outputs nobody waits for."""
+        """Drops completions; their later outputs are ignored."""
         for engine_id in engine_ids:
             self._completions.pop(engine_id, None)
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Takes in one message of the engine; what ended is forgotten."""
+        """Applies one message of the engine; forgets the completions that ended."""
         processed, now = ProcessedOutputs(), time.monotonic()
-        changed: dict[int, RequestState] = {}  # by id(), which is fast: each is alive for as long
+        changed: dict[int, RequestState] = {}  # by id(): a fast hash, and unique while `changed` references the states
         for output in outputs:
             completion = self._completions.get(output.request_id)
             if completion is None:
                 continue
             state = completion.request
-            num_new, has_news = state.update(completion, output, now)
+            num_new, has_output = state.update(completion, output, now)
             processed.num_new_tokens += num_new
-            if has_news:
+            if has_output:
                 changed[id(state)] = state
             if completion.finish_reason is not None:
                 self._forget_ended(completion, output, processed)
@@ -77,7 +77,7 @@ class OutputProcessor:
     def _forget_ended(self, completion: Completion, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
         if self._completions.pop(completion.engine_id, None) is not None and output.finish_reason is None:
             processed.abort_ids.append(completion.engine_id)
-        if completion.request.is_over:  # the others have ended, or end with this one's error
+        if completion.request.is_over:  # the other completions have ended, or fail with this one
             for other in completion.request.completions:
                 if self._completions.pop(other.engine_id, None) is not None:
                     processed.abort_ids.append(other.engine_id)

@@ -20,12 +20,12 @@ OnError = Literal["raise", "return"]
 Prepare = Callable[[Any, SamplingParams], Preparation]
 Submit = Callable[[TextJob], Future[TextAnswer]]
 
-_MAX_SUBMITTED = 64  # prompts at the tokenizer's process: enough that it never waits
+_MAX_SUBMITTED = 64  # prompts in flight at the tokenizer process: enough to keep it busy
 _FULL_QUEUE_S = 0.05
 
 
 class _Submitted(NamedTuple):
-    """A prompt whose tokens are on their way; of one that has no use for the tokenizer, `answer` is None."""
+    """A prompt submitted to the tokenizer process; `answer` is None if it needs no tokenizer."""
 
     preparation: Preparation
     answer: Future[TextAnswer] | None
@@ -41,7 +41,7 @@ def prepare_all(
     submit: Submit,
     on_error: OnError,
 ) -> list[PreparedRequest | RequestOutput]:
-    """Each item as a request, or (with `on_error="return"`) as the output that says what is wrong with it."""
+    """Each item as a request, or (with `on_error="return"`) as an output with its error."""
     check_choice("on_error", on_error, get_args(OnError))
     params = _params_of_each(sampling_params, len(items))
     prepared: list[PreparedRequest | RequestOutput] = []
@@ -53,7 +53,7 @@ def prepare_all(
             request = submitted.finish()
             if request.request_id in taken:
                 raise InvalidRequestError(
-                    f"request_id={request.request_id!r} is there twice; give each prompt its own, or none",
+                    f"request_id={request.request_id!r} occurs twice; give each prompt its own, or none",
                     field="request_id",
                     value=request.request_id,
                 )
@@ -70,7 +70,7 @@ def prepare_all(
 def _submitted(
     prompts: Iterable[tuple[Any, SamplingParams]], prepare: Prepare, submit: Submit
 ) -> Iterator[_Submitted | RingcoreError]:
-    """The prompts in their order, with the next ones submitted already."""
+    """The prompts in their order, submitted ahead by a window of `_MAX_SUBMITTED`."""
     window: deque[_Submitted | RingcoreError] = deque()
     for item, one in prompts:
         try:
@@ -85,14 +85,14 @@ def _submitted(
 
 
 def _submit(job: TextJob, submit: Submit, window: Iterable[_Submitted | RingcoreError]) -> Future[TextAnswer]:
-    """Waits where the queue is full: these prompts have a caller who does."""
+    """Submits a job; waits while the queue is full, since this caller blocks anyway."""
     while True:
         try:
             return submit(job)
         except QueueFullError:
-            under_way = [one.answer for one in window if isinstance(one, _Submitted) and one.answer is not None]
-            wait(under_way, timeout=_FULL_QUEUE_S, return_when=FIRST_COMPLETED)
-            if all(answer.done() for answer in under_way):  # it is full of others' prompts
+            in_flight = [one.answer for one in window if isinstance(one, _Submitted) and one.answer is not None]
+            wait(in_flight, timeout=_FULL_QUEUE_S, return_when=FIRST_COMPLETED)
+            if all(answer.done() for answer in in_flight):  # the queue is full of other callers' prompts
                 time.sleep(_FULL_QUEUE_S)
 
 
@@ -117,7 +117,7 @@ def _params_of_each(
     if sampling_params is None:
         sampling_params = SamplingParams()
     if not isinstance(sampling_params, list | tuple):
-        return [sampling_params] * num_prompts  # type: ignore[list-item]  # one of a wrong type is refused by each prompt
+        return [sampling_params] * num_prompts  # type: ignore[list-item]  # `prepare` rejects a wrong type
     if len(sampling_params) != num_prompts:
         raise InvalidRequestError(
             f"sampling_params: {len(sampling_params)} for {num_prompts} prompts; give one for all or one for each",

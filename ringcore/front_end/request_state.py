@@ -1,4 +1,4 @@
-"""A request under way: what its completions have put out, and what of it the caller has not taken yet."""
+"""The state of one request: its completions, and the output that the reader has not taken yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Completion", "RequestState", "TextSource", "error_of"]
 
 
 class TextSource(Protocol):
-    """What is needed of a `Tokenizer`."""
+    """The part of a `Tokenizer` that detokenization needs."""
 
     def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> TokenStream: ...
 
@@ -28,10 +28,10 @@ class TextSource(Protocol):
 class RequestState:
     """One request: its completions, until each has ended, or one has failed.
 
-    Whoever receives from the engine calls `update`, whoever reads calls `take`, in threads of their own. Nothing waits
-    in between but what the caller has not taken yet, so that a reader may be as slow as it likes.
+    The receiver thread calls `update`, the reader calls `take`, concurrently. Output that the reader has not taken is
+    merged, at most the request's own tokens; so a slow reader exerts no back-pressure on the engine.
 
-    kind: what `take` gives. is_over: nothing more comes; what is there can still be taken.
+    kind: of the outputs of `take`. is_over: no more output will arrive; the last one can still be taken.
     """
 
     def __init__(self, prepared: PreparedRequest, tokenizer: TextSource, kind: OutputKind) -> None:
@@ -45,11 +45,11 @@ class RequestState:
         self._token_text = tokenizer.token_text
         self._prompt_positions: PromptPositions | None = None
         if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
-            self._prompt_positions = [None]  # nothing will be told of a lone token
+            self._prompt_positions = [None]  # the engine sends none for a prompt of one token
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
-        self._lock = threading.RLock()  # a finalizer may `end` it anywhere within the code of its own thread
-        self._has_news = False
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `end` inside another call of its thread
+        self._has_output = False
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -57,8 +57,8 @@ class RequestState:
         return [one.engine_id for one in self.completions if one.finish_reason is None]
 
     def update(self, completion: Completion, output: EngineCoreOutput, now: float) -> tuple[int, bool]:
-        """Takes in an output; returns how many of its tokens belong to the completion, and whether `take` gives
-        something now."""
+        """Applies an output; returns how many of its tokens belong to the completion, and whether `take` returns an
+        output now."""
         with self._lock:
             if self.is_over:
                 return 0, False
@@ -71,15 +71,15 @@ class RequestState:
                 self._end(error_of(output.error), now)
             elif all(one.finish_reason is not None for one in self.completions):
                 self._end(None, now)
-            self._has_news = self._has_news or self.is_over or self._kind != "final"
-            return num_new, self._has_news
+            self._has_output = self._has_output or self.is_over or self._kind != "final"
+            return num_new, self._has_output
 
     def end(self, now: float) -> None:
-        """Ends, as aborted, what has not ended."""
+        """Ends the unfinished completions as aborted."""
         with self._lock:
             if not self.is_over:
                 self._end(None, now)
-                self._has_news = True
+                self._has_output = True
 
     def _end(self, error: RingcoreError | None, now: float) -> None:
         for one in self.completions:
@@ -87,11 +87,11 @@ class RequestState:
         self.is_over, self._error, self._finished_s = True, error, now
 
     def take(self) -> RequestOutput | None:
-        """What came since the last time, or all so far, as the kind says; None where nothing came."""
+        """The output since the last call, or all so far, by the output kind; None if there is nothing new."""
         with self._lock:
-            if not self._has_news:
+            if not self._has_output:
                 return None
-            self._has_news = False
+            self._has_output = False
             outputs = [one.take(is_delta=self._kind == "delta", is_last=self.is_over) for one in self.completions]
             failed_at_once = self._error is not None and self._first_token_s is None
             return RequestOutput(
@@ -106,7 +106,7 @@ class RequestState:
             )
 
     def _take_prompt_positions(self) -> PromptPositions | None:
-        """The list is the caller's own."""
+        """The caller owns the returned list."""
         positions = self._prompt_positions
         if self._kind == "delta":
             self._prompt_positions = None
@@ -115,7 +115,7 @@ class RequestState:
         return positions
 
     def take_last(self) -> RequestOutput:
-        """What there is of a request that is over and of which nothing was taken."""
+        """The final output of a request of which nothing was taken."""
         output = self.take()
         assert output is not None, f"request {self.request_id!r} has nothing to take"
         return output
@@ -132,7 +132,7 @@ class RequestState:
 
 
 class Completion:
-    """One completion of a request, which the engine knows as a request of its own."""
+    """One completion of a request; to the engine it is a request of its own."""
 
     def __init__(self, request: RequestState, index: int, sent: EngineCoreRequest, tokenizer: TextSource) -> None:
         params = sent.sampling_params
@@ -151,7 +151,7 @@ class Completion:
         self._stop_reason: int | str | None = None
 
     def update(self, output: EngineCoreOutput) -> int:
-        """Takes in an output; returns how many of its tokens belong to the completion."""
+        """Applies an output; returns how many of its tokens belong to the completion."""
         num_before = len(self._token_ids)
         self.num_cached_tokens, self.num_preemptions = output.num_cached_tokens, output.num_preemptions
         self.first_scheduled_s = output.first_scheduled_s
@@ -188,7 +188,7 @@ class Completion:
         )
 
     def take(self, *, is_delta: bool, is_last: bool) -> CompletionOutput:
-        """What came since the last time, or all so far. The lists are the caller's own."""
+        """The output since the last call (delta), or all so far. The caller owns the lists."""
         text = self._detokenizer.take() if is_delta else self._detokenizer.text
         token_ids, logprobs = self._token_ids, self._logprobs
         if is_delta:
@@ -207,5 +207,5 @@ class Completion:
 
 
 def error_of(wire: WireError) -> RingcoreError:
-    """The error that a message carries, to be raised or handed over here."""
+    """The error of a message, as an exception."""
     return error_from_wire({"type": wire.type, "message": wire.message, "details": wire.details})

@@ -1,13 +1,13 @@
-"""The requests of an asynchronous front end, between the thread that hears the engine and the loops of their readers.
+"""The requests of an `AsyncEngine`, between its receiver and sender threads and the event loops of the readers.
 
-    event loops                       threads of the engine's own
+    event loops                       the engine's threads
     RequestStreams.add  ──queue─────▶ sender    ──▶ engine process
     RequestStream.next  ◀─state─────  receiver  ◀── engine process
-                        ◀─wake: one call_soon_threadsafe a message and loop
+                        ◀─wake: one call_soon_threadsafe per message and loop
 
-No event loop ever waits for the engine: the sender does, and so what is sent keeps its order. Text is made in the
-receiver. What it has made lies in the request's state until the reader takes it, so that a slow reader holds up nobody
-and finds all that came meanwhile as one output.
+No event loop blocks on the engine: only the sender thread does, which also keeps requests and aborts in order. The
+receiver thread detokenizes. Output stays in the request's state until the reader takes it, so a slow reader exerts no
+back-pressure and gets all output since its last read merged into one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ringcore.protocol.requests import EngineCoreRequest
 
 __all__ = ["RequestStream", "RequestStreams"]
 
-_THREAD_ENDS_S = 10.0
+_THREAD_JOIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """One request on its way to its reader. `next` and `wake` are called in the thread of `loop` alone."""
+    """One request and its reader. `next` and `wake` are called only in the thread of `loop`."""
 
     def __init__(self, streams: RequestStreams, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
         self.streams = streams  # of the engine that it was sent to
@@ -49,8 +49,8 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> RequestOutput:
-        """What came since the last time, waiting for something to come. Raises what ended the request, and
-        `StopAsyncIteration` where it was dropped."""
+        """Waits for the output since the last call. Raises the error that ended the request, and `StopAsyncIteration`
+        if it was dropped."""
         while (output := self.state.take()) is None:
             if self.is_dropped:
                 raise StopAsyncIteration
@@ -78,14 +78,15 @@ class _Add(NamedTuple):
 
 
 class RequestStreams:
-    """An engine process and every request that is under way in it.
+    """An engine process and its unfinished requests.
 
-    opened: the front end, once the engine is ready, or what stopped it. is_closed: it was `close` that ended it.
-    on_end: told by the receiver what the engine ended of, before its requests are; what it returns is called after
-    that.
+    opened: the front end, once the engine is ready, or the error of its start. is_closed: `close` ended the engine.
+    on_end: the receiver calls it with the cause of the engine's death before it fails the requests, and calls the
+    function that it returns afterwards.
 
-    Invariant: `_by_id` has the streams that have not ended, by the caller's request id. A stream is ended by whoever
-    takes it out. `drop` takes no lock, since it runs in finalizers, within any other code of its thread.
+    Invariant: `_by_id` has the streams that have not ended, by the caller's request id. The thread that removes a
+    stream ends it, so it ends once. `drop` takes no lock, since it runs in finalizers, inside any other code of its
+    thread.
     """
 
     def __init__(self, config: EngineConfig, on_end: OnEnd) -> None:
@@ -93,11 +94,11 @@ class RequestStreams:
         self.is_closed = False
         self.client = start_engine(config)
         self.opened: Future[FrontEnd] = Future()
-        self.opened.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it for the others
+        self.opened.set_running_or_notify_cancel()  # a waiter cannot cancel it for the others
         self._by_id: dict[str, RequestStream] = {}
         self._to_send: SimpleQueue[_Add | list[str] | None] = SimpleQueue()
-        self._emptied: SimpleQueue[None] = SimpleQueue()
-        self._error: RingcoreError | None = None  # of every request from now on
+        self._drained: SimpleQueue[None] = SimpleQueue()
+        self._error: RingcoreError | None = None  # once set, every new request raises it
         self._closing = threading.Lock()
         self._threads = [
             threading.Thread(target=run, name=f"ringcore-{name}", daemon=True)
@@ -107,58 +108,58 @@ class RequestStreams:
             thread.start()
 
     # -----------------------------------------------------------------------------------------------------------
-    # From the event loops: nothing here waits.
+    # Called from the event loops: non-blocking.
 
     @property
     def num_unfinished(self) -> int:
         return len(self._by_id)
 
     def check_open(self) -> None:
-        """Raises what ended the engine, or refuses new requests."""
+        """Raises the cause of the engine's death, or that it was closed."""
         if self._error is not None:
             raise copy.copy(self._error)
 
     def add(self, prepared: PreparedRequest) -> RequestStream:
-        """Begins a request, whose reader is in the running loop."""
+        """Queues a request to be sent; its reader is in the running loop."""
         outputs = self.opened.result(timeout=0).outputs
         state = outputs.add(prepared, prepared.requests[0].sampling_params.output_kind)
         stream = RequestStream(self, state, asyncio.get_running_loop())
         if self._by_id.setdefault(prepared.request_id, stream) is not stream:
             outputs.forget(state.unfinished_ids)
             raise InvalidRequestError(
-                f"request_id={prepared.request_id!r} is under way; give each request its own, or none",
+                f"request_id={prepared.request_id!r} is in use; give each request its own, or none",
                 field="request_id",
                 value=prepared.request_id,
             )
         self._to_send.put(_Add(stream, prepared.requests))
-        if self._error is not None:  # looked at last: whoever set it may have looked for streams before there was this
+        if self._error is not None:  # checked last: the thread that set it may have failed the streams before this one
             self.drop(stream)
         self.check_open()
         return stream
 
     def drop(self, stream: RequestStream) -> None:
-        """Ends a request that nobody reads any more."""
+        """Aborts a request whose reader has gone."""
         stream.is_dropped = True
-        if not self.client.owner.is_here or not self._take_out(stream):
+        if not self.client.owner.is_here or not self._remove(stream):
             return
         engine_ids = stream.state.unfinished_ids
         self.opened.result(timeout=0).outputs.forget(engine_ids)
         self._to_send.put(engine_ids)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, whose reader gets a last output."""
+        """Aborts a request; its reader gets a last output."""
         self.client.owner.check()
         stream = self._by_id.get(request_id)
         if stream is not None:
             self._to_send.put(stream.state.unfinished_ids)
 
-    def _take_out(self, stream: RequestStream) -> bool:
-        """Whether the stream had not ended before."""
+    def _remove(self, stream: RequestStream) -> bool:
+        """Removes a stream; returns whether it had not ended before."""
         if self._by_id.get(stream.state.request_id) is not stream:
             return False
         had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
-        if not self._by_id and self._error is not None:  # set before anybody waits for this
-            self._emptied.put(None)
+        if not self._by_id and self._error is not None:  # `close` sets it before it waits
+            self._drained.put(None)
         return had_not_ended
 
     # -----------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class RequestStreams:
         try:
             front_end = FrontEnd(self._config, self.client)
         except BaseException as error:
-            self._fail_all(error if isinstance(error, RingcoreError) else _our_own(error))
+            self._fail_all(error if isinstance(error, RingcoreError) else _internal_error(error))
             self.opened.set_exception(error)
             return
         self.opened.set_result(front_end)
@@ -178,9 +179,9 @@ class RequestStreams:
         except RingcoreError as error:
             self._fail_all(error)
         except BaseException as error:
-            _log.exception("the thread that receives from the engine cannot go on")
-            self._fail_all(_our_own(error))
-            self.client.close(_our_own(error))
+            _log.exception("the thread that receives from the engine failed")
+            self._fail_all(_internal_error(error))
+            self.client.close(_internal_error(error))
 
     def _receive(self, front_end: FrontEnd) -> None:
         processed = front_end.receive()
@@ -192,7 +193,7 @@ class RequestStreams:
             if stream is None or stream.state is not state:
                 continue
             if state.is_over:
-                self._take_out(stream)
+                self._remove(stream)
             changed.append(stream)
         self._wake(changed)
 
@@ -208,41 +209,41 @@ class RequestStreams:
                     self.drop(stream)
 
     def _fail_all(self, error: RingcoreError) -> None:
-        go_on = self._on_end(self, error)
+        start_next = self._on_end(self, error)
         self._error = self._error or error
         self._fail(list(self._by_id.values()), error)
-        go_on()
+        start_next()
 
     def _fail(self, streams: Iterable[RequestStream], error: RingcoreError) -> None:
-        failed = [stream for stream in streams if self._take_out(stream)]
+        failed = [stream for stream in streams if self._remove(stream)]
         for stream in failed:
             stream.error = error
         self._wake(failed)
 
     def _send_all(self) -> None:
-        while (order := self._to_send.get()) is not None:
+        while (command := self._to_send.get()) is not None:
             try:
-                if isinstance(order, _Add):
-                    self.client.add_requests(order.requests)
+                if isinstance(command, _Add):
+                    self.client.add_requests(command.requests)
                 else:
-                    self.client.abort(order)
-            except RingcoreError as error:  # the engine's death the receiver hears of too
-                if isinstance(order, _Add) and not isinstance(error, EngineDeadError):
-                    self.opened.result(timeout=0).outputs.forget(one.request_id for one in order.requests)
-                    self._fail([order.stream], error)
-            del order
+                    self.client.abort(command)
+            except RingcoreError as error:  # the receiver handles the engine's death
+                if isinstance(command, _Add) and not isinstance(error, EngineDeadError):
+                    self.opened.result(timeout=0).outputs.forget(one.request_id for one in command.requests)
+                    self._fail([command.stream], error)
+            del command
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     def close(self, timeout: float | None = 0.0) -> None:
-        """Refuses new requests, waits up to `timeout` seconds (None: without a limit) for those under way, aborts the
+        """Refuses new requests, waits up to `timeout` seconds (None: without a limit) for unfinished ones, aborts the
         rest, and ends the engine and the threads. Idempotent, also from several threads at once.
         """
         self._error = self._error or EngineDeadError("the engine was closed", process="engine")
         self._wait_until_empty(timeout)
         with self._closing:
-            rest = [stream for stream in list(self._by_id.values()) if self._take_out(stream)]
+            rest = [stream for stream in list(self._by_id.values()) if self._remove(stream)]
             for stream in rest:
                 stream.state.end(time.monotonic())
             self._wake(rest)
@@ -251,7 +252,7 @@ class RequestStreams:
             self._to_send.put(None)
             for thread in self._threads:
                 if thread is not threading.current_thread():
-                    thread.join(_THREAD_ENDS_S)
+                    thread.join(_THREAD_JOIN_S)
 
     def _wait_until_empty(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -260,10 +261,10 @@ class RequestStreams:
             if left_s is not None and left_s <= 0:
                 return
             try:
-                self._emptied.get(timeout=left_s)
+                self._drained.get(timeout=left_s)
             except Empty:
                 return
-        self._emptied.put(None)  # for another that waits
+        self._drained.put(None)  # for the next waiting thread
 
 
 def _wake_all(streams: list[RequestStream]) -> None:
@@ -271,5 +272,5 @@ def _wake_all(streams: list[RequestStream]) -> None:
         stream.wake()
 
 
-def _our_own(error: BaseException) -> EngineDeadError:
+def _internal_error(error: BaseException) -> EngineDeadError:
     return EngineDeadError(f"the engine's front end failed: {error!r}", process="front end")

@@ -1,7 +1,7 @@
-"""What a front end finds out before any process starts: a tokenizer, the tensors of the checkpoint, enough memory.
+"""Checks that a front end makes before any process starts: the tokenizer, the checkpoint's tensors, enough memory.
 
-Of memory only a CPU's can be known without the device. It is looked at since the kernel refuses nothing there: it ends
-a process of the host, any one, when the memory is written.
+Without the device only a CPU's memory can be checked. It must be checked in advance because the kernel overcommits:
+allocation succeeds, and the OOM killer ends some process of the host when the memory is written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
 
 __all__ = ["check_host_memory", "check_start"]
 
-_ANGLE_BYTES = 20  # of a pair of a head at a position, while its table is computed: angle, cosine, sine, and both
+# Per head-dimension pair and position, while the RoPE table is computed: angle, cosine, sine, and both concatenated.
+_ANGLE_BYTES = 20
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raises `ModelLoadError` where files are missing or do not fit each other, `CapacityError` where the host lacks
-    the memory. An executor of the caller's own may need none of it but the tokenizer."""
+    """Raises `ModelLoadError` if files are missing or inconsistent, `CapacityError` if the host lacks the memory. For a
+    user-defined executor it checks only the tokenizer."""
     check_tokenizer_files(config.model.files)
     if config.parallel.executor not in EXECUTORS:
         return
@@ -39,8 +40,8 @@ def check_start(config: EngineConfig) -> None:
 
 
 def check_host_memory(config: EngineConfig, host: Host) -> None:
-    """Weights, angles of the rotary embeddings and the smallest cache of all ranks against what is free. Raises
-    `CapacityError`: it is the least that a CPU needs, and what steps take comes on top."""
+    """Compares the weights, RoPE tables and smallest KV cache of all ranks with the free memory. Raises
+    `CapacityError`. This is a lower bound: activations are not included."""
     dtype = host.resolve_dtype(config.model.dtype, config.model.spec.dtype)
     is_fitted, context_len = config.model.max_model_len == "auto", config.model.context_len
     weights, plan, free = _weights_bytes(config, dtype), _plan(config, dtype), host.free_memory_bytes()
@@ -66,7 +67,7 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
         f"host memory: the model in {dtype}, with one request of {least} tokens, needs "
         f"{format_bytes(needed, exact=True)}, {format_bytes(free, exact=True)} available, "
         f"{format_bytes(needed - free, exact=True)} missing; {shorter}give a smaller model or another dtype, or end "
-        f"what else uses this host's memory ({budget_text(table)})",
+        f"other processes of this host ({budget_text(table)})",
         needed_bytes=needed,
         available_bytes=free,
         missing_bytes=needed - free,
@@ -76,13 +77,13 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
 
 
 def _weights_bytes(config: EngineConfig, dtype: str) -> int:
-    """As a CPU's kernels hold them: see `model_executor.packing`."""
+    """In the CPU kernels' layouts: see `model_executor.packing`."""
     spec = config.model.spec
     shapes = expected_tensors(spec).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
     if config.device.enable_sleep_mode:
         return num_bytes
-    if spec.tie_word_embeddings:  # a table to look up, and one to multiply with
+    if spec.tie_word_embeddings:  # an embedding table, and a packed copy for the LM head
         num_bytes += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[dtype]
     if dtype == "float32" and spec.dtype != "float32" and config.model.files.kind != "dummy":
         num_bytes += sum(2 * math.prod(shape) for shape in shapes if len(shape) == 2)

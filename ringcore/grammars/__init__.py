@@ -1,4 +1,4 @@
-"""Grammars, compiled for the model's vocabulary, and how far each completion has come in its own."""
+"""Grammars compiled for the model's vocabulary, and the matchers that follow each completion."""
 
 from ringcore.grammars.grammars import Grammars, Matcher, grammar_key, model_grammars
 

@@ -1,4 +1,4 @@
-"""The seam between grammars and the library that matches them."""
+"""The interface of a grammar library."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["Backend", "Progress", "any_of", "schema_of"]
 
 
 class Progress(Protocol):
-    """How far one completion has come in its grammar. It knows no end-of-text tokens."""
+    """A backend's matcher state of one completion. It does not handle end-of-text tokens."""
 
     def accept(self, token_id: int) -> bool:
-        """False where the token does not fit; nothing more may be asked of it then."""
+        """Advances by a token. False if the grammar rejects it; the object is then invalid."""
         ...
 
     def can_end(self) -> bool:
-        """Whether what was accepted is a whole sentence of the grammar."""
+        """Whether the accepted text is a complete sentence of the grammar."""
         ...
 
     def must_end(self) -> bool:
-        """Whether it is one that nothing can follow."""
+        """Whether it is complete and no token can follow."""
         ...
 
     def failure(self) -> str | None:
-        """Why it cannot go on although all tokens fitted: a limit of the library. None where it can."""
+        """Why matching cannot continue although every token was accepted: a limit of the library. None if it can."""
         ...
 
 
 class Backend(ABC):
-    """Compiles grammars for one vocabulary. `compile` may be called by several threads, each other method by one."""
+    """Compiles grammars for one vocabulary. `compile` is thread-safe; one thread calls the other methods."""
 
     @abstractmethod
     def compile(self, spec: StructuredOutputsParams) -> Any:
-        """What `begin` needs. Raises `InvalidRequestError` that says what is wrong with it.
+        """-> the compiled grammar, for `begin`. Raises `InvalidRequestError` that names the problem.
 
-        No constraint of it is left out silently: one that cannot be kept is refused.
+        No constraint is ignored silently: one that the library cannot enforce is refused.
         """
 
     @abstractmethod
@@ -49,9 +49,10 @@ class Backend(ABC):
 
     @abstractmethod
     def fill(self, parts: Sequence[tuple[int, Any]], masks: np.ndarray) -> None:
-        """Writes rows of masks [k, ceil(vocab_size / 32)] int32, each by (row, `Progress` of `begin`).
+        """Writes token bitmasks to rows of masks [k, ceil(vocab_size / 32)] int32, for each (row, `Progress` of
+        `begin`).
 
-        The first end of text stands for all of them: its bit says whether the completion may end here.
+        The bit of the first end-of-text token, which represents all of them, says whether the completion may end here.
         """
 
 
@@ -68,5 +69,5 @@ def schema_of(spec: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def any_of(choices: Sequence[str]) -> str:
-    """As an alternative of strings, in Lark's syntax and GBNF alike; no library reads JSON's pairs of surrogates."""
+    """An alternation of strings, valid in Lark and GBNF; unescaped, since no library reads JSON's surrogate pairs."""
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

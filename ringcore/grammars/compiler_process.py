@@ -1,6 +1,6 @@
-"""The process that compiles every new grammar first: what a grammar can do to whoever compiles it, it does here.
+"""The grammar compiler process: compiles every new grammar first, so that a hostile grammar can harm only this process.
 
-It takes one grammar after the other and answers each, both as JSON: see `protocol.job_channel`.
+It serves one compile job at a time; jobs and replies are JSON: see `protocol.job_channel`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.job_channel import limit_memory, serve_jobs
 
-__all__ = ["CHANNEL", "ENTRY", "job_of", "main"]
+__all__ = ["CHANNEL", "ENTRY", "encode_job", "main"]
 
 ENTRY = "ringcore.grammars.compiler_process:main"
 CHANNEL = "grammars"  # the name of the inherited socket
-MAX_MEMORY_BYTES = 1 << 30  # for all grammars, above what the process has when it is ready
-# Of the thread that compiles, half of what a worker's has: what is nested too deeply for that one ends this process.
+MAX_MEMORY_BYTES = 1 << 30  # for all grammars, above the process's memory when it is ready
+# Of the compiling thread: half of a worker's, so that too deep a nesting crashes this process before a worker.
 _STACK_BYTES = 4 << 20
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
     config: EngineConfig = decoder(EngineConfig).decode(payload)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is no news
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here: no core dumps
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(socket.socket(fileno=fds[CHANNEL]), config), name="compiler")
     thread.start()
@@ -50,7 +50,7 @@ def _serve(channel: socket.socket, config: EngineConfig) -> None:
 
 
 def _compile(grammars: Grammars, job: bytes) -> bytes:
-    """The error, or null."""
+    """-> the error as JSON, or null."""
     error: dict[str, Any] | None = None
     try:
         grammars.compile(StructuredOutputsParams(**json.loads(job)))
@@ -59,6 +59,6 @@ def _compile(grammars: Grammars, job: bytes) -> bytes:
     return json.dumps(error).encode()
 
 
-def job_of(spec: StructuredOutputsParams) -> bytes:
-    """A grammar as the process takes it."""
+def encode_job(spec: StructuredOutputsParams) -> bytes:
+    """The compile job of a grammar."""
     return json.dumps(asdict(spec)).encode()

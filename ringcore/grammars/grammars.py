@@ -1,7 +1,7 @@
-"""The grammars of one worker: compiled once, kept for a while, and matched by every completion that asks for them.
+"""The grammars of one worker: compiled once, in an LRU cache, and matched by every completion that uses them.
 
-Compiling goes on in the worker's side thread while its main thread computes steps. Whoever lacks a grammar compiles it
-where he stands, so that nothing but time depends on what is kept.
+The worker's side thread compiles while the main thread executes steps. On a cache miss the calling thread compiles the
+grammar itself, so that cache contents affect only the time.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 __all__ = ["Grammars", "Matcher", "grammar_key", "model_grammars"]
 
 BackendName = Literal["auto", "llguidance", "xgrammar"]
-MAX_KEPT = 128  # compiled grammars
+MAX_CACHED = 128  # compiled grammars
 
 _EXTRAS = {"llguidance": "ringcore[structured]", "xgrammar": "ringcore[xgrammar]"}
 
 
 class Matcher(Protocol):
-    """How far one completion has come in its grammar. One thread at a time."""
+    """The position of one completion in its grammar. One thread at a time."""
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Takes in what was sampled. False: the tokens do not fit, and the row cannot go on."""
+        """Advances by sampled tokens. False: the grammar rejects them, and the row has failed."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """Whether only the model's ends of text may follow."""
+        """Whether only the model's end-of-text tokens may follow."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why it cannot go on although its tokens fitted: a limit on the work of one step. None where it can."""
+        """Why matching cannot continue after accepted tokens: a work limit of the library. None if it can."""
         ...
 
 
 class Grammars:
-    """The compiled grammars of one model, the least recently used forgotten first. Thread-safe.
+    """An LRU cache of one model's compiled grammars, and their matchers. Thread-safe.
 
-    The tokenizer is read, and the library imported, when first needed.
+    The tokenizer is read, and the library imported, on first use.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         backend: BackendName = "auto",
-        max_kept: int = MAX_KEPT,
+        max_cached: int = MAX_CACHED,
     ) -> None:
-        """tokenizer: the model's, or what reads it. vocab_size: of the logits; ids that the tokenizer does not know are
-        never sampled. eos_token_ids: each of them may end a completion. backend: "auto" is llguidance where it is
-        installed, else xgrammar."""
+        """tokenizer: the model's, or a callable that reads it. vocab_size: of the logits; ids unknown to the tokenizer
+        are masked. eos_token_ids: each may end a completion. backend: "auto" is llguidance if installed, else
+        xgrammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
-        self._name, self._max_kept = backend, max_kept
-        self._loading = threading.Lock()
+        self._name, self._max_cached = backend, max_cached
+        self._load_lock = threading.Lock()
         self._loaded: tuple[Backend, Vocabulary] | None = None
-        self._keeping = threading.Lock()
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._cache: OrderedDict[str, Any] = OrderedDict()  # by `grammar_key`, least recently used first
 
     def load(self) -> None:
-        """Imports the library and reads the vocabulary, if that was not done. Raises `InvalidRequestError` where the
-        library is not installed or knows no such tokenizer, and `ModelLoadError`."""
+        """Imports the library and reads the vocabulary, once. Raises `InvalidRequestError` where the library is not
+        installed or does not support the tokenizer, and `ModelLoadError`."""
         self._load()
 
     def _load(self) -> tuple[Backend, Vocabulary]:
-        with self._loading:
+        with self._load_lock:
             if self._loaded is None:
                 name = _installed(self._name)
                 files = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
@@ -89,32 +89,32 @@ class Grammars:
             return self._loaded
 
     def compile(self, spec: StructuredOutputsParams) -> None:
-        """Raises `InvalidRequestError` that says what is wrong with it."""
+        """Compiles into the cache. Raises `InvalidRequestError` that names the problem."""
         self._compiled(spec)
 
     def _compiled(self, spec: StructuredOutputsParams) -> Any:
         key = grammar_key(spec)
-        with self._keeping:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        with self._cache_lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
         compiled = self._load()[0].compile(spec)
-        with self._keeping:
-            self._kept[key] = compiled
-            while len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
+        with self._cache_lock:
+            self._cache[key] = compiled
+            while len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
         return compiled
 
     def matcher(self, spec: StructuredOutputsParams) -> Matcher:
-        """At the beginning of a completion. Compiles the grammar where it is not there; raises as `compile`."""
+        """A new matcher at the start of a completion. Compiles the grammar on a cache miss; raises as `compile`."""
         compiled = self._compiled(spec)
         backend, vocabulary = self._load()
         return _Matcher(backend.begin(compiled), frozenset(vocabulary.eos_token_ids))
 
-    def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
-        """Writes what each completion may go on with: masks [k, ceil(vocab_size / 32)] int32, in C order, row i of
-        `matchers[i]`, each by `matcher`. Bit t % 32 of word t // 32 says of token t. In a row of a matcher with a
-        `failure` none is set.
+    def fill_bitmasks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
+        """Writes token bitmasks: row i of masks [k, ceil(vocab_size / 32)] int32, C-contiguous, for `matchers[i]`,
+        which `matcher` created. Bit t % 32 of word t // 32 is set if token t is allowed. The row of a matcher with a
+        `failure` is zero.
         """
         if not matchers:
             return
@@ -122,15 +122,15 @@ class Grammars:
         num_words = -(-len(vocabulary.tokens) // 32)
         assert masks.shape == (len(matchers), num_words), f"{masks.shape} for {len(matchers)} rows of {num_words} words"
         assert masks.dtype == np.int32, masks.dtype
-        assert masks.flags.c_contiguous, "rows lie one after the other"
-        ours = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
-        assert len(ours) == len(matchers), "a matcher of other grammars"
-        parts = [(row, matcher.progress) for row, matcher in enumerate(ours) if not matcher.has_ended]
+        assert masks.flags.c_contiguous, "masks must be C-contiguous"
+        own = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
+        assert len(own) == len(matchers), "a matcher of another implementation"
+        parts = [(row, matcher.progress) for row, matcher in enumerate(own) if not matcher.has_ended]
         if parts:
             backend.fill(parts, masks)
         words = masks.view(np.uint32)
         first = vocabulary.eos_token_ids[0]
-        for row, matcher in enumerate(ours):
+        for row, matcher in enumerate(own):
             if matcher.has_ended or matcher.failure is not None:
                 words[row] = 0
             may_end = matcher.has_ended or bool(words[row, first // 32] >> (first % 32) & 1)
@@ -140,7 +140,7 @@ class Grammars:
 
 
 class _Matcher:
-    """`Matcher` by a backend's progress, and the ends of text, of which that knows nothing."""
+    """A `Matcher` of a backend's `Progress`, which adds the end-of-text tokens."""
 
     def __init__(self, progress: Progress, eos_token_ids: frozenset[int]) -> None:
         self.progress, self._eos_token_ids = progress, eos_token_ids
@@ -155,13 +155,13 @@ class _Matcher:
             return False
         is_end = token_id in self._eos_token_ids
         if self.has_ended:
-            fits = is_end
+            is_accepted = is_end
         elif is_end:
-            fits = self.has_ended = self.progress.can_end()
+            is_accepted = self.has_ended = self.progress.can_end()
         else:
-            fits = self.progress.accept(token_id)
-        self._has_failed = not fits
-        return fits
+            is_accepted = self.progress.accept(token_id)
+        self._has_failed = not is_accepted
+        return is_accepted
 
     @property
     def is_over(self) -> bool:
@@ -170,12 +170,12 @@ class _Matcher:
     @property
     def failure(self) -> str | None:
         if self._has_failed:
-            return "a token that does not fit was given"
+            return "a token was rejected"
         return None if self.has_ended else self.progress.failure()
 
 
 def model_grammars(config: EngineConfig) -> Grammars:
-    """The grammars of an engine's model. Nothing is read or imported yet."""
+    """The grammars of an engine's model; reads and imports nothing yet."""
     model = config.model
 
     def read() -> TokenizerFiles:
@@ -194,13 +194,13 @@ def model_grammars(config: EngineConfig) -> Grammars:
 
 
 def grammar_key(spec: StructuredOutputsParams) -> str:
-    """What is the same for grammars that are. The order of a schema's properties counts: they are written in it."""
+    """The cache key of a grammar. The order of a schema's properties is significant: completions write them in it."""
     value = getattr(spec, spec.kind)
     return f"{spec.kind} {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _installed(name: BackendName) -> str:
-    """The library to use. Raises `InvalidRequestError` where there is none."""
+    """The name of an installed library. Raises `InvalidRequestError` where there is none."""
     wanted = ["llguidance", "xgrammar"] if name == "auto" else [name]
     for library in wanted:
         if importlib.util.find_spec(library) is not None:
@@ -214,7 +214,7 @@ def _installed(name: BackendName) -> str:
 
 
 def _make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """The library is imported here."""
+    """Imports the library."""
     if name == "llguidance":
         from ringcore.grammars.llguidance_backend import LLGuidanceBackend
 

@@ -1,7 +1,7 @@
-"""The formats of JSON schemas as patterns: what libraries of grammars make of them lets dates and times through that
-there are not.
+"""The formats of JSON schemas as regular expressions: the grammar libraries' own formats accept impossible dates and
+times.
 
-A text is of a format where all its patterns match. A leap second is refused: whether there is one depends on the date.
+A text has a format if all its patterns match. Leap seconds are refused: their existence depends on the date.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TIME = rf"{_HOUR}:[0-5]\d:[0-5]\d(?:\.\d{{1,9}})?(?:[Zz]|[+-]{_HOUR}:[0-5]\d)"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _HEX = "[0-9a-fA-F]"
 _GROUP = f"{_HEX}{{1,4}}"
-# :: stands for at least one group of zeros, between so many groups before it and the others.
+# :: replaces at least one group of zeros, between `before` groups and the rest.
 _SHORTENED = "|".join(
     f"{':'.join([_GROUP] * before)}::" + (f"(?:{_GROUP}(?::{_GROUP}){{0,{6 - before}}})?" if before < 7 else "")
     for before in range(8)
 )
-# Letters, digits and hyphens, no hyphen at an end, and not two in the third and fourth places (RFC 5890).
+# Letters, digits and hyphens; no hyphen at either end, and not both the third and the fourth character (RFC 5890).
 _ALNUM, _INNER = "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
 _LABEL = (
     rf"{_ALNUM}(?:{_ALNUM}|{_INNER}{_ALNUM}|{_INNER}(?:{_ALNUM}|-){_ALNUM}"

@@ -1,4 +1,5 @@
-"""Grammars by llguidance: derivatives of regular expressions and an Earley parser, lazily; microseconds a mask."""
+"""The llguidance backend: a lazy lexer by regular expression derivatives and an Earley parser; microseconds per
+mask."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from ringcore.grammars.backend import Backend, any_of, schema_of
-from ringcore.grammars.json_schemas import LLGUIDANCE_OPTIONS, kept_schema
-from ringcore.grammars.regular_expressions import whole_regex, write_regex
+from ringcore.grammars.json_schemas import LLGUIDANCE_OPTIONS, normalized_schema
+from ringcore.grammars.regular_expressions import fullmatch_regex, write_regex
 from ringcore.grammars.vocabulary import Vocabulary
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["LLGuidanceBackend"]
 
 _MAX_THREADS = 4
-# The library's own defaults, but for the states, each of which takes a kilobyte or two.
+# The library's defaults, except max_lexer_states: a state takes one to two kilobytes.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,
@@ -28,12 +29,12 @@ _LIMITS = llguidance.LLParserLimits(
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
-    verbose_errors=False,  # they hold the whole grammar
+    verbose_errors=False,  # they contain the whole grammar
 )
 
 
 class LLGuidanceBackend(Backend):
-    """To make one holds the GIL for about 0.2 s (a vocabulary of 50,000) to 0.5 s (150,000); compiling releases it."""
+    """The constructor holds the GIL for 0.2 s (vocabulary of 50,000) to 0.5 s (150,000); compiling releases it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
@@ -45,7 +46,7 @@ class LLGuidanceBackend(Backend):
         try:
             grammar = _grammar(spec)
         except (ValueError, RecursionError) as error:
-            raise unkept(spec, str(error)) from error
+            raise spec_error(spec, str(error)) from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, limits=_LIMITS, log_level=0)
         if not matcher.is_error():
             first = matcher.deep_copy()
@@ -53,9 +54,9 @@ class LLGuidanceBackend(Backend):
             if not first.is_error():
                 return matcher
             if not first.get_error().startswith("NoExtension"):
-                raise unkept(spec, first.get_error())
-            raise unkept(spec, "no text at all satisfies it")
-        raise unkept(spec, matcher.get_error())
+                raise spec_error(spec, first.get_error())
+            raise spec_error(spec, "no text at all satisfies it")
+        raise spec_error(spec, matcher.get_error())
 
     def begin(self, compiled: llguidance.LLMatcher) -> _LLGuidanceProgress:
         return _LLGuidanceProgress(compiled.deep_copy())
@@ -71,7 +72,7 @@ class LLGuidanceBackend(Backend):
 
 
 class _LLGuidanceProgress:
-    """`Progress` by one matcher."""
+    """`Progress` of an LLMatcher."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
@@ -90,8 +91,8 @@ class _LLGuidanceProgress:
 
 
 class _Tokens:
-    """The vocabulary as llguidance takes it. Called, it cuts text that the grammar forces into tokens, as the model was
-    trained to see it; these alone are in the mask then, so they must be exactly that text."""
+    """The vocabulary in llguidance's interface. Called, it tokenizes text that the grammar forces, in the model's
+    canonical tokenization; then only these tokens are in the mask, so they must decode to exactly that text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.tokens
@@ -116,21 +117,21 @@ class _Tokens:
             ends = range(min(len(text), at + self._longest), at, -1)
             end = next((end for end in ends if text[at:end] in self._ids), None)
             if end is None:
-                return  # no token has this byte: what is forced is left to the mask
+                return  # no token starts with this byte: the rest is left to the mask
             yield self._ids[text[at:end]]
             at = end
 
 
 def _grammar(spec: StructuredOutputsParams) -> str:
-    """In llguidance's own form. Raises ValueError."""
+    """In llguidance's format. Raises ValueError."""
     make = llguidance.LLMatcher
     match spec.kind:
         case "json" | "json_object":
-            options: Any = dict(LLGUIDANCE_OPTIONS)  # a JsonCompileOptions, which is there for type checkers alone
-            return make.grammar_from_json_schema(json.dumps(kept_schema(schema_of(spec))), overrides=options)
+            options: Any = dict(LLGUIDANCE_OPTIONS)  # a JsonCompileOptions, which exists for type checkers only
+            return make.grammar_from_json_schema(json.dumps(normalized_schema(schema_of(spec))), overrides=options)
         case "regex":
             assert spec.regex is not None
-            return make.grammar_from_lark(f"start: /(?:{write_regex(whole_regex(spec.regex))})/")
+            return make.grammar_from_lark(f"start: /(?:{write_regex(fullmatch_regex(spec.regex))})/")
         case "choice":
             assert spec.choice is not None
             return make.grammar_from_lark(f"start: {any_of(spec.choice)}")

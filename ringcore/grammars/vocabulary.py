@@ -1,4 +1,4 @@
-"""The bytes of each token, which is what a grammar is matched against."""
+"""The bytes of each token, against which grammars are matched."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a model, by id: as many as its logits have.
+    """The tokens of a model, by id, for every column of its logits.
 
-    tokens: the bytes that each stands for; empty for an id that no text comes to. special_ids: those that are no part
-    of any text: special tokens, and ids that the tokenizer does not know. eos_token_ids: the model's ends of text.
-    encode: the ids of a text, as it stands at the beginning of a prompt.
+    tokens: the bytes of each; empty for an unused id. special_ids: ids that are not part of any text: special tokens,
+    and ids unknown to the tokenizer. eos_token_ids: the model's end-of-text tokens. encode: tokenizes a text without
+    special tokens.
     """
 
     tokens: list[bytes]
@@ -34,10 +34,10 @@ class Vocabulary:
 
 
 def read_vocabulary(files: TokenizerFiles, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """vocab_size: of the logits, which may be more than the tokenizer has, or fewer.
+    """vocab_size: of the logits, which may be larger or smaller than the tokenizer's.
 
-    Raises `InvalidRequestError` where no grammar can be matched: the tokenizer has another form than byte-level BPE or
-    SentencePiece, or the model has no end of text.
+    Raises `InvalidRequestError` where grammars are not supported: the tokenizer is neither byte-level BPE nor
+    SentencePiece, or the model has no end-of-text token.
     """
     eos = tuple(dict.fromkeys(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
     if not eos:
@@ -65,7 +65,7 @@ def read_vocabulary(files: TokenizerFiles, vocab_size: int, eos_token_ids: Seque
 
 
 def _reader(files: TokenizerFiles) -> Callable[[str], bytes]:
-    """What makes bytes of a token as the vocabulary spells it."""
+    """The function from a token's spelling in the vocabulary to its bytes."""
     decoder = files.backend.decoder
     state = {} if decoder is None else json.loads(decoder.__getstate__())
     kinds = {step.get("type") for step in _steps(state)}
@@ -81,7 +81,7 @@ def _reader(files: TokenizerFiles) -> Callable[[str], bytes]:
 
 
 def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The decoders that a decoder is made of."""
+    """The steps of a decoder."""
     if state.get("type") == "Sequence":
         for inner in state["decoders"]:
             yield from _steps(inner)
@@ -90,7 +90,7 @@ def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, int]:
-    """Bytes as byte-level BPE spells them: printable ones as themselves, the others as letters from 256 on."""
+    """The byte-level BPE alphabet: printable bytes as themselves, the others as characters from U+0100 on."""
     others = [byte for byte in range(256) if byte not in _PRINTABLE]
     return {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
@@ -101,7 +101,7 @@ _LETTERS = _letters()
 def _byte_level(text: str) -> bytes:
     try:
         return bytes([_LETTERS[letter] for letter in text])
-    except KeyError:  # it was added as it is
+    except KeyError:  # an added token, spelled literally
         return text.encode()
 
 

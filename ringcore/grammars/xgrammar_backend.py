@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: pushdown automata whose masks are made when they are compiled."""
+"""The xgrammar backend: pushdown automata with masks precomputed at compile time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import xgrammar
 
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars.backend import Backend, any_of, schema_of
-from ringcore.grammars.json_schemas import kept_schema
-from ringcore.grammars.kept_keywords import in_kept_words, unkept_keyword
-from ringcore.grammars.regular_expressions import whole_regex
+from ringcore.grammars.json_schemas import normalized_schema
+from ringcore.grammars.regular_expressions import fullmatch_regex
 from ringcore.grammars.vocabulary import Vocabulary
 from ringcore.grammars.xgrammar_json import json_grammar
+from ringcore.grammars.xgrammar_keywords import unsupported_keyword, with_string_patterns
 from ringcore.grammars.xgrammar_regex import write_gbnf
-from ringcore.params.structured_outputs import StructuredOutputsParams, unkept
+from ringcore.params.structured_outputs import StructuredOutputsParams, spec_error
 
 __all__ = ["XGrammarBackend"]
 
-_MAX_RECURSION = 2_000  # of its parsers and compilers; the default is for larger stacks
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # "[12:00:00] /project/cpp/parser.cc:83: ", before its messages
+_MAX_RECURSION = 2_000  # of its parsers and compilers; the default needs a larger stack
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # "[12:00:00] /project/cpp/parser.cc:83: ", the prefix of its messages
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)  # a grammar in Lark's syntax has a rule `start`
 
-_JSON_IN_LARK = re.compile(r"%json\b")  # which it reads without a word on what it leaves out
+_JSON_IN_LARK = re.compile(r"%json\b")  # xgrammar accepts it, but ignores constraints silently
 
 
 class XGrammarBackend(Backend):
-    """To make one holds the GIL for 0.05 to 0.15 s, by the vocabulary; compiling releases it."""
+    """The constructor holds the GIL for 0.05 to 0.15 s, depending on the vocabulary; compiling releases it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens, eos = list(vocabulary.tokens), vocabulary.eos_token_ids[0]
@@ -39,7 +39,7 @@ class XGrammarBackend(Backend):
         info = xgrammar.TokenizerInfo(
             tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[eos], add_prefix_space=False
         )
-        # The cache is the caller's. One thread: the others are somebody else's, who computes a step.
+        # `Grammars` is the cache. One thread: the other cores execute steps.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         bits = np.zeros(-(-len(tokens) // 32) * 32, np.uint8)
         bits[[i for i, token in enumerate(tokens) if token or i == eos]] = 1
@@ -53,9 +53,9 @@ class XGrammarBackend(Backend):
         except InvalidRequestError:
             raise
         except (RuntimeError, ValueError, RecursionError) as error:
-            raise unkept(spec, _PLACE.sub("", str(error))) from error
+            raise spec_error(spec, _PLACE.sub("", str(error))) from error
         if not first.any():
-            raise unkept(spec, "no text at all satisfies it")
+            raise spec_error(spec, "no text at all satisfies it")
         return compiled
 
     def _compile(self, spec: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
@@ -70,7 +70,7 @@ class XGrammarBackend(Backend):
             case "grammar":
                 assert spec.grammar is not None
                 if _JSON_IN_LARK.search(spec.grammar):
-                    raise _unkept(spec, "%json in a grammar")
+                    raise _unsupported(spec, "%json in a grammar")
                 if _LARK.search(spec.grammar):
                     return self._compiler.compile_lark(spec.grammar)
                 return self._compiler.compile_grammar(spec.grammar)
@@ -79,46 +79,46 @@ class XGrammarBackend(Backend):
         return _XGrammarProgress(xgrammar.GrammarMatcher(compiled), self._known, self._eos)
 
     def fill(self, parts: Sequence[tuple[int, _XGrammarProgress]], masks: np.ndarray) -> None:
-        """One after the other: its own threads take longer to begin than a mask takes."""
+        """Sequential: starting the library's threads takes longer than filling a mask."""
         for row, progress in parts:
             progress.fill(masks, row)
 
 
 def _json(spec: StructuredOutputsParams) -> str:
-    """Raises ValueError, and `InvalidRequestError` for what only this library cannot keep."""
+    """Raises ValueError, and `InvalidRequestError` for what only this library cannot enforce."""
     schema = schema_of(spec)
-    kept = kept_schema(schema)
-    if (keyword := unkept_keyword(schema)) is not None:
-        raise _unkept(spec, keyword)
+    normalized = normalized_schema(schema)
+    if (keyword := unsupported_keyword(schema)) is not None:
+        raise _unsupported(spec, keyword)
     try:
-        words = in_kept_words(kept)
+        rewritten = with_string_patterns(normalized)
     except ValueError as error:
-        raise _unkept(spec, str(error)) from error
-    # Not strict where the schema is open: an object without properties may have any.
-    return json_grammar(words, is_open=spec.json is None)
+        raise _unsupported(spec, str(error)) from error
+    # json_object: an object without declared properties may have any.
+    return json_grammar(rewritten, is_open=spec.json is None)
 
 
 def _regex(spec: StructuredOutputsParams) -> str:
     assert spec.regex is not None
-    node = whole_regex(spec.regex)
+    node = fullmatch_regex(spec.regex)
     try:
         return write_gbnf(node)
     except ValueError as error:
-        raise _unkept(spec, str(error)) from error
+        raise _unsupported(spec, str(error)) from error
 
 
-def _unkept(spec: StructuredOutputsParams, what: str) -> InvalidRequestError:
-    return unkept(spec, f"xgrammar cannot keep {what}; structured_outputs_backend='llguidance' may")
+def _unsupported(spec: StructuredOutputsParams, what: str) -> InvalidRequestError:
+    return spec_error(spec, f"xgrammar cannot enforce {what}; structured_outputs_backend='llguidance' may")
 
 
 class _XGrammarProgress:
-    """`Progress` by one matcher. known: a mask [ceil(vocab_size / 32)] of all tokens that a text may have."""
+    """`Progress` of a GrammarMatcher. known: the bitmask [ceil(vocab_size / 32)] of all tokens of text, and `eos`."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, known: np.ndarray, eos: int) -> None:
         self._matcher, self._known, self._eos = matcher, known, eos
 
     def fill(self, masks: np.ndarray, row: int) -> None:
-        masks[row] = -1  # which a mask that bars nothing stays
+        masks[row] = -1  # xgrammar leaves a row unwritten where every token is allowed
         self._matcher.fill_next_token_bitmask(masks, row)
         masks[row] &= self._known
 

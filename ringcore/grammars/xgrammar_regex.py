@@ -1,7 +1,6 @@
-"""Regular expressions in xgrammar's GBNF, as they are or as they match within a string of JSON.
+"""Regular expressions in xgrammar's GBNF, for plain text or for the inside of a JSON string.
 
-Its own reading of expressions is left aside: it takes some sets of characters for others, and lets bytes through that
-are no UTF-8.
+xgrammar's own regex parser is not used: it misreads some character classes, and accepts invalid UTF-8.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ _TWO_LETTERS = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r"}
 
 
 def in_json_string(node: Node, *, is_counted: bool = False) -> Node:
-    """What matches the text of a JSON string between its quotes where `node` matches what the string says.
+    """Matches the raw text between a JSON string's quotes where `node` matches the decoded string.
 
-    A character that JSON has to escape is written in one way: with two letters where there are such, else \\u00hh. As
-    one of several characters that are counted ({2,5}) it is left out: masks would take 0.1 s each. Raises ValueError
+    A character that JSON must escape has one spelling: the two-letter escape if it exists, else \\u00hh. Within a
+    counted repetition ({2,5}) of a class, such characters are excluded: masks would take 0.1 s each. Raises ValueError
     for \\p{...}.
     """
     match node:
@@ -32,7 +31,7 @@ def in_json_string(node: Node, *, is_counted: bool = False) -> Node:
             is_counted = is_counted or max(low, high or 0) > 1
             return Repeat(in_json_string(inner, is_counted=is_counted), low, high)
         case Anchor():
-            raise AssertionError("anchors are gone")
+            raise AssertionError("anchors were removed")
 
 
 def _escaped(chars: Chars, is_counted: bool) -> Node:
@@ -53,7 +52,7 @@ def _text(text: str) -> Node:
 
 
 def write_gbnf(node: Node) -> str:
-    """An expression of GBNF, in brackets where it needs them. Raises ValueError for \\p{...}."""
+    """The node in GBNF, parenthesized where necessary. Raises ValueError for \\p{...}."""
     match node:
         case Chars():
             return _write_chars(node)
@@ -64,11 +63,11 @@ def write_gbnf(node: Node) -> str:
         case Repeat(inner, low, high):
             return _write_repeat(inner, low, high)
         case Anchor():
-            raise AssertionError("anchors are gone")
+            raise AssertionError("anchors were removed")
 
 
 def _write_repeat(inner: Node, low: int, high: int | None) -> str:
-    """With * rather than {0,}, which takes a thousand times as long to fill a mask."""
+    """Writes * rather than {0,}, which makes filling a mask a thousand times slower."""
     text = write_gbnf(inner) if isinstance(inner, Chars) else f"({write_gbnf(inner)})"
     if (low, high) == (0, 1):
         return f"{text}?"

@@ -1,1 +1,1 @@
-"""Facts about this machine and this process."""
+"""The host machine and this process: resources, limits, file names, fork safety."""

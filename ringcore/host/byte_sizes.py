@@ -1,4 +1,4 @@
-"""Numbers of bytes for a person."""
+"""Human-readable byte sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["format_bytes"]
 
 
 def format_bytes(num_bytes: int, *, exact: bool = False) -> str:
-    """GiB to two digits; what is too small for these in MiB, or in bytes. exact: with the bytes, as an option takes."""
+    """GiB with two decimals; smaller sizes in MiB or bytes. exact: adds the number of bytes, as options take it."""
     if num_bytes < 0:
         return f"-{format_bytes(-num_bytes, exact=exact)}"
     if num_bytes >= 2**30 // 10 or num_bytes == 0:

@@ -1,5 +1,5 @@
-"""Names of files as they travel. Python has a name's bytes in the encoding of the locale, where what is not of it
-becomes a surrogate, which no message can hold; children take names as UTF-8, whatever the locale.
+"""File names across processes. Python decodes a name by the locale's encoding, with undecodable bytes as surrogates
+(surrogateescape), which messages cannot encode; child processes receive names as UTF-8, whatever the locale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["as_file_name", "as_utf8", "with_utf8_names"]
 
 
 def as_file_name(name: str) -> str:
-    """A name that was written in UTF-8, in a program say, as this process's calls take it."""
+    """Re-encodes a name that was written in UTF-8, for example in a program, for this process's file system calls."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -22,7 +22,7 @@ def as_file_name(name: str) -> str:
 
 
 def as_utf8(name: str) -> str:
-    """The name as a text. Raises `ModelLoadError` where its bytes are no UTF-8."""
+    """The name as text without surrogates. Raises `ModelLoadError` where its bytes are not UTF-8."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -35,7 +35,7 @@ def as_utf8(name: str) -> str:
 
 
 def with_utf8_names(value: Any) -> Any:
-    """Builtin values with every string as `as_utf8` gives it."""
+    """Builtin values with `as_utf8` applied to every string."""
     match value:
         case str():
             return as_utf8(value)

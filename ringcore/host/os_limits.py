@@ -1,4 +1,4 @@
-"""What the operating system refuses (descriptors, memory, processes), as an error that names the remedy."""
+"""Operating system limits (file descriptors, memory, processes) as errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 from ringcore.errors import CapacityError, RingcoreError
 
-__all__ = ["os_limits_told"]
+__all__ = ["os_limit_errors"]
 
 
 @contextmanager
-def os_limits_told(what: str) -> Iterator[None]:
-    """For what takes resources of the system: an `OSError` in it becomes a `CapacityError` that begins with `what`."""
+def os_limit_errors(what: str) -> Iterator[None]:
+    """Converts an `OSError` of code that allocates system resources to a `CapacityError` that starts with `what`."""
     try:
         yield
-    except RingcoreError:  # some of ours are OSErrors too: a deadline is a TimeoutError
+    except RingcoreError:  # some are OSErrors too: a deadline error is a TimeoutError
         raise
     except OSError as error:
         raise CapacityError(

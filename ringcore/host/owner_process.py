@@ -1,4 +1,4 @@
-"""What a process made, and a process that is forked from it must leave alone."""
+"""Fork safety: objects that a forked child must not use."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["OwnerProcess"]
 
 
 class OwnerProcess:
-    """The process in which an object was made. A forked child has a copy of the object, without the threads behind it
-    and with the other process's ends of its channels: whatever it did with it, it would hang or do harm.
+    """The process that created an object. A forked child has a copy of the object without its threads, which shares the
+    parent's channels: using it would hang, or corrupt the parent's messages.
 
-    is_here: false in a forked child. To look costs no system call.
+    is_here: False in a forked child; reading it costs no system call.
     """
 
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
         self.is_here = True
         me = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _leave(me()))  # it stays registered, of one that is gone too
+        os.register_at_fork(after_in_child=lambda: _leave(me()))  # cannot be unregistered
 
     def check(self) -> None:
         """Raises `RingcoreError` in a forked child. Details: `owner_pid`, `pid`."""

@@ -1,4 +1,4 @@
-"""The host's memory and instructions, as the kernel tells them. No torch: front ends ask before a worker starts."""
+"""The host's memory and CPU features, from the kernel. No torch: front ends check them before a worker starts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import psutil
 
 __all__ = ["Host"]
 
-# Instructions that multiply bfloat16; without them it is converted number by number, slower than float32.
+# bfloat16 multiplication instructions; without them values are converted one by one, slower than float32.
 _BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
 
 
 class Host:
-    """`proc` and `cgroups` are where the kernel tells about it."""
+    """proc, cgroups: mount points of these file systems."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        """The dtype to compute in on its processor: `asked`, or for "auto" the checkpoint's where that is fast."""
+        """The compute dtype on this CPU: `asked`, or for "auto" the checkpoint's where it is fast."""
         if asked != "auto":
             return asked
         return "bfloat16" if checkpoint == "bfloat16" and self._has_fast_bfloat16() else "float32"
@@ -34,23 +34,23 @@ class Host:
         return not _BF16_FLAGS.isdisjoint(flags)
 
     def has_gpu(self) -> bool:
-        """Whether there is a driver of an NVIDIA GPU, or of the one that Windows lends its Linux."""
+        """Whether an NVIDIA driver is loaded, or WSL's GPU device exists."""
         return (self._proc / "driver/nvidia/version").exists() or Path("/dev/dxg").exists()
 
     def total_memory_bytes(self) -> int:
-        """What the host has, or the limit of this process's control groups if that is lower."""
+        """The host's memory, or the limit of this process's cgroups if that is lower."""
         limits = [limit for limit, _ in self._cgroup_figures()]
         return min([int(psutil.virtual_memory().total), *limits])
 
     def free_memory_bytes(self) -> int:
-        """What is available within those limits; file cache that the kernel drops counts."""
+        """The memory available within those limits; reclaimable page cache counts as available."""
         left = [max(0, limit - used) for limit, used in self._cgroup_figures()]
         return min([int(psutil.virtual_memory().available), *left])
 
     def _cgroup_figures(self) -> Iterator[tuple[int, int]]:
-        """(limit, used) in bytes of this process's memory control groups, its own and those above, where limited.
+        """(limit, used) in bytes of this process's memory cgroup and its ancestors, where limited.
 
-        What is used leaves out file pages that the kernel drops before it refuses memory.
+        `used` excludes page cache that the kernel reclaims before it refuses memory.
         """
         for folder, limit_name, used_name, cache_name in self._cgroup_folders():
             try:

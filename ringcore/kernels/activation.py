@@ -1,4 +1,4 @@
-"""The gate of an MLP: activation(gate) * up, from one tensor that holds both."""
+"""The gated activation of an MLP, activation(gate) * up, from one fused tensor."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 __all__ = ["activated", "gelu_tanh_and_mul", "gelu_tanh_and_mul_reference", "silu_and_mul", "silu_and_mul_reference"]
 
 _MAX_BLOCK = 1024
-_ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+_ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
 
 
 @triton.jit
 def activated(gate, is_gelu: tl.constexpr):
-    """silu(gate), or gelu(gate) in its form with tanh, of float32 numbers."""
+    """silu(gate), or the tanh form of gelu(gate), of float32 numbers."""
     if is_gelu:
         # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation; 2 * sqrt(2 / pi) = 1.5957691
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -47,7 +47,7 @@ def _activate_and_multiply_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, 2 * size], gate beside up, contiguous -> silu(gate) * up: [n, size], in `out` where it is given.
+    """[n, 2 * size], gate then up, contiguous -> silu(gate) * up: [n, size], in `out` where given.
 
     Computed in float32 and rounded once. Method: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
     """
@@ -55,7 +55,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> t
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `silu_and_mul`, with gelu in its form with tanh: Hendrycks, Gimpel, arXiv 1606.08415."""
+    """As `silu_and_mul`, with the tanh form of gelu: Hendrycks, Gimpel, arXiv 1606.08415."""
     return _launch(gate_up, out, is_gelu=True)
 
 
@@ -65,12 +65,12 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -
     if out is None:
         out = gate_up.new_empty(n, size)
     assert width % 2 == 0, width
-    assert gate_up.is_contiguous(), "rows must lie side by side"
+    assert gate_up.is_contiguous(), "rows must be contiguous"
     assert out.is_contiguous()
     assert (out.shape, out.dtype) == ((n, size), gate_up.dtype), (out.shape, out.dtype)
     if out.numel():
         block = min(_MAX_BLOCK, triton.next_power_of_2(size))
-        pdl = overlaps_launches(gate_up.device)
+        pdl = supports_pdl(gate_up.device)
         _activate_and_multiply_kernel[(n, triton.cdiv(size, block))](
             gate_up,
             out,
@@ -78,7 +78,7 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -
             block=block,
             is_gelu=is_gelu,
             pdl=pdl,
-            num_warps=max(1, block // _ELEMENTS_A_WARP),
+            num_warps=max(1, block // _ELEMENTS_PER_WARP),
             **launch_options(pdl),
         )
     return out

@@ -1,4 +1,4 @@
-"""What is asked of rows of logits beside temperature and filters, as columns and tables on the logits' device."""
+"""Logit adjustments of rows (biases, penalties, token bitmasks), as columns and tables on the logits' device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["IN_PROMPT", "LogitAdjustments", "reset_counts"]
 
-# The bit of a token's count that tells that the prompt has it; the bits below count how often it was generated.
+# The bit of a token's count that is set if the prompt contains it; the bits below count how often it was generated.
 IN_PROMPT = 1 << 30
 
 
@@ -17,7 +17,7 @@ IN_PROMPT = 1 << 30
 class LogitAdjustments:
     """Of n rows, in the order of the logits' rows; the meaning of each number is in `SamplingParams`.
 
-    Rows may share a slot or a range of biases: nothing here is changed by an adjustment.
+    Rows may share a slot or a range of biases: adjusting does not write to these tensors.
     """
 
     repetition_penalty: torch.Tensor  # [n] float32, above 0; 1 changes nothing
@@ -33,7 +33,7 @@ class LogitAdjustments:
     masks: torch.Tensor  # [slots, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set: t may be sampled
 
     def check(self, num_rows: int, vocab_size: int) -> None:
-        """Of the shapes and types; what the tensors hold is not looked at, since that would wait for the device."""
+        """Checks shapes and dtypes; not the contents, which would synchronise with the device."""
         for rows in (self.repetition_penalty, self.frequency_penalty, self.presence_penalty):
             assert (rows.dim(), rows.dtype) == (1, torch.float32), (rows.shape, rows.dtype)
             assert len(rows) >= num_rows, (len(rows), num_rows)
@@ -45,13 +45,13 @@ class LogitAdjustments:
         for table, width in ((self.counts, vocab_size), (self.masks, -(-vocab_size // 32))):
             assert (table.dim(), table.dtype) == (2, torch.int32), (table.shape, table.dtype)
             assert table.shape[1] == width, (table.shape, width)
-            assert table.is_contiguous(), "rows of a table lie side by side"
+            assert table.is_contiguous(), "tables must be contiguous"
 
 
 def reset_counts(counts: torch.Tensor, slot: int, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
-    """counts[slot] from a row's own tokens: those of its prompt, and those generated so far, int32 on the host.
+    """Recomputes counts[slot] from a row's own tokens: its prompt and what was generated so far, int32 on the host.
 
-    counts: [slots, vocab_size] int32. Nothing waits for the device.
+    counts: [slots, vocab_size] int32. Does not synchronise with the device.
     """
     row = counts[slot].zero_()
     num_prompt = len(prompt_ids)

@@ -1,4 +1,4 @@
-"""One tile of paged attention: where its keys and values lie, and the running softmax with them.
+"""One tile of paged attention: its block ids, its K/V loads, and the online softmax update.
 
 The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2).
 """
@@ -8,27 +8,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["HIDDEN", "attend_tile", "tile_blocks"]
+__all__ = ["MASK_VALUE", "attend_tile", "tile_blocks"]
 
-HIDDEN = tl.constexpr(-1e30)  # a score of nothing: finite, so that a tile in which a row sees nothing makes no NaN
+MASK_VALUE = tl.constexpr(-1e30)  # of a masked score: finite, so that a tile whose scores are all masked gives no NaN
 
 
 @triton.jit
-def _places(
+def _token_offsets(
     start, first, end, block_size: tl.constexpr, window: tl.constexpr, tile_tokens: tl.constexpr, masked: tl.constexpr
 ):
-    """How far behind the beginning of `start`'s block the tile's tokens lie: known to the compiler, where it can be.
+    """Offsets of the tile's tokens from the start of `start`'s block: known to the compiler where possible.
 
-    masked: in place of tokens that nobody sees, the nearest that somebody sees: a mask would cost more than to read it.
+    masked: out-of-bounds tokens are clamped to the nearest visible token: a load mask would cost more than the
+    redundant read.
     """
-    places = tl.arange(0, tile_tokens)
+    offsets = tl.arange(0, tile_tokens)
     if masked:
-        places = tl.minimum(places, tl.maximum(end - start, 1) - 1)
+        offsets = tl.minimum(offsets, tl.maximum(end - start, 1) - 1)
         if window > 0:
-            places = tl.maximum(places, first - start)
-    if tile_tokens % block_size != 0:  # else a tile begins where a block does
-        places += start % block_size
-    return places
+            offsets = tl.maximum(offsets, first - start)
+    if tile_tokens % block_size != 0:  # else tiles begin at block boundaries
+        offsets += start % block_size
+    return offsets
 
 
 @triton.jit
@@ -36,33 +37,33 @@ def tile_blocks(
     table,  # pointer to the sequence's row of the block table
     start,  # the tile's first token, a multiple of tile_tokens
     first,  # tokens before it are not read; 0 without a window
-    end,  # nor tokens from it on; of a tile that begins there or behind nothing is read, not even the table
+    end,  # nor tokens from it on; of a tile that begins at or after it nothing is read, not even the table
     block_size: tl.constexpr,
     window: tl.constexpr,  # 0: none
     tile_tokens: tl.constexpr,
 ):
-    """The block ids of a tile: one for each of its tokens, or one number if that is the block of all."""
+    """The block ids of a tile: one per token, or a scalar if one block holds the whole tile."""
     table += start // block_size
     if block_size % tile_tokens == 0:
         blocks = tl.load(table, mask=start < end, other=0)
     else:
-        places = _places(start, first, end, block_size, window, tile_tokens, True)
-        blocks = tl.load(table + places // block_size, mask=start < end, other=0)
+        offsets = _token_offsets(start, first, end, block_size, window, tile_tokens, True)
+        blocks = tl.load(table + offsets // block_size, mask=start < end, other=0)
     return blocks
 
 
 @triton.jit
 def attend_tile(
     query,  # [rows, width]
-    best,  # [rows] float32: the largest score so far, times scale_log2
-    total,  # [rows] float32: the sum of the weights so far
-    attended,  # [rows, width] float32: the weighted sum of the values so far
-    blocks,  # what `tile_blocks` says
+    row_max,  # [rows] float32: the largest score so far, times scale_log2
+    row_sum,  # [rows] float32: the sum of the weights so far
+    acc,  # [rows, width] float32: the weighted sum of the values so far
+    blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
-    start,  # as `tile_blocks` has it, and so the next two
+    start,  # this and the next two as for `tile_blocks`
     first,
     end,
-    positions,  # of the rows: [rows, 1], or one number for all
+    positions,  # of the query rows: [rows, 1], or a scalar
     scale_log2,
     num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
@@ -70,19 +71,20 @@ def attend_tile(
     block_size: tl.constexpr,
     window: tl.constexpr,  # 0: none
     tile_tokens: tl.constexpr,
-    masked: tl.constexpr,  # whether some row does not see some token of the tile
+    masked: tl.constexpr,  # whether causality, the window or bounds mask a score of the tile
 ):
-    """The running softmax of `rows` queries with one more tile of keys and values -> (best, total, attended).
+    """The online softmax of `rows` queries, updated with one more tile of keys and values -> (row_max, row_sum, acc).
 
-    The block ids are an argument, so that a loop can load those of the next tile meanwhile: a load behind another load
-    of the same iteration gets half the buffers from the compiler.
-    What nobody sees is not read: in its slots may be anything, NaN among it, and a weight of zero would not hide that.
+    The block ids are an argument, so that a loop can load those of the next tile meanwhile: a load whose address
+    depends on another load of the same iteration gets half the pipeline stages from the compiler.
+    Tokens that no row sees are not read: their slots may hold anything, NaN included, and a weight of zero would not
+    mask that.
     """
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
     dim = tl.arange(0, width)[None, :]
-    offsets = _places(start, first, end, block_size, window, tile_tokens, masked) % block_size
+    offsets = _token_offsets(start, first, end, block_size, window, tile_tokens, masked) % block_size
     source = pages + (offsets * head_size)[:, None] + dim
-    page = blocks.to(tl.int64) * (2 * half_page)  # from block 0 on: blocks may be far apart
+    page = blocks.to(tl.int64) * (2 * half_page)  # int64: the cache may be larger than 2^31 elements
     source += page if block_size % tile_tokens == 0 else page[:, None]
     if width == head_size:
         keys = tl.load(source)
@@ -96,14 +98,14 @@ def attend_tile(
         visible = tokens[None, :] <= positions
         if window > 0:
             visible &= tokens[None, :] > positions - window
-        # Scaled before they are hidden: HIDDEN scaled in one fused product, less the same rounded, is not 0.
-        scores = tl.where(visible, scores * scale_log2, HIDDEN)
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
+        # Scaled before masking: MASK_VALUE scaled in a fused multiply-add, minus the same value rounded, is not 0.
+        scores = tl.where(visible, scores * scale_log2, MASK_VALUE)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
     else:
-        new_best = tl.maximum(best, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_best[:, None])
-    fade = tl.exp2(best - new_best)
-    total = total * fade + tl.sum(weights, 1)
-    attended = tl.dot(weights.to(values.dtype), values, attended * fade[:, None], input_precision="ieee")
-    return new_best, total, attended
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+    return new_max, row_sum, acc

@@ -1,8 +1,8 @@
-"""Biases, penalties and masks on rows of logits, on the device: one pass, each row by its own numbers.
+"""Biases, penalties and token bitmasks on rows of logits, on the device: one pass, per-row parameters.
 
-The grid is static, a program a row and tile, and all that a row asks for is read on the device. Every operation is
-rounded as IEEE 754 has it, and none is fused with another. So the result is, bit by bit, that of the reference, which
-is `ringcore.model_executor.logit_adjustments`.
+The grid is static, one program per row and tile, and all parameters are read on the device. Every operation is rounded
+as IEEE 754 has it, and none is fused with another. So the result equals the reference,
+`ringcore.model_executor.logit_adjustments`, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ringcore.kernels.adjustment_inputs import IN_PROMPT, LogitAdjustments, rese
 
 __all__ = ["IN_PROMPT", "LogitAdjustments", "adjust_logits", "count_tokens", "reset_counts"]
 
-_TILE_WORDS = 64  # words of a mask that a program reads: 2048 logits, and 75 programs for a row of 151,936
-_BIAS_BLOCK = 1024  # biases looked at at once: mostly all of a row's
-_COUNT_BLOCK = 128  # rows of a program that counts
+_TILE_WORDS = 64  # bitmask words per program: 2048 logits, and 75 programs for a row of 151,936
+_BIAS_BLOCK = 1024  # biases per iteration: mostly all of a row's
+_COUNT_BLOCK = 128  # rows per program of `count_tokens`
 
 _GENERATED = tl.constexpr(IN_PROMPT - 1)
 _BEYOND = tl.constexpr(2**31 - 1)  # above every token id
@@ -32,7 +32,7 @@ def _biases_within(
     past: tl.tensor,
     block: tl.constexpr,
 ):
-    """The part [low, high) of the ascending bias_ids[start:end] that lies in [first, past)."""
+    """The sub-range [low, high) of the ascending bias_ids[start:end] whose ids lie in [first, past)."""
     low = start
     high = start
     for at in range(start, end, block):
@@ -52,11 +52,11 @@ def _biased(
     low: tl.tensor,
     high: tl.tensor,
 ) -> tl.tensor:
-    """x plus the biases [low, high), each element's found by a binary search for its column."""
+    """x plus the biases [low, high), looked up by binary search per column."""
     if low < high:
         place = columns * 0 + low
         size = high - low
-        while size > 1:  # a column that is there is among the `size` ids from `place` on
+        while size > 1:  # a column with a bias is among the `size` ids from `place` on
             half = size // 2
             place = tl.where(tl.load(bias_ids + place + half) <= columns, place + half, place)
             size = size - half
@@ -82,11 +82,11 @@ def _penalized(
 
 
 @triton.jit
-def _barred(x: tl.tensor, words: tl.tensor, is_word: tl.tensor, masks: tl.tensor) -> tl.tensor:
-    """x [words, 32], and -inf where the row's bit is not set; NaN stays, so that a broken row is found."""
+def _masked(x: tl.tensor, words: tl.tensor, is_word: tl.tensor, masks: tl.tensor) -> tl.tensor:
+    """x [words, 32], and -inf where the row's bit is not set; NaN stays, so that a broken row is detected."""
     word = tl.load(masks + words, mask=is_word, other=-1)
-    may_be = ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
-    return tl.where(may_be | (x != x), x, -float("inf"))
+    allowed = ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
+    return tl.where(allowed | (x != x), x, -float("inf"))
 
 
 @triton.jit(
@@ -123,7 +123,7 @@ def _adjust_kernel(
 ) -> None:
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     first_word = tl.program_id(0) % num_tiles * tile_words
-    has_work = row < 0 if in_place else row >= 0  # what is not adjusted has to be copied
+    has_work = row < 0 if in_place else row >= 0  # out of place, unadjusted rows are copied
     if has_bias:
         first_bias = tl.load(bias_start + row)
         end_bias = tl.load(bias_end + row)
@@ -151,7 +151,7 @@ def _adjust_kernel(
         presence = tl.load(presence_penalty + row)
         x = _penalized(x, columns, is_counted, counts + count_row * vocab_size, repetition, frequency, presence)
     if has_masks:
-        x = _barred(x, words, (words < num_words) & (mask_row >= 0), masks + mask_row * num_words)
+        x = _masked(x, words, (words < num_words) & (mask_row >= 0), masks + mask_row * num_words)
     tl.store(out + row * out_stride + columns, x, mask=is_token)
 
 
@@ -164,26 +164,26 @@ def adjust_logits(
     penalties: bool = True,
     masks: bool = True,
 ) -> torch.Tensor:
-    """logits + biases, with their penalties, and -inf where the masks bar a token: [n, vocab_size] float32.
+    """logits + biases, with penalties, and -inf where a bitmask masks a token: [n, vocab_size] float32.
 
     Of a row x: x + bias; then, of tokens in the prompt or generated, x / r where it is above 0 and x * r elsewhere, r
     being the repetition penalty; then, of tokens generated, x - frequency_penalty * count - presence_penalty; then -inf
-    for tokens that are barred. `bias`, `penalties` and `masks` say which of the three parts are done. NaN stays NaN.
+    for masked tokens. `bias`, `penalties` and `masks` select which of the three are applied. NaN stays NaN.
 
-    logits: [n, vocab_size] of any float dtype, columns side by side; computed in float32. `adjustments` has n rows or
-    more. The result is in `out`, columns side by side, where it is given. That may be `logits` itself, and rows without
-    adjustments are then not touched; otherwise the two must not overlap, and such rows are copied. Nothing waits for
-    the device.
+    logits: [n, vocab_size] of any float dtype, contiguous columns; computed in float32. `adjustments` has n rows or
+    more. The result is in `out`, contiguous columns, where given. That may be `logits` itself, and rows without
+    adjustments are then not touched; otherwise the two must not overlap, and such rows are copied. Does not synchronise
+    with the device.
     """
     n, vocab_size = logits.shape
     if out is None:
         out = torch.empty(n, vocab_size, dtype=torch.float32, device=logits.device)
     assert (out.shape, out.dtype) == (logits.shape, torch.float32), (out.shape, out.dtype, logits.shape)
     for rows in (logits, out):
-        assert rows.stride(1) == 1 or vocab_size == 1, "a row's logits must lie side by side"
+        assert rows.stride(1) == 1 or vocab_size == 1, "a row's logits must be contiguous"
     adjustments.check(n, vocab_size)
     in_place = out.data_ptr() == logits.data_ptr()
-    assert not in_place or (out.dtype, out.stride()) == (logits.dtype, logits.stride()), "in place, but not the same"
+    assert not in_place or (out.dtype, out.stride()) == (logits.dtype, logits.stride()), "out overlaps logits"
     if not n or (in_place and not (bias or penalties or masks)):
         return out
     num_words = triton.cdiv(vocab_size, 32)
@@ -218,7 +218,7 @@ def _count_kernel(
 
 
 def count_tokens(counts: torch.Tensor, counts_slot: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """counts[counts_slot[i], token_ids[i]] += 1 for every row i with a slot; nothing waits for the device.
+    """counts[counts_slot[i], token_ids[i]] += 1 for every row i with a slot; does not synchronise with the device.
 
     counts: [slots, vocab_size] int32; counts_slot: [n] int32, -1 for none, no slot twice; token_ids: [n] int64.
     """

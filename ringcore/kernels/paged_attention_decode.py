@@ -1,8 +1,8 @@
-"""Attention of one token a sequence over paged keys and values, with the reading spread evenly over the device.
+"""Split-KV decode attention (one query token per sequence) over paged keys and values, load-balanced over the device.
 
-A program has a run of tiles (`decode_work`). If it has all of a (sequence, KV head) pair it writes the result. Programs
-that share a pair leave what they have in a scratch, and the one that has the pair's end adds it all up once its own run
-is done (`decode_merge`). (FlashAttention's split-KV decoding.)
+A program has a tile range (`decode_scheduler`). If its range covers a whole work item, a (sequence, KV head) pair, it
+writes the result. Programs that share a work item write split-KV partials to a workspace, and the program that has the
+last tile of the work item combines them after its own range (`split_kv_combine`). (FlashAttention's split-KV decoding.)
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks
-from ringcore.kernels.decode_merge import merge_parts, packed
-from ringcore.kernels.decode_work import (
+from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, tile_blocks
+from ringcore.kernels.decode_scheduler import (
     COUNT,
     FIRST_PROGRAM,
     HEAD,
@@ -23,22 +22,23 @@ from ringcore.kernels.decode_work import (
     SEQ_LEN,
     SEQUENCE,
     TILE,
-    DecodeWork,
+    DecodeTileScheduler,
     context_tiles,
 )
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
-from ringcore.kernels.prefetch import ask_for
-from ringcore.kernels.shared_memory import set_aside
+from ringcore.kernels.prefetch import prefetch_l2
+from ringcore.kernels.shared_memory import prefer_carveout
+from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
 
 __all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
 
-_QUERY_BYTES = 16 << 10  # the most of which shared memory has room for two beside two tiles of keys and values
+_QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
 
 
 @triton.jit
-def _ask_for_tile(
+def _prefetch_first_tile(
     table,
     pages,
     begin,
@@ -48,23 +48,24 @@ def _ask_for_tile(
     head_size: tl.constexpr,
     block_size: tl.constexpr,
     tile_tokens: tl.constexpr,
-    piece: tl.constexpr,
+    contiguous_tokens: tl.constexpr,
     threads: tl.constexpr,
 ):
-    """Keys and values of the first tile, each piece of them by one thread. A write meanwhile goes to the same place."""
+    """Prefetches keys and values of the first tile to L2, one chunk per thread. L2 is coherent, so a concurrent write
+    stays visible."""
     half_page: tl.constexpr = num_kv_heads * block_size * head_size
-    piece_bytes: tl.constexpr = piece * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
+    chunk_bytes: tl.constexpr = contiguous_tokens * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
     thread = tl.arange(0, threads)
-    token = begin + thread // 2 * piece
-    exists = (token < begin + tile_tokens) & (token + piece > first) & (token < end)
-    block = tl.load(table + token // block_size, mask=exists, other=0)
-    places = block.to(tl.int64) * (2 * half_page) + thread % 2 * half_page + token % block_size * head_size
-    ask_for(pages + places, exists, piece_bytes)
+    token = begin + thread // 2 * contiguous_tokens
+    in_bounds = (token < begin + tile_tokens) & (token + contiguous_tokens > first) & (token < end)
+    block = tl.load(table + token // block_size, mask=in_bounds, other=0)
+    offsets = block.to(tl.int64) * (2 * half_page) + thread % 2 * half_page + token % block_size * head_size
+    prefetch_l2(pages + offsets, in_bounds, chunk_bytes)
 
 
 @triton.jit
-def _behind(sequence, kv_head, tile, num_tiles, num_kv_heads: tl.constexpr):
-    """(sequence, KV head, tile) of the tile that follows in the row of all tiles; num_tiles: of this one's pair."""
+def _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads: tl.constexpr):
+    """(sequence, KV head, tile) of the tile after this one in the schedule; num_tiles: of this tile's work item."""
     is_last = tile + 1 >= num_tiles
     is_last_head = is_last & (kv_head == num_kv_heads - 1)
     next_head = tl.where(is_last_head, 0, kv_head + is_last.to(tl.int32))
@@ -77,7 +78,7 @@ def _paged_attention_decode(
     kv_cache,
     block_table,
     seq_lens,
-    starts,
+    tile_ranges,
     out,
     partials,
     scale_log2,
@@ -85,32 +86,32 @@ def _paged_attention_decode(
     table_stride,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
-    rows: tl.constexpr,  # group, rounded up to what a matrix product takes
-    merged_rows: tl.constexpr,
-    merged_at_once: tl.constexpr,
+    rows: tl.constexpr,  # group, rounded up to a tl.dot tile
+    combine_rows: tl.constexpr,
+    partials_per_round: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
-    piece: tl.constexpr,  # tokens that lie side by side in every block
+    contiguous_tokens: tl.constexpr,  # gcd of block and tile: tokens that are contiguous in every block
     threads: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One loop over all tiles of the run, whatever pairs they belong to: the keys of a pair's first tiles are on their
-    way while the pair before it ends.
+    """One loop over all tiles of the range, across work items: the keys of an item's first tiles are in flight while
+    the item before it ends.
 
-    Iteration i attends to tile i, loads the block ids of tile i + 1 and the length of tile i + 2's sequence: no
-    address depends on a load of the same iteration. What is carried from one iteration to the next is computed in it; a
-    value that is only handed on keeps the compiler from overlapping iterations at all.
+    Iteration i attends to tile i, loads the block ids of tile i + 1 and the length of tile i + 2's sequence: no address
+    depends on a load of the same iteration. Every loop-carried value is computed in the iteration before; a value that
+    is only passed on keeps the compiler from pipelining the loop at all.
     """
     if pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    # The plan and the tables are a step's, not a layer's: they stood before the first kernel behind `DecodeWork.plan`
-    # could start, so they may be read before the wait. (Past the cache of the SM, which may remember another step.)
-    record = starts + program * RECORD
+    # The schedule and the tables are per step, not per layer: they were written before the first kernel after
+    # `DecodeTileScheduler.plan` could start, so they may be read before the wait. (.cg: the L1 cache may be stale.)
+    record = tile_ranges + program * RECORD
     sequence = tl.load(record + SEQUENCE, cache_modifier=".cg")
     kv_head = tl.load(record + HEAD, cache_modifier=".cg")
     tile = tl.load(record + TILE, cache_modifier=".cg")
@@ -119,81 +120,83 @@ def _paged_attention_decode(
     first_program = tl.load(record + FIRST_PROGRAM, cache_modifier=".cg")
     row = tl.arange(0, rows)
     dim = tl.arange(0, width)[None, :]
-    exists = (row < group)[:, None] & (dim < head_size)
-    in_pair = row[:, None] * head_size + dim
+    in_bounds = (row < group)[:, None] & (dim < head_size)
+    in_item = row[:, None] * head_size + dim
 
     # Of tile i.
     first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
     begin = (first_tile + tile) * tile_tokens
-    tokens = seq_len - begin  # from the tile's first one on
-    tiles_behind = num_tiles - 1 - tile  # in its pair
-    pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+    tokens = seq_len - begin  # from the tile's first token to the end of the sequence
+    tiles_left = num_tiles - 1 - tile  # in its work item
+    item = sequence.to(tl.int64) * num_kv_heads + kv_head
     page = kv_head * block_size * head_size
     table = block_table + sequence.to(tl.int64) * table_stride
-    blocks = tile_blocks(table, begin, first, seq_len, block_size, window, tile_tokens)  # no work: seq_len is 0
+    blocks = tile_blocks(table, begin, first, seq_len, block_size, window, tile_tokens)  # empty range: seq_len is 0
     if pdl:
-        _ask_for_tile(
+        _prefetch_first_tile(
             table, kv_cache + page, begin, first, seq_len,
-            num_kv_heads, head_size, block_size, tile_tokens, piece, threads,
+            num_kv_heads, head_size, block_size, tile_tokens, contiguous_tokens, threads,
         )  # fmt: skip
-    # The pair that others began and that ends here; no other pair of this run is one.
-    begun = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the run that are of a pair which others began
-    merges = (begun > 0) & (count >= begun)
-    merged_pair = pair
+    # The work item that other programs began and that ends here; at most the first one of a range.
+    inherited_tiles = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the range in that work item
+    combines = (inherited_tiles > 0) & (count >= inherited_tiles)
+    combined_item = item
     source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
     # Of tile i + 1.
-    sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
+    sequence, kv_head, tile = _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
     if pdl:
         gdc_wait()
-    best = tl.full([rows], HIDDEN, tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    attended = tl.zeros([rows, width], tl.float32)
+    row_max = tl.full([rows], MASK_VALUE, tl.float32)
+    row_sum = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([rows, width], tl.float32)
     for i in tl.range(0, count, num_stages=stages):
         next_first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
         next_begin = (first_tile + tile) * tile_tokens
         next_tokens = seq_len - next_begin
-        next_tiles_behind = num_tiles - 1 - tile
-        next_pair = sequence.to(tl.int64) * num_kv_heads + kv_head
+        next_tiles_left = num_tiles - 1 - tile
+        next_item = sequence.to(tl.int64) * num_kv_heads + kv_head
         next_page = kv_head * block_size * head_size
         table = block_table + sequence.to(tl.int64) * table_stride
         next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, window, tile_tokens)
         next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
-        sequence, kv_head, tile = _behind(sequence, kv_head, tile, num_tiles, num_kv_heads)
+        sequence, kv_head, tile = _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
 
-        # Always masked: a second loop for a pair's last tile would wait for memory with nothing under way behind it.
+        # Always masked: a second loop for the last tile of an item would wait for memory with no later load in flight.
         end = begin + tokens
-        queries = tl.load(query + source + in_pair, mask=exists, other=0.0)
-        best, total, attended = attend_tile(
-            queries, best, total, attended, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
+        queries = tl.load(query + source + in_item, mask=in_bounds, other=0.0)
+        row_max, row_sum, acc = attend_tile(
+            queries, row_max, row_sum, acc, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
         )  # fmt: skip
 
-        is_pair_end = tiles_behind == 0
-        is_end = is_pair_end | (i + 1 == count)
+        is_item_end = tiles_left == 0
+        is_end = is_item_end | (i + 1 == count)
         if is_end:
-            result = tl.where(end > 0, attended / total[:, None], 0.0)  # 0: of a sequence of no tokens
-            if is_pair_end & (i >= begun):
-                tl.store(out + pair * group * head_size + in_pair, result.to(out.dtype.element_ty), mask=exists)
+            result = tl.where(end > 0, acc / row_sum[:, None], 0.0)  # 0: an empty sequence
+            if is_item_end & (i >= inherited_tiles):
+                tl.store(out + item * group * head_size + in_item, result.to(out.dtype.element_ty), mask=in_bounds)
             else:
-                slot = 2 * program + (i >= begun).to(tl.int32)
-                part = packed(result, (best + tl.log2(total))[:, None])
-                tl.store(partials + slot * group * head_size + in_pair, part, mask=exists)
-        best = tl.where(is_end, HIDDEN, best)
-        total = tl.where(is_end, 0.0, total)
-        attended = tl.where(is_end, 0.0, attended)
+                slot = 2 * program + (i >= inherited_tiles).to(tl.int32)
+                partial = pack_partial(result, (row_max + tl.log2(row_sum))[:, None])
+                tl.store(partials + slot * group * head_size + in_item, partial, mask=in_bounds)
+        row_max = tl.where(is_end, MASK_VALUE, row_max)
+        row_sum = tl.where(is_end, 0.0, row_sum)
+        acc = tl.where(is_end, 0.0, acc)
         source = next_source
-        blocks, pair, page, begin = next_blocks, next_pair, next_page, next_begin
-        first, tokens, tiles_behind = next_first, next_tokens, next_tiles_behind
-    if merges:
-        num_parts = program - first_program + 1
-        merged = merge_parts(partials, first_program, num_parts, group, merged_rows, head_size, width, merged_at_once)
-        merged_row = tl.arange(0, merged_rows)[:, None]
+        blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
+        first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
+    if combines:
+        num_partials = program - first_program + 1
+        combined = combine_partials(
+            partials, first_program, num_partials, group, combine_rows, head_size, width, partials_per_round
+        )
+        combined_row = tl.arange(0, combine_rows)[:, None]
         tl.store(
-            out + merged_pair * group * head_size + merged_row * head_size + dim,
-            merged.to(out.dtype.element_ty),
-            mask=(merged_row < group) & (dim < head_size),
+            out + combined_item * group * head_size + combined_row * head_size + dim,
+            combined.to(out.dtype.element_ty),
+            mask=(combined_row < group) & (dim < head_size),
         )
 
 
@@ -202,26 +205,31 @@ def paged_attention_decode(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    work: DecodeWork,
+    tile_scheduler: DecodeTileScheduler,
     scale: float,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends with the last token of each sequence to all of it, or to the last `work.window` tokens.
+    """Attends with the last token of each sequence to all of it, or to the last `tile_scheduler.window` tokens.
 
-    query: [num_seqs, num_heads, head_size]; tokens may lie apart, the heads of one may not.
-    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
-    block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as `work.plan` got them; a sequence
-    of 0 tokens gives zeros, or is left alone where the plan has no work for it. scale: of the scores, above 0.
-    out: as query, contiguous. Returns `out`.
-    `work.plan` read the same numbers in the same step: what is written to the tables after it may not be seen.
+    query: [num_seqs, num_heads, head_size]; the token stride is free, the heads of a token are contiguous.
+    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens already
+    written.
+    block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as passed to `tile_scheduler.plan`;
+    the output of an empty sequence is zeros, or not written where the schedule has no tile for it. scale: of the
+    scores, above 0. out: as query, contiguous. Returns `out`.
+    `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after it may not be visible.
     """
     num_seqs, num_heads, head_size = check_rows(query)
     num_kv_heads, block_size = kv_cache.shape[2:4]
     assert kv_cache.is_contiguous()
     assert kv_cache.shape[4] == head_size
     assert kv_cache.dtype == query.dtype
-    assert (work.num_kv_heads, work.group * num_kv_heads, work.head_size) == (num_kv_heads, num_heads, head_size)
+    assert (tile_scheduler.num_kv_heads, tile_scheduler.group * num_kv_heads, tile_scheduler.head_size) == (
+        num_kv_heads,
+        num_heads,
+        head_size,
+    )
     assert seq_lens.shape == (num_seqs,)
     assert block_table.shape[0] >= num_seqs
     assert block_table.stride(1) == 1
@@ -230,39 +238,39 @@ def paged_attention_decode(
     out = query.new_empty(query.shape) if out is None else out
     assert out.shape == query.shape
     assert out.is_contiguous()
-    width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(work.group))
+    width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(tile_scheduler.group))
     fits_twice = rows * width * query.element_size() <= _QUERY_BYTES
-    pdl = overlaps_launches(query.device)
-    kernel = _paged_attention_decode[(work.num_programs,)](
+    pdl = supports_pdl(query.device)
+    kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
         query,
         kv_cache,
         block_table,
         seq_lens,
-        work.starts,
+        tile_scheduler.tile_ranges,
         out,
-        work.partials,
+        tile_scheduler.partials,
         scale * math.log2(math.e),
         query.stride(0),
         block_table.stride(0),
         num_kv_heads=num_kv_heads,
-        group=work.group,
+        group=tile_scheduler.group,
         rows=rows,
-        merged_rows=work.merged_rows(),
-        merged_at_once=work.merged_at_once(),
+        combine_rows=tile_scheduler.combine_rows(),
+        partials_per_round=tile_scheduler.partials_per_round(),
         head_size=head_size,
         width=width,
         block_size=block_size,
-        window=work.window or 0,
-        tile_tokens=work.tiling.tile_tokens,
-        stages=work.tiling.stages if fits_twice else 1,
-        piece=math.gcd(block_size, work.tiling.tile_tokens),
-        threads=32 * work.tiling.num_warps,
+        window=tile_scheduler.window or 0,
+        tile_tokens=tile_scheduler.tiling.tile_tokens,
+        stages=tile_scheduler.tiling.stages if fits_twice else 1,
+        contiguous_tokens=math.gcd(block_size, tile_scheduler.tiling.tile_tokens),
+        threads=32 * tile_scheduler.tiling.num_warps,
         pdl=pdl,
-        num_warps=work.tiling.num_warps,
+        num_warps=tile_scheduler.tiling.num_warps,
         **launch_options(pdl),
     )
     if pdl:
-        set_aside(kernel, work.tiling.programs_per_sm, query.device)
+        prefer_carveout(kernel, tile_scheduler.tiling.programs_per_sm, query.device)
     return out
 
 
@@ -271,13 +279,21 @@ def paged_attention_decode_reference(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    work: DecodeWork,
+    tile_scheduler: DecodeTileScheduler,
     scale: float,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention_decode`, sequence by sequence, computed in float32; of `work` it takes the window alone."""
-    starts = torch.arange(len(query) + 1, dtype=torch.int32)
+    """As `paged_attention_decode`, sequence by sequence, in float32; of `tile_scheduler` it uses the window alone."""
+    tile_ranges = torch.arange(len(query) + 1, dtype=torch.int32)
     return paged_attention_prefill_reference(
-        query, kv_cache, block_table, seq_lens, starts, scale, max_query_len=1, window=work.window, out=out
+        query,
+        kv_cache,
+        block_table,
+        seq_lens,
+        tile_ranges,
+        scale,
+        max_query_len=1,
+        window=tile_scheduler.window,
+        out=out,
     )

@@ -1,12 +1,13 @@
-"""Causal attention of a ragged batch over paged keys and values: prompts, chunks of prompts and single tokens mixed.
+"""Causal attention of a varlen (packed) batch over paged keys and values: prompts, chunked prefills and single tokens
+mixed.
 
-The rows of a tile are the query heads that share a KV head, of as many neighbouring tokens as fit: row r is query head
-r % group of token r // group. So a key or value is read once for all the heads that need it.
+The rows of a query tile are the query heads that share a KV head, of as many neighbouring tokens as fit: row r is query
+head r % group of token r // group. So a key or value is read once for all the heads that need it.
 
-The grid holds a tile for every `tokens_per_tile` tokens and one more for every sequence, whatever their lengths: tile
-number start // tokens_per_tile + i is the first one of sequence i, which never collides with the tiles of the sequence
-before, and each program searches for its sequence (as the unified attention kernel of vLLM does). Programs without
-tokens end at once. The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2).
+The grid has a tile for every `tokens_per_tile` tokens plus one for every sequence, whatever their lengths: tile number
+start // tokens_per_tile + i is the first one of sequence i, which never collides with the tiles of the sequence before,
+and each program searches for its sequence (as the unified attention kernel of vLLM does). Programs without tokens exit
+early. The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import HIDDEN, attend_tile, tile_blocks
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, tile_blocks
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.kv_write import check_rows, padded_head_size
 
 __all__ = ["paged_attention_prefill", "paged_attention_prefill_reference"]
 
-_SEARCH = tl.constexpr(128)  # sequences looked at in one go
+_SEARCH = tl.constexpr(128)  # sequences compared per iteration
 
 
 @triton.jit
 def _sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile: tl.constexpr):
-    """The sequence to which tile number `tile` of the step belongs: the last one whose first tile is not behind it."""
+    """The sequence of tile number `tile` of the step: the last one whose first tile is not after it."""
     sequence = -1
     for chunk in range(0, num_seqs, _SEARCH):
         index = chunk + tl.arange(0, _SEARCH)
@@ -62,7 +63,7 @@ def _paged_attention_prefill(
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program a KV head and tile of query rows. The last tiles first: of a prompt they have the most to read."""
+    """One program per KV head and query tile, the last tiles first: of a prompt they have the most to read."""
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -73,7 +74,7 @@ def _paged_attention_prefill(
     begin = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - begin
     first_query = (tile - (begin // tokens_per_tile + sequence)) * tokens_per_tile
-    if (first_query < 0) | (first_query >= query_len):  # below 0: the tokens before the first sequence
+    if (first_query < 0) | (first_query >= query_len):  # below 0: tokens before the first sequence
         return
     num_queries = min(tokens_per_tile, query_len - first_query)
     low = tl.load(seq_lens + sequence) - query_len + first_query  # the position of the tile's first token
@@ -83,51 +84,52 @@ def _paged_attention_prefill(
     dim = tl.arange(0, width)[None, :]
     row_token = (begin + first_query + row // group).to(tl.int64)[:, None]
     row_head = (kv_head * group + row % group)[:, None]
-    exists = (row < num_queries * group)[:, None] & (dim < head_size)
-    queries = tl.load(query + row_token * query_stride + row_head * head_size + dim, mask=exists, other=0.0)
+    in_bounds = (row < num_queries * group)[:, None] & (dim < head_size)
+    queries = tl.load(query + row_token * query_stride + row_head * head_size + dim, mask=in_bounds, other=0.0)
     positions = (low + row // group)[:, None]
     table = block_table + sequence.to(tl.int64) * table_stride
     pages = kv_cache + kv_head * block_size * head_size
 
-    best = tl.full([tile_rows], HIDDEN, tl.float32)
-    total = tl.zeros([tile_rows], tl.float32)
-    attended = tl.zeros([tile_rows, width], tl.float32)
-    # Tokens in order: those that only the lower rows see, those that all see, those that only the upper rows see.
+    row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
+    row_sum = tl.zeros([tile_rows], tl.float32)
+    acc = tl.zeros([tile_rows, width], tl.float32)
+    # Three loops over the context, in order: tiles that the window masks in part, unmasked tiles, and tiles that the
+    # causal mask cuts.
     first = 0
     start = 0
-    seen_by_all = (low + 1) // tile_tokens * tile_tokens
+    unmasked_end = (low + 1) // tile_tokens * tile_tokens
     if window > 0:
         first = tl.maximum(low - window + 1, 0)
         start = first // tile_tokens * tile_tokens
     blocks = tile_blocks(table, start, first, end, block_size, window, tile_tokens)
     if window > 0:
         last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
-        middle = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
-        for at in tl.range(start, middle, tile_tokens, num_stages=stages):
-            following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
-            best, total, attended = attend_tile(
-                queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
+        window_end = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
+        for at in tl.range(start, window_end, tile_tokens, num_stages=stages):
+            next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+            row_max, row_sum, acc = attend_tile(
+                queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
                 num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
             )  # fmt: skip
-            blocks = following
-        start = middle
-        seen_by_all = tl.maximum(seen_by_all, middle)
-    for at in tl.range(start, seen_by_all, tile_tokens, num_stages=stages):
-        following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
-        best, total, attended = attend_tile(
-            queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
+            blocks = next_blocks
+        start = window_end
+        unmasked_end = tl.maximum(unmasked_end, window_end)
+    for at in tl.range(start, unmasked_end, tile_tokens, num_stages=stages):
+        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+        row_max, row_sum, acc = attend_tile(
+            queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, False,
         )  # fmt: skip
-        blocks = following
-    for at in tl.range(seen_by_all, end, tile_tokens, num_stages=stages):
-        following = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
-        best, total, attended = attend_tile(
-            queries, best, total, attended, blocks, pages, at, first, end, positions, scale_log2,
+        blocks = next_blocks
+    for at in tl.range(unmasked_end, end, tile_tokens, num_stages=stages):
+        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+        row_max, row_sum, acc = attend_tile(
+            queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
             num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
         )  # fmt: skip
-        blocks = following
+        blocks = next_blocks
     target = (row_token * (num_kv_heads * group) + row_head) * head_size + dim
-    tl.store(out + target, (attended / total[:, None]).to(out.dtype.element_ty), mask=exists)
+    tl.store(out + target, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=in_bounds)
 
 
 class _Tiles(NamedTuple):
@@ -138,9 +140,9 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def choose(cls, max_rows: int, group: int, width: int, itemsize: int) -> _Tiles:
-        """For at most `max_rows` rows a sequence.
+        """For at most `max_rows` rows per sequence.
 
-        Float32 is multiplied without tensor cores, which keep too few bits of it, and needs registers for that.
+        Float32 is multiplied without tensor cores, whose TF32 keeps too few bits, and needs registers for that.
         """
         if itemsize == 4:
             return cls(max(32, triton.next_power_of_2(group)), 32 if width <= 64 else 16, 4, 3)
@@ -160,15 +162,17 @@ def paged_attention_prefill(
     window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends with the last tokens of each sequence to all of it, or to its last `window` tokens a token.
+    """Attends with the last tokens of each sequence to all of it, or each token to the last `window` tokens up to
+    itself.
 
-    query: [num_tokens, num_heads, head_size], sequence after sequence; tokens may lie apart, the heads of one may not.
-    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens too.
-    block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, this step's tokens among them.
+    query: [num_tokens, num_heads, head_size], packed; the token stride is free, the heads of a token are contiguous.
+    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens already
+    written.
+    block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, including this step's tokens.
     query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
-    which there may be none; the first may begin behind token 0. max_query_len: no sequence has more; it chooses the
-    size of tiles and nothing else. scale: of the scores, above 0. out: as query, contiguous. Returns `out`, where the
-    rows of tokens that no sequence has are left alone. The launch depends on shapes, `max_query_len` and `window` only.
+    which there may be none; the first sequence may begin after token 0. max_query_len: an upper bound; it chooses the
+    tile size and nothing else. scale: of the scores, above 0. out: as query, contiguous. Returns `out`, in which rows
+    of tokens outside all sequences are not written. The launch depends on shapes, `max_query_len` and `window` only.
     """
     num_tokens, num_heads, head_size = check_rows(query)
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -190,7 +194,7 @@ def paged_attention_prefill(
     width = padded_head_size(head_size)
     tiles = _Tiles.choose(max_query_len * group, group, width, query.element_size())
     num_tiles = num_tokens // (tiles.rows // group) + num_seqs
-    pdl = overlaps_launches(query.device)
+    pdl = supports_pdl(query.device)
     _paged_attention_prefill[(num_tiles * num_kv_heads,)](
         query,
         kv_cache,
@@ -231,7 +235,7 @@ def paged_attention_prefill_reference(
     window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention_prefill`, sequence by sequence, computed in float32."""
+    """As `paged_attention_prefill`, sequence by sequence, in float32."""
     out = torch.empty_like(query) if out is None else out
     group = query.shape[1] // kv_cache.shape[2]
     starts = query_start_loc.tolist()
@@ -242,13 +246,13 @@ def paged_attention_prefill_reference(
             out[starts[sequence] : starts[sequence + 1]] = 0
             continue
         context = seq_len - len(rows)
-        first = 0 if window is None else max(0, context - window + 1)  # what is before it is not to be read
+        first = 0 if window is None else max(0, context - window + 1)  # tokens before it must not be read
         blocks = block_table[sequence, : -(-seq_len // kv_cache.shape[3])].long()
         tokens = kv_cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:seq_len]
         keys, values = tokens.repeat_interleave(group, 1)  # [num_heads, seq_len - first, head_size]
         scores = torch.einsum("qhd,hkd->hqk", rows, keys) * scale
-        behind = torch.arange(context, seq_len)[:, None] - torch.arange(first, seq_len)
-        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-        weights = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
+        distance = torch.arange(context, seq_len)[:, None] - torch.arange(first, seq_len)
+        masked = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        weights = scores.masked_fill(masked.to(scores.device), -torch.inf).softmax(-1)
         out[starts[sequence] : starts[sequence + 1]] = torch.einsum("hqk,hkd->qhd", weights, values).to(out.dtype)
     return out

@@ -1,29 +1,30 @@
-"""Memory asked for before it is needed: into the L2 cache, which is where all programs meet, so it stays true."""
+"""Prefetch to L2: memory fetched before it is needed. L2 is the point of coherence of all SMs, so it cannot become
+stale."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["ask_for"]
+__all__ = ["prefetch_l2"]
 
 
 @triton.jit
-def ask_for(pointers, exists, num_bytes):
-    """Has the L2 cache fetch num_bytes from each pointer that exists; nobody waits for it.
+def prefetch_l2(pointers, in_bounds, num_bytes):
+    """Prefetches num_bytes from each in-bounds pointer to the L2 cache, asynchronously.
 
-    pointers and exists: an entry for each thread of the program; with fewer, some threads would ask for the same.
-    num_bytes: the same for all. Pointers and num_bytes are multiples of 16, and what they span is mapped.
+    pointers and in_bounds: one entry per thread of the program; with fewer entries several threads would issue the same
+    prefetch. num_bytes: the same for all. Pointers and num_bytes are multiples of 16, and what they span is mapped.
     """
     tl.inline_asm_elementwise(
         """{
-            .reg .pred exists;
-            setp.ne.s32 exists, $2, 0;
-            @exists cp.async.bulk.prefetch.L2.global [$1], $3;
+            .reg .pred in_bounds;
+            setp.ne.s32 in_bounds, $2, 0;
+            @in_bounds cp.async.bulk.prefetch.L2.global [$1], $3;
             mov.b32 $0, 0;
         }""",
         "=r,l,r,r",
-        [pointers.to(tl.int64), exists.to(tl.int32), num_bytes],
+        [pointers.to(tl.int64), in_bounds.to(tl.int32), num_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

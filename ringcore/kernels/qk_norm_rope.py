@@ -1,5 +1,4 @@
-"""What lies between the fused projections and attention, in one pass: the norms of q's and k's heads, the rotary
-embedding, and the write of keys and values into the pages."""
+"""One pass between QKV projection and attention: q/k head norms, rotary embedding (RoPE), and the KV cache write."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
-_ELEMENTS = 1024  # of one program: as many whole heads as that
-_ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+_ELEMENTS = 1024  # of one program, in whole heads
+_ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -21,7 +20,7 @@ def _qk_norm_rope_kernel(
     qkv: tl.tensor,  # [n, num_heads + 2 * num_kv_heads, head_dim]
     out: tl.tensor,  # as qkv
     positions: tl.tensor,  # [n] int64, read where has_positions
-    cos_sin: tl.tensor,  # [num_positions, head_dim] float32; without positions a row a token
+    cos_sin: tl.tensor,  # [num_positions, head_dim] float32; without positions one row per token
     norm_weight: tl.tensor,  # [2, head_dim], read where has_norm
     kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim], written where writes_kv
     slot_mapping: tl.tensor,  # [n] int64, read where writes_kv
@@ -30,22 +29,22 @@ def _qk_norm_rope_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,  # a power of two, head_dim or more
-    heads_a_program: tl.constexpr,
-    stored_heads: tl.constexpr,  # how many of a token's heads are stored in out
+    heads_per_program: tl.constexpr,
+    stored_heads: tl.constexpr,  # leading heads of a token that are stored in out
     block_size: tl.constexpr,
     has_positions: tl.constexpr,
     has_norm: tl.constexpr,
     writes_kv: tl.constexpr,
-    largest: tl.constexpr,  # the largest finite number of a dtype that keys may overflow; 0: none
+    largest: tl.constexpr,  # clamp of the KV write, for a dtype that keys may overflow; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    num_turned: tl.constexpr = num_heads + num_kv_heads
-    num_all: tl.constexpr = num_turned + num_kv_heads
+    num_rotated: tl.constexpr = num_heads + num_kv_heads
+    num_all: tl.constexpr = num_rotated + num_kv_heads
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * heads_a_program + tl.arange(0, heads_a_program)
+    heads = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
     dims = tl.arange(0, block_dim)
-    is_key = (heads >= num_heads) & (heads < num_turned)
-    is_value = heads >= num_turned
+    is_key = (heads >= num_heads) & (heads < num_rotated)
+    is_value = heads >= num_rotated
     mask = (heads < num_all)[:, None] & (dims < head_dim)[None, :]
     offsets = (token * num_all + heads)[:, None] * head_dim + dims[None, :]
     if pdl:
@@ -67,14 +66,14 @@ def _qk_norm_rope_kernel(
     if has_norm:
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_dim + eps)[:, None] * gain.to(tl.float32)
     cos, sin = tl.split(tl.reshape(angles, [1, block_dim // 2, 2]))
-    first, second = tl.split(tl.reshape(y, [heads_a_program, block_dim // 2, 2]))
-    turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
-    y = tl.where(is_value[:, None], x.to(tl.float32), turned)
+    first, second = tl.split(tl.reshape(y, [heads_per_program, block_dim // 2, 2]))
+    rotated = tl.interleave(first * cos - second * sin, second * cos + first * sin)
+    y = tl.where(is_value[:, None], x.to(tl.float32), rotated)
     tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask & (heads < stored_heads)[:, None])
     if writes_kv:
         if largest > 0:
             y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
-        kv_heads = tl.where(is_value, heads - num_turned, heads - num_heads)
+        kv_heads = tl.where(is_value, heads - num_rotated, heads - num_heads)
         pages = (slot // block_size * 2 + is_value.to(tl.int64)) * num_kv_heads + kv_heads
         places = (pages * block_size + slot % block_size)[:, None] * head_dim + dims[None, :]
         tl.store(kv_cache + places, y.to(kv_cache.dtype.element_ty), mask=mask & (heads >= num_heads)[:, None])
@@ -93,16 +92,16 @@ def qk_norm_rope(
     slot_mapping: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turns the heads of q and k by the angles of their positions, in place or, with v beside them, into `out`.
+    """Rotates the heads of q and k by the angles of their positions (RoPE), in place or, together with v, into `out`.
 
     qkv and out: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous, the heads of q, then of k, then of v; the
-    pairs that turn together are neighbours, 2i and 2i + 1. positions: [n] int64. cos_sin: [num_positions, head_dim]
-    float32, cosine and sine of each pair side by side; without positions it has a row for each token, which saves many
-    layers the same trip to memory. norm_weight: [2, head_dim], q's then k's: each head is first
-    divided by its root mean square and multiplied by it, as `rms_norm` does, in any float dtype.
+    rotated pairs are interleaved, 2i and 2i + 1. positions: [n] int64. cos_sin: [num_positions, head_dim] float32,
+    cosine and sine of each pair interleaved; without positions it has one row per token, which saves each layer the
+    gather. norm_weight: [2, head_dim], q's then k's: each head is first divided by its root mean square and multiplied
+    by it, as `rms_norm` does, in any float dtype.
     kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], of qkv's dtype, contiguous; the finished keys and the
     values of token i go to slot slot_mapping[i] = block_id * block_size + offset, [n] int64. In float16, whose keys can
-    overflow where hidden states do not, what is written there is finite: the largest number for infinity, 0 for NaN.
+    overflow where hidden states do not, the write is clamped: the largest finite number for infinity, 0 for NaN.
 
     Computed in float32 and rounded once. Returns `out`, or qkv. Method: Su et al., "RoFormer", arXiv 2104.09864.
     """
@@ -111,7 +110,7 @@ def qk_norm_rope(
     out = qkv if out is None else out
     assert head_dim % 2 == 0, head_dim
     assert qkv.shape == (n, num_all * head_dim), (qkv.shape, num_heads, num_kv_heads, head_dim)
-    assert (out.shape, out.dtype) == (qkv.shape, qkv.dtype), "out is not as qkv"
+    assert (out.shape, out.dtype) == (qkv.shape, qkv.dtype), "out must have the shape and dtype of qkv"
     if positions is None:
         assert len(cos_sin) == n, (cos_sin.shape, n)
     else:
@@ -119,21 +118,21 @@ def qk_norm_rope(
     assert cos_sin.dtype == torch.float32, cos_sin.dtype
     assert norm_weight is None or norm_weight.shape == (2, head_dim), norm_weight.shape
     if kv_cache is not None:
-        assert slot_mapping is not None, "pages without slots"
+        assert slot_mapping is not None, "kv_cache needs slot_mapping"
         assert (slot_mapping.shape, slot_mapping.dtype) == ((n,), torch.int64), (slot_mapping.shape, slot_mapping.dtype)
         block_size = kv_cache.shape[3]
         assert kv_cache.shape[1:] == (2, num_kv_heads, block_size, head_dim), kv_cache.shape
         assert kv_cache.dtype == qkv.dtype, kv_cache.dtype
     for tensor in (qkv, out, positions, cos_sin, norm_weight, kv_cache, slot_mapping):
-        assert tensor is None or tensor.is_contiguous(), "a tensor has gaps"
+        assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
     if not n:
         return out
     block_dim = triton.next_power_of_2(head_dim)
-    # Values are only moved: where they stay where they are, no program is for them alone.
+    # In place and without a KV write the values need no program.
     touched = stored if kv_cache is None else num_all
-    heads_a_program = min(max(1, _ELEMENTS // block_dim), triton.next_power_of_2(touched))
-    pdl = overlaps_launches(qkv.device)
-    _qk_norm_rope_kernel[(n, triton.cdiv(touched, heads_a_program))](
+    heads_per_program = min(max(1, _ELEMENTS // block_dim), triton.next_power_of_2(touched))
+    pdl = supports_pdl(qkv.device)
+    _qk_norm_rope_kernel[(n, triton.cdiv(touched, heads_per_program))](
         qkv,
         out,
         qkv if positions is None else positions,
@@ -146,7 +145,7 @@ def qk_norm_rope(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_dim=block_dim,
-        heads_a_program=heads_a_program,
+        heads_per_program=heads_per_program,
         stored_heads=stored,
         block_size=1 if kv_cache is None else kv_cache.shape[3],
         has_positions=positions is not None,
@@ -154,7 +153,7 @@ def qk_norm_rope(
         writes_kv=kv_cache is not None,
         largest=_LARGEST_HALF if qkv.dtype == torch.float16 else 0.0,
         pdl=pdl,
-        num_warps=max(1, heads_a_program * block_dim // _ELEMENTS_A_WARP),
+        num_warps=max(1, heads_per_program * block_dim // _ELEMENTS_PER_WARP),
         **launch_options(pdl),
     )
     return out

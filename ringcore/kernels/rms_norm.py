@@ -1,5 +1,5 @@
-"""Root-mean-square normalisation of rows, with what stands beside it: its addition to the residual stream, or that of a
-product in parts to the stream before it."""
+"""RMS normalisation of rows, fused with a residual add: of its result to `add_to`, or of deferred split-K partials to
+x."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 __all__ = ["MAX_SIZE", "rms_norm", "rms_norm_reference"]
 
 MAX_SIZE = 16384  # a row is held in the registers of one program
-_ELEMENTS = 1024  # of one program, where rows are short enough to take several
-_ELEMENTS_A_WARP = 256  # 8 a thread: one load of 16 bytes in 16 bits
+_ELEMENTS = 1024  # of one program; short rows share one
+_ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [num_rows, size]
-    parts: tl.tensor,  # [num_parts, num_rows, size]
+    partials: tl.tensor,  # [num_partials, num_rows, size]
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [num_rows, size]
     num_rows: int,
     eps: float,
     size: tl.constexpr,
     block: tl.constexpr,  # a power of two, size or more
-    rows_a_program: tl.constexpr,
-    num_parts: tl.constexpr,
+    rows_per_program: tl.constexpr,
+    num_partials: tl.constexpr,
     adds: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    rows = tl.program_id(0).to(tl.int64) * rows_a_program + tl.arange(0, rows_a_program)
+    rows = tl.program_id(0).to(tl.int64) * rows_per_program + tl.arange(0, rows_per_program)
     columns = tl.arange(0, block)
     mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
     offsets = rows[:, None] * size + columns[None, :]
@@ -41,9 +41,9 @@ def _rms_norm_kernel(
     if pdl:
         gdc_wait()
     y = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(num_parts):
-        y += tl.load(parts + tl.cast(num_rows, tl.int64) * (part * size) + offsets, mask=mask, other=0.0)
-    if num_parts > 0:
+    for split in tl.static_range(num_partials):
+        y += tl.load(partials + tl.cast(num_rows, tl.int64) * (split * size) + offsets, mask=mask, other=0.0)
+    if num_partials > 0:
         tl.store(x + offsets, y, mask=mask)
     if adds:
         before = tl.load(out + offsets, mask=mask, other=0.0)
@@ -59,52 +59,53 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
-    parts: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of every row x, stored in `out` or added to what is in `add_to`.
+    """x / sqrt(mean(x^2) + eps) * weight of every row x, stored in `out` or added to `add_to`.
 
     x, add_to and out: [n, size], contiguous, size up to `MAX_SIZE`; weight: [size]; each of any float dtype. Computed
-    in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, a new tensor of
-    `dtype`, None for x's, where neither is given.
-    parts: [p, n, size], contiguous, float32 as x is then; x += their sum first, in place.
+    in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, by default a new
+    tensor of `dtype` (None: x's).
+    partials: [p, n, size], contiguous, float32, as x is then; x += their sum first, in place (deferred split-K
+    reduction).
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     num_rows, size = x.shape
     if add_to is not None:
-        assert out is None, "it goes to one place"
+        assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
         out = torch.empty_like(x, dtype=dtype)
     assert 0 < size <= MAX_SIZE, size
-    assert parts is None or (parts.shape[1:] == x.shape and parts.is_contiguous()), (parts.shape, x.shape)
-    assert parts is None or parts.dtype == x.dtype == torch.float32, (parts.dtype, x.dtype)
+    assert partials is None or (partials.shape[1:] == x.shape and partials.is_contiguous()), (partials.shape, x.shape)
+    assert partials is None or partials.dtype == x.dtype == torch.float32, (partials.dtype, x.dtype)
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
     for rows in (x, out):
-        assert rows.is_contiguous(), "rows must lie side by side"
+        assert rows.is_contiguous(), "rows must be contiguous"
         assert rows.shape == x.shape, (rows.shape, x.shape)
     if not num_rows:
         return out
     block = triton.next_power_of_2(size)
-    rows_a_program = max(1, _ELEMENTS // block)
-    pdl = overlaps_launches(x.device)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows_a_program),)](
+    rows_per_program = max(1, _ELEMENTS // block)
+    pdl = supports_pdl(x.device)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         x,
-        x if parts is None else parts,
+        x if partials is None else partials,
         weight,
         out,
         num_rows,
         eps,
         size=size,
         block=block,
-        rows_a_program=rows_a_program,
-        num_parts=0 if parts is None else len(parts),
+        rows_per_program=rows_per_program,
+        num_partials=0 if partials is None else len(partials),
         adds=add_to is not None,
         pdl=pdl,
-        num_warps=min(16, max(1, block * rows_a_program // _ELEMENTS_A_WARP)),
+        num_warps=min(16, max(1, block * rows_per_program // _ELEMENTS_PER_WARP)),
         **launch_options(pdl),
     )
     return out
@@ -115,14 +116,14 @@ def rms_norm_reference(
     weight: torch.Tensor,
     eps: float,
     *,
-    parts: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
-    if parts is not None:
-        x += parts.sum(0)
+    if partials is not None:
+        x += partials.sum(0)
     rows = x.float()
     normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
     if add_to is not None:

@@ -1,11 +1,11 @@
-"""One token a row of logits, on the device: two kernels whatever the rows ask for.
+"""Samples one token per row of logits, on the device: two kernels whatever the rows' parameters.
 
-The first reads the logits once and leaves, for every group of neighbouring tokens, its best token and the sum of its
-weights. The second has a program a row: it takes the best token, or draws a group and then one of its tokens, having
-looked for the threshold where the row has filters. Both have static grids and read all parameters on the device. What a
-row gets does not depend on the other rows.
+The first kernel reads the logits once and reduces every group of neighbouring tokens to its best token and the sum of
+its weights. The second has one program per row: it takes the best token (greedy), or draws a group and then one of its
+tokens, after a threshold search where the row has filters. Both have static grids and read all parameters on the
+device. A row's token does not depend on the other rows.
 
-What they compute is defined by `ringcore.model_executor.sampler`, which is the reference of the parity tests.
+The reference of the parity tests is `ringcore.model_executor.sampler`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
 
 __all__ = ["DeviceSamplingInputs", "SamplingWorkspace", "group_size", "sample_tokens"]
 
-_TILE = 2048  # logits of a program of the first kernel: 8 KiB, and 75 programs for a row of 151,936
-_FILTER_TILE = 4096  # logits that a filtered row reads at once
-_CANDIDATES = 4096  # weights that a filtered row holds in registers
+_TILE = 2048  # logits per program of the first kernel: 8 KiB, and 75 programs for a row of 151,936
+_FILTER_TILE = 4096  # logits that a filtered row reads per iteration
+_CANDIDATES = 4096  # weights that a filtered row searches in registers
 
 
 def group_size(vocab_size: int) -> int:
-    """Neighbouring tokens that the draw's first level takes together: about sqrt(vocab_size), a power of two."""
+    """Neighbouring tokens per group of the draw's first level: about sqrt(vocab_size), a power of two."""
     return 1 << ((vocab_size.bit_length() + 1) // 2)
 
 
@@ -37,12 +37,12 @@ def _group_kernel(
     logits: tl.tensor,  # [n, vocab_size]
     row_stride: int,
     temperature: tl.tensor,  # [n]
-    bar_start: tl.tensor,  # [n]
-    bar_end: tl.tensor,  # [n]
-    bar_ids: tl.tensor,
+    masked_start: tl.tensor,  # [n]
+    masked_end: tl.tensor,  # [n]
+    masked_token_ids: tl.tensor,
     maxima: tl.tensor,  # [n, num_groups]: the largest logit; NaN where there is one
     sums: tl.tensor,  # [n, num_groups]: of the weights relative to the group's best; written where temperature > 0
-    places: tl.tensor,  # [n, num_groups]: the best token, the first of equals
+    best_ids: tl.tensor,  # [n, num_groups]: the best token, the first of equals
     vocab_size: int,
     num_groups: int,
     num_tiles: int,
@@ -52,10 +52,12 @@ def _group_kernel(
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     groups = tl.program_id(0) % num_tiles * tile_groups + tl.arange(0, tile_groups)
     columns = groups[:, None] * group + tl.arange(0, group)[None, :]
-    first_bar = tl.load(bar_start + row)
-    end_bar = tl.load(bar_end + row)
-    x = read_logits(logits + row * row_stride, columns, columns < vocab_size, bar_ids, first_bar, end_bar)
-    heat = tl.load(temperature + row)
+    first_masked = tl.load(masked_start + row)
+    end_masked = tl.load(masked_end + row)
+    x = read_logits(
+        logits + row * row_stride, columns, columns < vocab_size, masked_token_ids, first_masked, end_masked
+    )
+    row_temperature = tl.load(temperature + row)
     is_nan = x != x
     x = tl.where(is_nan, -float("inf"), x)
     best, place = tl.max(x, axis=1, return_indices=True)
@@ -63,10 +65,10 @@ def _group_kernel(
     out = row * num_groups + groups
     mask = groups < num_groups
     tl.store(maxima + out, tl.where(any_nan, float("nan"), best), mask=mask)
-    tl.store(places + out, groups * group + place, mask=mask)
-    if heat > 0:
+    tl.store(best_ids + out, groups * group + place, mask=mask)
+    if row_temperature > 0:
         base = tl.where((best > -float("inf")) & (best < float("inf")), best, 0.0)
-        weights = exp_of(scaled(x, heat) - scaled(base, heat)[:, None])
+        weights = exp_of(scaled(x, row_temperature) - scaled(base, row_temperature)[:, None])
         tl.store(sums + out, tl.sum(weights, axis=1), mask=mask)
 
 
@@ -82,7 +84,7 @@ def _draw_filtered_group(
     tile: tl.constexpr,
     capacity: tl.constexpr,
 ):
-    """The group that wins, and the smallest weight that the filters keep."""
+    """The group drawn, and the smallest weight that the filters keep."""
     total = tl.sum(masses.to(tl.float64), axis=0)
     bound = first_bound(group_maxima, masses, total, filters, row.num_groups, group)
     is_listed = (group_maxima >= bound) & (slots < row.num_groups)
@@ -90,17 +92,17 @@ def _draw_filtered_group(
     listed = Groups(groups.ids, tl.sum(is_listed.to(tl.int32), axis=0), groups.candidates)
     tl.debug_barrier()
     threshold = filter_threshold(row, listed, filters, bound, total, group, tile, capacity)
-    won = listed.num_ids * 0
+    winner = listed.num_ids * 0
     best = tl.full([], -1.0, tl.float64)
     for start in range(0, listed.num_ids, tile):
         weights, ids = listed_weights(row, listed, start, group, tile)
         kept = tl.sum(tl.where(weights >= threshold, weights, 0.0), axis=1).to(tl.float64)
-        race = tl.where(ids >= 0, kept / exponentials(row.seed, row.position, tl.maximum(ids, 0)), -1.0)
-        first, place = tl.max(race, axis=0, return_indices=True)
+        score = tl.where(ids >= 0, kept / exponentials(row.seed, row.position, tl.maximum(ids, 0)), -1.0)
+        first, place = tl.max(score, axis=0, return_indices=True)
         if first > best:
             best = first
-            won = tl.sum(tl.where(tl.arange(0, tile) == place, ids, 0), axis=0)
-    return won, threshold
+            winner = tl.sum(tl.where(tl.arange(0, tile) == place, ids, 0), axis=0)
+    return winner, threshold
 
 
 @triton.jit
@@ -113,13 +115,13 @@ def _row_kernel(
     min_p: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
-    bar_start: tl.tensor,
-    bar_end: tl.tensor,
-    bar_ids: tl.tensor,
+    masked_start: tl.tensor,
+    masked_end: tl.tensor,
+    masked_token_ids: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
-    places: tl.tensor,
-    group_ids: tl.tensor,  # [n, num_groups]: room for a filtered row's list
+    best_ids: tl.tensor,
+    group_ids: tl.tensor,  # [n, num_groups]: scratch for a filtered row's list
     candidates: tl.tensor,  # [n, capacity]
     token_ids: tl.tensor,  # [n] int64
     ok: tl.tensor,  # [n] bool
@@ -138,54 +140,54 @@ def _row_kernel(
     largest = tl.where(is_nan, -float("inf"), largest)
     best, first = tl.max(largest, axis=0, return_indices=True)
     is_ok = (tl.sum(is_nan.to(tl.int32), axis=0) == 0) & (best > -float("inf")) & (best < float("inf"))
-    token = tl.load(places + i * num_groups + first)
-    heat = tl.load(temperature + i)
-    if is_ok & (heat > 0):
-        first_bar = tl.load(bar_start + i)
-        end_bar = tl.load(bar_end + i)
+    token = tl.load(best_ids + i * num_groups + first)
+    row_temperature = tl.load(temperature + i)
+    if is_ok & (row_temperature > 0):
+        first_masked = tl.load(masked_start + i)
+        end_masked = tl.load(masked_end + i)
         row = Row(
             logits + i * row_stride,
-            heat,
-            scaled(best, heat),
+            row_temperature,
+            scaled(best, row_temperature),
             tl.load(seed + i),
             tl.load(position + i),
-            bar_ids,
-            first_bar,
-            end_bar,
+            masked_token_ids,
+            first_masked,
+            end_masked,
             vocab_size,
             num_groups,
         )
-        group_maxima = exp_of(scaled(largest, heat) - row.scaled_best)
+        group_maxima = exp_of(scaled(largest, row_temperature) - row.scaled_best)
         masses = tl.load(sums + i * num_groups + slots, mask=mask, other=0.0) * group_maxima
         k = tl.load(top_k + i)
         filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
         if (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0):
-            room = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
-            won, threshold = _draw_filtered_group(
-                row, room, filters, group_maxima, masses, slots, group, filter_groups, capacity
+            scratch = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
+            winner, threshold = _draw_filtered_group(
+                row, scratch, filters, group_maxima, masses, slots, group, filter_groups, capacity
             )
         else:
-            race = masses.to(tl.float64) / exponentials(row.seed, row.position, slots)
-            won = tl.argmax(tl.where(mask, race, -1.0), axis=0)
+            score = masses.to(tl.float64) / exponentials(row.seed, row.position, slots)
+            winner = tl.argmax(tl.where(mask, score, -1.0), axis=0)
             threshold = best * 0.0
-        token = draw_member(row, won, threshold, group)
+        token = draw_member(row, winner, threshold, group)
     tl.store(token_ids + i, token.to(tl.int64))
     tl.store(ok + i, is_ok)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What the two kernels leave for each other; nothing in it outlives a call."""
+    """Scratch between the two kernels; its contents do not outlive a call."""
 
     maxima: torch.Tensor  # [max_rows, num_groups] float32
     sums: torch.Tensor  # [max_rows, num_groups] float32
-    places: torch.Tensor  # [max_rows, num_groups] int32
+    best_ids: torch.Tensor  # [max_rows, num_groups] int32
     group_ids: torch.Tensor  # [max_rows, num_groups] int32
     candidates: torch.Tensor  # [max_rows, 4096] float32
 
     @classmethod
     def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
-        """About 21 KB a row for a vocabulary of 151,936."""
+        """About 21 KB per row for a vocabulary of 151,936."""
         num_groups = triton.cdiv(vocab_size, group_size(vocab_size))
 
         def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -208,15 +210,15 @@ def sample_tokens(
     ok: torch.Tensor | None = None,
     workspace: SamplingWorkspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses one token a row: (token_ids [n] int64, ok [n] bool).
+    """Samples one token per row: (token_ids [n] int64, ok [n] bool).
 
-    logits: [n, vocab_size] of any float dtype, columns side by side, left as they are; computed in float32. A row is
-    `ok` where its largest logit is finite and none is NaN; the token of one that is not is a valid id without meaning.
-    `inputs` has n rows or more. The results are written to `token_ids` and `ok` where these are given, and `workspace`,
-    for n rows or more and this vocabulary, is used where it is given: with all three, nothing is allocated.
+    logits: [n, vocab_size] of any float dtype, contiguous columns, not modified; computed in float32. A row is `ok` if
+    its largest logit is finite and none is NaN; the token of a row that is not is a valid id without meaning. `inputs`
+    has n rows or more. The results are written to `token_ids` and `ok` where given, and `workspace`, for n rows or more
+    and this vocabulary, is used where given: with all three, nothing is allocated.
 
-    Greedy rows and rows without filters cost one pass over the logits. Methods: Gumbel-max in two levels, with the
-    numbers of a counter-based generator (see the sampler), and thresholds by a search in place of a sort.
+    Greedy rows and rows without filters cost one pass over the logits. Methods: Gumbel-max in two levels, with a
+    counter-based RNG (see the sampler), and filter thresholds by bisection in place of a sort.
     """
     n, vocab_size = logits.shape
     if token_ids is None:
@@ -228,7 +230,7 @@ def sample_tokens(
     group = group_size(vocab_size)
     num_groups = triton.cdiv(vocab_size, group)
     group_block = triton.next_power_of_2(num_groups)
-    assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits must lie side by side"
+    assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits must be contiguous"
     assert (token_ids.shape, token_ids.stride(), token_ids.dtype) == ((n,), (1,), torch.int64), "token_ids: [n] int64"
     assert (ok.shape, ok.stride(), ok.dtype) == ((n,), (1,), torch.bool), "ok: [n] bool"
     assert workspace.maxima.shape[0] >= n, (workspace.maxima.shape, n)
@@ -238,7 +240,14 @@ def sample_tokens(
         return token_ids, ok
     tile_groups = min(group_block, max(1, _TILE // group))
     num_tiles = triton.cdiv(num_groups, tile_groups)
-    shared = (inputs.bar_start, inputs.bar_end, inputs.bar_ids, workspace.maxima, workspace.sums, workspace.places)
+    shared = (
+        inputs.masked_start,
+        inputs.masked_end,
+        inputs.masked_token_ids,
+        workspace.maxima,
+        workspace.sums,
+        workspace.best_ids,
+    )
     _group_kernel[(n * num_tiles,)](
         logits, logits.stride(0), inputs.temperature, *shared, vocab_size, num_groups, num_tiles,
         group=group, tile_groups=tile_groups, num_warps=4,

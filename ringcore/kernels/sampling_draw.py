@@ -1,7 +1,7 @@
-"""What a draw is made of, on the device: weights of logits, the random numbers of a row, one token of a group.
+"""Primitives of a draw, on the device: weights of logits, the counter-based RNG of a row, one token of a group.
 
-The numbers are those of `ringcore.model_executor.sampler`: its generator, its two levels, its groups. A weight is
-exp(logit / temperature - the row's best) in float32 with the same roundings, save that of exp: within an ulp or two.
+The numbers are those of `ringcore.model_executor.sampler`: its RNG, its two levels, its groups. A weight is exp(logit /
+temperature - the row's maximum) in float32 with the same roundings, except that of exp: within an ulp or two.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Row(NamedTuple):
     scaled_best: tl.tensor  # its largest logit, scaled
     seed: tl.tensor
     position: tl.tensor
-    bar_ids: tl.tensor  # pointer; those from first_bar to end_bar are barred
-    first_bar: tl.tensor
-    end_bar: tl.tensor
+    masked_token_ids: tl.tensor  # pointer; the ids from first_masked to end_masked may not be sampled
+    first_masked: tl.tensor
+    end_masked: tl.tensor
     vocab_size: tl.tensor
     num_groups: tl.tensor
 
@@ -34,20 +34,20 @@ def read_logits(
     logits: tl.tensor,
     columns: tl.tensor,  # int32, any shape
     mask: tl.tensor,
-    bar_ids: tl.tensor,
-    first_bar: tl.tensor,
-    end_bar: tl.tensor,
+    masked_token_ids: tl.tensor,
+    first_masked: tl.tensor,
+    end_masked: tl.tensor,
 ) -> tl.tensor:
-    """float32; -inf where barred or masked."""
+    """float32; -inf where masked or out of bounds."""
     x = tl.load(logits + columns, mask=mask, other=-float("inf")).to(tl.float32)
-    for i in range(first_bar, end_bar):
-        x = tl.where(columns == tl.load(bar_ids + i), -float("inf"), x)
+    for i in range(first_masked, end_masked):
+        x = tl.where(columns == tl.load(masked_token_ids + i), -float("inf"), x)
     return x
 
 
 @triton.jit
 def scaled(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """The quotient as IEEE 754 rounds it; Triton's `/` is an approximation."""
+    """The quotient with IEEE 754 rounding; Triton's `/` is an approximation."""
     return tl.div_rn(x, temperature)
 
 
@@ -75,8 +75,8 @@ def exp_of(d: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def weights_at(row: Row, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """In [0, 1], the best token's being 1; any shape. 0 where masked or barred."""
-    x = read_logits(row.logits, columns, mask, row.bar_ids, row.first_bar, row.end_bar)
+    """In [0, 1], the best token's being 1; any shape. 0 where masked or out of bounds."""
+    x = read_logits(row.logits, columns, mask, row.masked_token_ids, row.first_masked, row.end_masked)
     return exp_of(scaled(x, row.temperature) - row.scaled_best)
 
 
@@ -99,11 +99,11 @@ def exponentials(seed: tl.tensor, position: tl.tensor, columns: tl.tensor) -> tl
 
 
 @triton.jit
-def draw_member(row: Row, won: tl.tensor, threshold: tl.tensor, group: tl.constexpr) -> tl.tensor:
-    """The second level: one token of the group `won`, among those whose weights reach the threshold."""
+def draw_member(row: Row, winner: tl.tensor, threshold: tl.tensor, group: tl.constexpr) -> tl.tensor:
+    """The second level: one token of the group `winner`, among those whose weights reach the threshold."""
     members = tl.arange(0, group)
-    columns = won * group + members
+    columns = winner * group + members
     weights = weights_at(row, columns, columns < row.vocab_size)
     weights = tl.where(weights >= threshold, weights, 0.0)
-    race = exponentials(row.seed, row.position, row.num_groups + members)
-    return won * group + tl.argmax(weights.to(tl.float64) / race, axis=0)
+    score = exponentials(row.seed, row.position, row.num_groups + members)
+    return winner * group + tl.argmax(weights.to(tl.float64) / score, axis=0)

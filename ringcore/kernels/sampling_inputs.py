@@ -1,4 +1,4 @@
-"""Sampling parameters on the device: all columns in one piece of memory, written by one copy."""
+"""Sampling parameters on the device: all columns in one buffer, filled by one H2D copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DeviceSamplingInputs", "HostSamplingInputs"]
 
 
 class HostSamplingInputs(Protocol):
-    """The columns of the sampler's `SamplingInputs` that the kernels need; they are explained there."""
+    """The columns of the sampler's `SamplingInputs` that the kernels need; documented there."""
 
     @property
     def temperature(self) -> np.ndarray: ...
@@ -27,13 +27,13 @@ class HostSamplingInputs(Protocol):
     @property
     def position(self) -> np.ndarray: ...
     @property
-    def barred_rows(self) -> np.ndarray: ...
+    def masked_rows(self) -> np.ndarray: ...
     @property
-    def barred_ids(self) -> np.ndarray: ...
+    def masked_ids(self) -> np.ndarray: ...
 
 
-# In the order in which they lie in memory. Each begins at a multiple of 16 bytes, whatever the number of rows: a kernel
-# is compiled anew for pointers that are aligned otherwise.
+# In memory order. Each column is aligned to 16 bytes, whatever the number of rows: Triton recompiles a kernel where the
+# alignment of a pointer changes.
 _ALIGNMENT = 16
 _COLUMNS = {
     "seed": torch.int64,
@@ -42,15 +42,15 @@ _COLUMNS = {
     "top_k": torch.int32,
     "top_p": torch.float32,
     "min_p": torch.float32,
-    "bar_start": torch.int32,
-    "bar_end": torch.int32,
-    "bar_ids": torch.int32,
+    "masked_start": torch.int32,
+    "masked_end": torch.int32,
+    "masked_token_ids": torch.int32,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingInputs:
-    """Sampling parameters of max_rows rows and their barred tokens, which lie side by side; views of `buffer`."""
+    """Sampling parameters of max_rows rows and their masked tokens, as contiguous columns; views of `buffer`."""
 
     seed: torch.Tensor  # [max_rows] int64
     position: torch.Tensor  # [max_rows] int64
@@ -58,71 +58,71 @@ class DeviceSamplingInputs:
     top_k: torch.Tensor  # [max_rows] int32
     top_p: torch.Tensor  # [max_rows] float32
     min_p: torch.Tensor  # [max_rows] float32
-    bar_start: torch.Tensor  # [max_rows] int32: row i may not sample bar_ids[bar_start[i]:bar_end[i]]
-    bar_end: torch.Tensor  # [max_rows] int32
-    bar_ids: torch.Tensor  # [max_bars] int32
+    masked_start: torch.Tensor  # [max_rows] int32: row i may not sample masked_token_ids[masked_start[i]:masked_end[i]]
+    masked_end: torch.Tensor  # [max_rows] int32
+    masked_token_ids: torch.Tensor  # [max_masked] int32
     buffer: torch.Tensor  # uint8: all of them
 
     @classmethod
-    def allocate(cls, max_rows: int, max_bars: int, device: torch.device) -> DeviceSamplingInputs:
-        """Room that `from_host` can fill again and again, for a graph; until then the values are arbitrary."""
-        buffer = torch.empty(_num_bytes(max_rows, max_bars), dtype=torch.uint8, device=device)
-        return cls(**_views(buffer, max_rows, max_bars), buffer=buffer)
+    def allocate(cls, max_rows: int, max_masked: int, device: torch.device) -> DeviceSamplingInputs:
+        """Buffers that `from_host` can refill, for a CUDA graph; uninitialised until then."""
+        buffer = torch.empty(_num_bytes(max_rows, max_masked), dtype=torch.uint8, device=device)
+        return cls(**_views(buffer, max_rows, max_masked), buffer=buffer)
 
     @classmethod
     def from_host(
         cls, inputs: HostSamplingInputs, device: torch.device, out: DeviceSamplingInputs | None = None
     ) -> DeviceSamplingInputs:
-        """`inputs` on the device, by one copy from pinned memory that nobody waits for; in `out` where it is given.
+        """Copies `inputs` to the device, by one asynchronous H2D copy from pinned memory; into `out` where given.
 
-        Rows of `out` behind those of `inputs` become greedy rows without bars. `out` must have room for them all.
+        Rows of `out` after those of `inputs` become greedy rows without masked tokens. `out` must be large enough.
         """
-        n, num_bars = len(inputs.temperature), len(inputs.barred_rows)
+        n, num_masked = len(inputs.temperature), len(inputs.masked_rows)
         max_rows = n if out is None else len(out.temperature)
-        max_bars = num_bars if out is None else len(out.bar_ids)
+        max_masked = num_masked if out is None else len(out.masked_token_ids)
         assert n <= max_rows, (n, max_rows)
-        assert num_bars <= max_bars, (num_bars, max_bars)
-        # A buffer of its own for every call: torch's cache of pinned memory hands it out again only when it was copied.
-        staging = torch.empty(_num_bytes(max_rows, max_bars), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        _fill({name: view.numpy() for name, view in _views(staging, max_rows, max_bars).items()}, inputs)
+        assert num_masked <= max_masked, (num_masked, max_masked)
+        # A new buffer per call: torch's pinned memory pool reuses it only after the copy has ended.
+        staging = torch.empty(_num_bytes(max_rows, max_masked), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        _fill({name: view.numpy() for name, view in _views(staging, max_rows, max_masked).items()}, inputs)
         if out is not None:
             out.buffer.copy_(staging, non_blocking=True)
             return out
         buffer = staging.to(device, non_blocking=True)
-        views = _views(buffer, max_rows, max_bars)
+        views = _views(buffer, max_rows, max_masked)
         return cls(**views, buffer=buffer)
 
 
 def _fill(columns: dict[str, np.ndarray], inputs: HostSamplingInputs) -> None:
-    n, num_bars = len(inputs.temperature), len(inputs.barred_rows)
+    n, num_masked = len(inputs.temperature), len(inputs.masked_rows)
     for name in ("seed", "position", "temperature", "top_k", "top_p", "min_p"):
         columns[name][:n] = getattr(inputs, name)
         columns[name][n:] = 0
-    columns["bar_start"][:] = columns["bar_end"][:] = 0
-    columns["bar_ids"][:] = 0
-    if num_bars:
-        order = np.argsort(inputs.barred_rows, kind="stable")
-        columns["bar_ids"][:num_bars] = inputs.barred_ids[order]
-        edges = np.searchsorted(inputs.barred_rows[order], np.arange(n + 1))
-        columns["bar_start"][:n], columns["bar_end"][:n] = edges[:-1], edges[1:]
+    columns["masked_start"][:] = columns["masked_end"][:] = 0
+    columns["masked_token_ids"][:] = 0
+    if num_masked:
+        order = np.argsort(inputs.masked_rows, kind="stable")
+        columns["masked_token_ids"][:num_masked] = inputs.masked_ids[order]
+        edges = np.searchsorted(inputs.masked_rows[order], np.arange(n + 1))
+        columns["masked_start"][:n], columns["masked_end"][:n] = edges[:-1], edges[1:]
 
 
-def _lengths(max_rows: int, max_bars: int) -> dict[str, int]:
-    """`bar_ids` has one element at least, so that it has an address."""
-    return dict.fromkeys(_COLUMNS, max_rows) | {"bar_ids": max(1, max_bars)}
+def _lengths(max_rows: int, max_masked: int) -> dict[str, int]:
+    """`masked_token_ids` has at least one element, so that it has an address."""
+    return dict.fromkeys(_COLUMNS, max_rows) | {"masked_token_ids": max(1, max_masked)}
 
 
-def _num_bytes(max_rows: int, max_bars: int) -> int:
-    return sum(_aligned(_COLUMNS[name].itemsize * length) for name, length in _lengths(max_rows, max_bars).items())
+def _num_bytes(max_rows: int, max_masked: int) -> int:
+    return sum(_aligned(_COLUMNS[name].itemsize * length) for name, length in _lengths(max_rows, max_masked).items())
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(buffer: torch.Tensor, max_rows: int, max_bars: int) -> dict[str, torch.Tensor]:
+def _views(buffer: torch.Tensor, max_rows: int, max_masked: int) -> dict[str, torch.Tensor]:
     views, start = {}, 0
-    for name, length in _lengths(max_rows, max_bars).items():
+    for name, length in _lengths(max_rows, max_masked).items():
         num_bytes = _COLUMNS[name].itemsize * length
         views[name] = buffer[start : start + num_bytes].view(_COLUMNS[name])
         start += _aligned(num_bytes)

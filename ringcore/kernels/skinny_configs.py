@@ -1,12 +1,13 @@
-"""Which kernel computes a skinny product, and how: what was measured, and a rule for shapes that were not.
+"""Kernel choice and launch configuration of a skinny linear: a table of what was measured, and a rule for other shapes.
 
-The table is of H200s, in CUDA graphs of dependent nodes, weights from memory, sums added to float32. What was measured
-has in common, and the rule says: one row takes 2 to 4 KiB of weights a warp, whole rows in registers, and many programs
-of few warps; 5 to 32 rows take 64 rows of the weight on the tensor cores' left, and parts of the inputs where there are
-few outputs; they ask for the beginning of their weights before the kernel before has ended. 2 to 4 rows are like one
-where the weight is small, else like more. More than 32 rows go to cuBLAS, in parts where `choose_parts` says so. Its
-kernels start when the one before has ended; of Qwen3-0.6B they take as long to start as to read the weights, and with
-qkv and gate_up by `dot_kernel` whole passes of 40 to 256 rows took 1.4 to 6% less.
+The table is of H200s, in CUDA graphs of dependent nodes, weights from memory, results added to float32. The rule
+follows what the measured configurations have in common: one row takes 2 to 4 KiB of weights per warp, whole rows in
+registers, and many programs of few warps; 5 to 32 rows take 64 weight rows as the M side of the tensor cores, and
+split-K where there are few outputs; they prefetch the beginning of their weights before the previous kernel has ended.
+2 to 4 rows are like one where the weight is small, else like more. More than 32 rows go to cuBLAS, with split-K where
+`choose_split_k` says so. Its kernels start only when the one before has ended; for Qwen3-0.6B they take as long to
+start as to read the weights, and with qkv and gate_up by `dot_kernel` whole passes of 40 to 256 rows took 1.4 to 6%
+less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = ["MAX_ROWS", "Config", "DotConfig", "FmaConfig", "choose", "choose_parts"]
+__all__ = ["MAX_ROWS", "Config", "DotConfig", "FmaConfig", "choose", "choose_split_k"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class FmaConfig:
     block_outputs: int
     block_inputs: int
     num_warps: int
-    trigger_late: bool = False  # asks for its weights before the next kernel may ask for its own
+    trigger_late: bool = False  # issues its weight loads before the next kernel may start
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,22 @@ class DotConfig:
     num_warps: int
     num_stages: int
     splits: int
-    asked_inputs: int = 512  # of each of its rows of the weight it asks for these before the wait, into the L2 cache
-    block_rows: int = 64  # the most rows of a program; more are several programs'
+    prefetched_inputs: int = 512  # inputs of each weight row that are prefetched to L2 before the wait
+    block_rows: int = 64  # rows of one program at most
 
 
 Config = FmaConfig | DotConfig
 
-# Products of 1, 2 to 4, 5 to 16 rows and so on have a configuration each. Within it, a row's result does not depend on
-# how many there are.
+# Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
+# independent of the number of rows.
 _RANGES = (1, 4, 16, 32, 64, 128, 192, 256)
 MAX_ROWS = _RANGES[-1]
 _MAX_FMA_ROWS = 4
 _SMALL_WEIGHT = 1 << 22  # numbers
-_MOST_ROWS_IN_PARTS = 256  # no more were measured in whole passes, where the norm reads the parts
-_MANY_WEIGHTS = 8192  # rows of a weight: with 64 each, programs for nearly all of an H200, or more
+_MAX_SPLIT_K_ROWS = 256  # more rows were not measured in whole passes, where the norm reduces the partials
+_MANY_WEIGHTS = 8192  # rows of a weight: with 64 per program, programs for nearly all SMs of an H200, or more
 
-# (num_outputs, num_inputs, is_gated, the range's end): a gated weight has twice as many rows. None: cuBLAS.
+# (num_outputs, num_inputs, is_gated, end of the range): a gated weight has twice as many rows. None: cuBLAS.
 _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
     # Qwen3-0.6B: qkv, o, gate_up, down, head
     (4096, 1024, False, 1): FmaConfig(2, 1024, 4),
@@ -81,9 +82,9 @@ _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
     (6144, 4096, False, 1): FmaConfig(4, 4096, 4),
     (4096, 4096, False, 1): FmaConfig(2, 4096, 8),
     (12288, 4096, True, 1): FmaConfig(1, 4096, 8),
-    (12288, 4096, True, 4): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
-    (12288, 4096, True, 16): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
-    (12288, 4096, True, 32): DotConfig(64, 128, 4, 3, 1, asked_inputs=0),
+    (12288, 4096, True, 4): DotConfig(64, 128, 4, 3, 1, prefetched_inputs=0),
+    (12288, 4096, True, 16): DotConfig(64, 128, 4, 3, 1, prefetched_inputs=0),
+    (12288, 4096, True, 32): DotConfig(64, 128, 4, 3, 1, prefetched_inputs=0),
     (4096, 12288, False, 1): FmaConfig(4, 2048, 8),
     (151936, 4096, False, 1): FmaConfig(2, 4096, 8),
     # Qwen3-8B, one of two ranks
@@ -97,7 +98,7 @@ _MEASURED: dict[tuple[int, int, bool, int], Config | None] = {
 
 @functools.cache
 def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
-    """The configuration of x [num_rows, num_inputs] times a weight of num_outputs rows, gated: of twice as many.
+    """The configuration of x [num_rows, num_inputs] times a weight of num_outputs rows (gated: of twice as many).
 
     None: cuBLAS is faster, or there are no rows or too many.
     """
@@ -109,11 +110,11 @@ def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool =
 
 
 @functools.cache
-def choose_parts(num_outputs: int, num_inputs: int, num_rows: int) -> int:
-    """In how many parts, of an equal number of inputs each, cuBLAS is to compute a product whose parts a norm adds up.
+def choose_split_k(num_outputs: int, num_inputs: int, num_rows: int) -> int:
+    """The number of split-K splits, equal in size, of a cuBLAS product whose partials the next norm reduces.
 
-    By itself it computes few outputs in one pass over all inputs on few SMs, or in parts and with a kernel for their
-    sum. Microseconds on H200s of a product that is added to float32 rows, and of 2 and 4 parts of it:
+    By itself cuBLAS computes few outputs in one pass over all inputs on few SMs, or with split-K and a reduction
+    kernel. Microseconds on H200s of a product that is added to float32 rows, without splits, in 2 and in 4:
 
         | outputs x inputs | 128 rows         | 256              | 512              | 1,024               |
         | 4,096 x 12,288   | 34.3, 29.4, 31.3 | 44.3, 38.0, 39.8 | 68.9, 68.6, 72.0 | 132.0, 133.2, 140.7 |
@@ -122,7 +123,7 @@ def choose_parts(num_outputs: int, num_inputs: int, num_rows: int) -> int:
         | 1,024 x 3,072    | 8.0, 6.1, 5.1    | 8.0, 6.2, 6.1    | 8.5, 8.0, 8.6    | 12.2, 12.1, 13.9    |
     """
     tiles = -(-num_rows // 128) * -(-num_outputs // 128)
-    if num_rows > _MOST_ROWS_IN_PARTS or tiles > 64:
+    if num_rows > _MAX_SPLIT_K_ROWS or tiles > 64:
         return 1
     wanted = 4 if tiles <= 16 else 2
     return next((n for n in (wanted, 2) if num_inputs % (8 * n) == 0), 1)  # rows that begin at 16 bytes
@@ -136,7 +137,7 @@ def _by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> Con
 
 
 def _dot_by_rule(num_weights: int, num_inputs: int) -> DotConfig:
-    """Programs for all of an H200, or nearly, each with two blocks of inputs or more."""
+    """Enough programs for nearly all SMs of an H200, each with two blocks of inputs or more."""
     if num_weights >= _MANY_WEIGHTS:
         return DotConfig(64, 128, 4, 3, 1)
     programs, blocks = -(-num_weights // 64), num_inputs // 256
@@ -146,7 +147,7 @@ def _dot_by_rule(num_weights: int, num_inputs: int) -> DotConfig:
 
 def _fma_by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> FmaConfig:
     width = 1 << (num_inputs - 1).bit_length()
-    if width > 4096:  # more than fits in registers: it goes on in pieces
+    if width > 4096:  # more than fits in registers: a loop over blocks
         width = 4096 if end == 1 else 2048
     num_warps = min(8, max(1, width // 512))
     has_many = num_outputs >= 4096

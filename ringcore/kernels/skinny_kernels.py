@@ -1,8 +1,8 @@
-"""The two kernels of `skinny_linear`: sums by FMA for up to 4 rows, tensor cores for more.
+"""The two kernels of `skinny_linear`: FMA sums for up to 4 rows, tensor cores for more.
 
-Both read a weight once, as rows of [num_outputs, num_inputs], and both may ask for weights before they wait for the
-kernel before them (`dependent_launch`). A gated weight is [2 * num_outputs, num_inputs]: the rows of the gate, then as
-many of what it multiplies.
+Both read a weight once, as rows of [num_outputs, num_inputs], and both may prefetch weights before they wait for the
+kernel before them (`dependent_launch`). A gated weight is [2 * num_outputs, num_inputs]: the rows of the gate
+projection, then those of the up projection.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.prefetch import ask_for
+from ringcore.kernels.prefetch import prefetch_l2
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 
-# The values of `pdl` beside 0, which is off: the next kernel is let go before or after this one asks for its weights.
+# The values of `pdl` besides 0 (off): the next kernel may start before or after this one has issued its weight loads.
 TRIGGER_FIRST = 1
 TRIGGER_LATE = 2
 
@@ -24,12 +24,12 @@ _LATE = tl.constexpr(TRIGGER_LATE)
 
 
 @triton.jit
-def _load(pointers, exists, is_whole: tl.constexpr):
-    """What lies there; 0 where it does not exist."""
+def _load(pointers, in_bounds, is_whole: tl.constexpr):
+    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
     if is_whole:
         found = tl.load(pointers)
     else:
-        found = tl.load(pointers, mask=exists, other=0.0)
+        found = tl.load(pointers, mask=in_bounds, other=0.0)
     return found
 
 
@@ -65,34 +65,34 @@ def fma_kernel(
     adds: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """A program has the weights of block_outputs outputs in registers, for all rows. Rows and outputs that are not
-    there are computed like the last ones and not stored.
+    """A program holds the weights of block_outputs outputs in registers, for all rows. Out-of-bounds rows and outputs
+    are clamped to the last ones; their results are not stored.
 
-    After the wait everything is asked for at once, nothing that was loaded before it is used before it, and all sums
-    over the inputs are one reduction: each of these is a trip to the L2 cache or a round of barriers.
+    After the wait all loads are issued at once, nothing loaded before the wait is used before it, and all sums over the
+    inputs are one reduction: each of these saves a trip to the L2 cache or a round of barriers.
     """
     first = tl.program_id(0) * block_outputs
     outputs = first + tl.arange(0, block_outputs)
     rows = tl.minimum(tl.arange(0, block_rows), num_rows - 1)
     columns = tl.arange(0, block_inputs)[None, None, :]
-    there = tl.minimum(tl.arange(0, block_outputs), num_outputs - 1 - first)
-    # Offsets within a program fit in 32 bits, those of a whole vocabulary do not.
-    tile = weight + first.to(tl.int64) * num_inputs + (there[:, None] * num_inputs)[None, :, :] + columns
-    beside = tile + num_outputs.to(tl.int64) * num_inputs
+    clamped = tl.minimum(tl.arange(0, block_outputs), num_outputs - 1 - first)
+    # Offsets within a program fit in 32 bits, those within an LM head do not.
+    tile = weight + first.to(tl.int64) * num_inputs + (clamped[:, None] * num_inputs)[None, :, :] + columns
+    up_tile = tile + num_outputs.to(tl.int64) * num_inputs
     x += (rows * num_inputs)[:, None, None] + columns
     gain += columns
-    targets = out + rows[:, None] * num_outputs + (first + there)[None, :]
+    targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
     w = _load(tile, columns < num_inputs, is_whole)
     if is_gated:
-        u = _load(beside, columns < num_inputs, is_whole)
+        u = _load(up_tile, columns < num_inputs, is_whole)
     if has_norm:
         g = _load(gain, columns < num_inputs, is_whole)
     if has_bias:
-        b = tl.load(bias + first + there)
+        b = tl.load(bias + first + clamped)
         if is_gated:
-            c = tl.load(bias + num_outputs + first + there)
+            c = tl.load(bias + num_outputs + first + clamped)
     if pdl == _LATE:
         gdc_launch_dependents()
     if pdl:
@@ -107,15 +107,15 @@ def fma_kernel(
     if is_gated:
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
-        exists = columns < num_inputs - at
-        w = _load(tile + at, exists, is_whole)
-        v = _load(x + at, exists, is_whole).to(tl.float32)
+        in_bounds = columns < num_inputs - at
+        w = _load(tile + at, in_bounds, is_whole)
+        v = _load(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
-            v = v * _load(gain + at, exists, is_whole).to(tl.float32)
+            v = v * _load(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            z += _load(beside + at, exists, is_whole).to(tl.float32) * v
+            z += _load(up_tile + at, in_bounds, is_whole).to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
         if is_gated:
@@ -137,12 +137,12 @@ def fma_kernel(
         y = activated(y, is_gelu) * z
     if adds:
         y += before.to(tl.float32)
-    exists = (tl.arange(0, block_rows) < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    tl.store(targets, y.to(out.dtype.element_ty), mask=exists)
+    in_bounds = (tl.arange(0, block_rows) < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    tl.store(targets, y.to(out.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     total,  # [block_weights, block_rows] float32
     weight_rows,
     bias,
@@ -157,7 +157,7 @@ def _finish(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """From sums to what is stored."""
+    """Bias, gate, residual add, cast, store."""
     if has_bias:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
     if is_gated:
@@ -165,11 +165,11 @@ def _finish(
         gate, up = tl.split(halves)
         total = activated(gate, is_gelu) * up
     outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
-    exists = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
+    in_bounds = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
     targets = out + rows[None, :] * num_outputs + outputs[:, None]
     if adds:
-        total += tl.load(targets, mask=exists, other=0.0).to(tl.float32)
-    tl.store(targets, total.to(out.dtype.element_ty), mask=exists)
+        total += tl.load(targets, mask=in_bounds, other=0.0).to(tl.float32)
+    tl.store(targets, total.to(out.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
@@ -179,13 +179,13 @@ def dot_kernel(
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
     partials,  # [splits, tiles, block_weights, block_rows] float32, of any content
-    arrivals,  # [tiles] int32, all 0, and 0 again afterwards
+    counters,  # [tiles] int32, all 0, and 0 again afterwards
     num_rows,  # int
     num_outputs,  # int
-    block_rows: tl.constexpr,  # rows of x a program has: 16 or a higher power of two
+    block_rows: tl.constexpr,  # rows of x per program: 16 or a higher power of two
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
-    block_weights: tl.constexpr,  # rows of the weight a program has: on the left, where the tensor cores want 64
+    block_weights: tl.constexpr,  # rows of the weight per program: the M side of the product, where wgmma takes 64
     splits: tl.constexpr,
     num_stages: tl.constexpr,
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
@@ -193,12 +193,12 @@ def dot_kernel(
     is_gated: tl.constexpr,
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
-    asked_inputs: tl.constexpr,  # of each row of the program's part, asked for before the wait
+    prefetched_inputs: tl.constexpr,  # inputs of each weight row that are prefetched to L2 before the wait
     threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
 ) -> None:
-    """Program (i, j, k) sums the j-th part of the inputs for the i-th outputs of the k-th rows: a tile. Of several
-    parts the program that arrives last adds all up, always in the same order."""
+    """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
+    the program that arrives last at the tile's counter reduces all partials, always in the same order."""
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     index = tl.arange(0, block_weights)
     outputs = tl.minimum(tl.program_id(0) * block_outputs + index % block_outputs, num_outputs - 1)
@@ -207,24 +207,25 @@ def dot_kernel(
     rows = tl.program_id(2) * block_rows + row
     steps = tl.arange(0, block_inputs)
     blocks: tl.constexpr = (num_inputs + block_inputs - 1) // block_inputs
-    part: tl.constexpr = (blocks + splits - 1) // splits * block_inputs
-    first = tl.program_id(1) * part
-    last = tl.minimum(first + part, num_inputs)
+    split_inputs: tl.constexpr = (blocks + splits - 1) // splits * block_inputs
+    first = tl.program_id(1) * split_inputs
+    last = tl.minimum(first + split_inputs, num_inputs)
     tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
-    # In place of rows that are not there the first ones are read: a mask would cost a block that is full 1% of a pass,
-    # and if all read the same row, programs would wait for each other.
+    # Out-of-bounds rows wrap around to the first ones: a mask would cost 1% of a pass where the block is full, and if
+    # all of them read one row, programs would contend for it.
     inputs = x + (rows % num_rows)[None, :] * num_inputs + steps[:, None]
     if pdl:
         gdc_launch_dependents()
-        if asked_inputs > 0:
+        if prefetched_inputs > 0:
             number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            mine = tl.program_id(0) * block_outputs + tl.arange(0, threads)  # a thread asks for an output's weights
-            exists = (tl.arange(0, threads) < block_outputs) & (mine < num_outputs) & (first < last)
-            asked = weight + mine.to(tl.int64) * num_inputs + first
-            asked_bytes = tl.minimum(last - first, asked_inputs) * number_bytes
-            ask_for(asked, exists, asked_bytes)
+            # One thread prefetches one output's weights.
+            prefetched_rows = tl.program_id(0) * block_outputs + tl.arange(0, threads)
+            in_bounds = (tl.arange(0, threads) < block_outputs) & (prefetched_rows < num_outputs) & (first < last)
+            prefetched = weight + prefetched_rows.to(tl.int64) * num_inputs + first
+            prefetched_bytes = tl.minimum(last - first, prefetched_inputs) * number_bytes
+            prefetch_l2(prefetched, in_bounds, prefetched_bytes)
             if is_gated:
-                ask_for(asked + num_outputs.to(tl.int64) * num_inputs, exists, asked_bytes)
+                prefetch_l2(prefetched + num_outputs.to(tl.int64) * num_inputs, in_bounds, prefetched_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
@@ -232,23 +233,23 @@ def dot_kernel(
         v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
         total = tl.dot(w, v, total, input_precision="ieee")
     if splits == 1:
-        _finish(
+        _epilogue(
             *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
             block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
         )  # fmt: skip
     else:
-        place = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        places = place * (block_weights * block_rows) + index[:, None] * block_rows + row[None, :]
-        part_size = tl.num_programs(2) * tl.num_programs(0) * (block_weights * block_rows)
-        tl.store(partials + tl.program_id(1) * part_size + places, total)
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        offsets = tile_index * (block_weights * block_rows) + index[:, None] * block_rows + row[None, :]
+        partial_size = tl.num_programs(2) * tl.num_programs(0) * (block_weights * block_rows)
+        tl.store(partials + tl.program_id(1) * partial_size + offsets, total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counters + tile_index, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
-            total = tl.load(partials + places, cache_modifier=".cg")
+            total = tl.load(partials + offsets, cache_modifier=".cg")
             for i in tl.static_range(1, splits):
-                total += tl.load(partials + i * part_size + places, cache_modifier=".cg")
-            _finish(
+                total += tl.load(partials + i * partial_size + offsets, cache_modifier=".cg")
+            _epilogue(
                 *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
                 block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
             )  # fmt: skip
-            tl.store(arrivals + place, 0)
+            tl.store(counters + tile_index, 0)

@@ -1,7 +1,7 @@
-"""A matrix product of few rows, with what stands before and behind it: RMS norm, bias, gate, residual stream.
+"""A linear layer for few rows (a skinny GEMM) with a fused prologue and epilogue: RMS norm; bias, gate, residual add.
 
-Few rows wait for the weights to come from memory, and a kernel for its launch. So here the weights are asked for while
-the kernel before still runs, and what would be kernels of their own is done in passing.
+With few rows a GEMM is bound by reading the weights from memory, and a kernel by its launch latency. So the weights are
+prefetched while the kernel before still runs, and prologue and epilogue need no kernels of their own.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ from typing import Any, Literal, NamedTuple
 import torch
 import triton
 
-from ringcore.kernels.dependent_launch import launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.skinny_configs import Config, DotConfig, FmaConfig
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 
-__all__ = ["Activation", "RowNorm", "new_arrivals", "num_asked_inputs", "skinny_linear", "skinny_linear_reference"]
+__all__ = [
+    "Activation",
+    "RowNorm",
+    "new_split_k_counters",
+    "num_prefetched_inputs",
+    "skinny_linear",
+    "skinny_linear_reference",
+]
 
 Activation = Literal["silu", "gelu_tanh"]
 
 _MIN_BLOCK_OUTPUTS = 16
-_MOST_BLOCKS_OF_ROWS = 4
+_MAX_ROW_BLOCKS = 4
 
 
 class RowNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * gain, of rows before a product."""
+    """x / sqrt(mean(x^2) + eps) * gain, of the rows before the matrix product (prologue)."""
 
     gain: torch.Tensor  # [num_inputs], any float dtype
     eps: float
 
 
-def new_arrivals(weight: torch.Tensor) -> torch.Tensor:
-    """The counters by which programs that share the outputs of `weight` find out who is last: 0 before and after."""
-    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * _MOST_BLOCKS_OF_ROWS
+def new_split_k_counters(weight: torch.Tensor) -> torch.Tensor:
+    """The arrival counters by which programs of one outputs tile of `weight` find the last one: 0 before and after a
+    launch."""
+    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * _MAX_ROW_BLOCKS
     return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
 
 
@@ -46,26 +54,26 @@ def skinny_linear(
     activation: Activation | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + b, in float32 and rounded once; `config`: of `skinny_configs.choose`.
+    """x W^T + b, accumulated in float32 and rounded once; `config`: from `skinny_configs.choose`.
 
-    x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to
-    4 for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a `DotConfig`.
-    norm: of each row of x first, which may then be float32; it is not rounded on its way into the product.
-    activation: the weight's first half is a gate; the result is activation(first half) * second half.
-    add_to: [n, num_outputs], also float32; the result is added there, in place, and rounded once, as the sum.
-    out: [n, num_outputs] of the weight's dtype, or float32, where it is not added; num_outputs is num_weights, or half
-    of it.
-    arrivals: see `new_arrivals`, of no other product that may run at the same time; made where none is given, and
-    looked at only where `config` has splits.
+    x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to 4
+    for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a `DotConfig`.
+    norm: prologue, of each row of x, which may then be float32; the normalised row is not rounded before the product.
+    activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
+    add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
+    out: [n, num_outputs] of the weight's dtype, or float32, instead of add_to; num_outputs is num_weights, or half of
+    it.
+    counters: see `new_split_k_counters`, not shared with a product that may run at the same time; allocated if not
+    given, and used only where `config` has splits.
 
-    Returns add_to, or out, a new tensor where neither is given.
+    Returns add_to, or out (by default a new tensor).
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight) // (1 if activation is None else 2)
     if add_to is not None:
-        assert out is None, "it goes to one place"
+        assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
         out = weight.new_empty(num_rows, num_outputs)
@@ -74,9 +82,9 @@ def skinny_linear(
     assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
     assert out.shape == (num_rows, num_outputs), (out.shape, num_rows, num_outputs)
     assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
-    assert out.data_ptr() != x.data_ptr(), "rows cannot be written while others read them"
+    assert out.data_ptr() != x.data_ptr(), "out must not be x: other programs still read it"
     for tensor in (x, weight, bias, out):
-        assert tensor is None or tensor.is_contiguous(), "rows must lie side by side"
+        assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
     options: dict[str, Any] = {
         "is_whole": num_inputs % config.block_inputs == 0,
         "has_bias": bias is not None,
@@ -84,14 +92,14 @@ def skinny_linear(
         "is_gelu": activation == "gelu_tanh",
         "adds": add_to is not None,
         "num_warps": config.num_warps,
-        **launch_options(overlaps_launches(x.device)),
+        **launch_options(supports_pdl(x.device)),
     }
     bias = weight if bias is None else bias
     if isinstance(config, FmaConfig):
         _launch_fma(x, weight, bias, out, norm, config, options)
     else:
-        assert norm is None, "the tensor cores take rows that are normalised already"
-        _launch_dot(x, weight, bias, out, arrivals, config, options)
+        assert norm is None, "only an FmaConfig takes a norm"
+        _launch_dot(x, weight, bias, out, counters, config, options)
     return out
 
 
@@ -124,7 +132,7 @@ def _launch_fma(
         block_inputs=config.block_inputs,
         block_outputs=config.block_outputs,
         has_norm=norm is not None,
-        pdl=pdl if overlaps_launches(x.device) else 0,
+        pdl=pdl if supports_pdl(x.device) else 0,
         **options,
     )
 
@@ -134,7 +142,7 @@ def _launch_dot(
     weight: torch.Tensor,
     bias: torch.Tensor,
     out: torch.Tensor,
-    arrivals: torch.Tensor | None,
+    counters: torch.Tensor | None,
     config: DotConfig,
     options: dict[str, Any],
 ) -> None:
@@ -142,22 +150,22 @@ def _launch_dot(
     num_outputs = out.shape[1]
     block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
-    assert 1 <= num_rows <= _MOST_BLOCKS_OF_ROWS * config.block_rows, (num_rows, config)
+    assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows, (num_rows, config)
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
-    across, down = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
+    output_tiles, row_tiles = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
     if config.splits > 1:
-        size = config.splits * across * down * config.block_weights * block_rows
+        size = config.splits * output_tiles * row_tiles * config.block_weights * block_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrivals = new_arrivals(weight) if arrivals is None else arrivals
-        assert arrivals.numel() >= across * down, (arrivals.shape, across, down)
-    dot_kernel[(across, config.splits, down)](
+        counters = new_split_k_counters(weight) if counters is None else counters
+        assert counters.numel() >= output_tiles * row_tiles, (counters.shape, output_tiles, row_tiles)
+    dot_kernel[(output_tiles, config.splits, row_tiles)](
         x,
         weight,
         bias,
         out,
         partials,
-        out if arrivals is None or config.splits == 1 else arrivals,
+        out if counters is None or config.splits == 1 else counters,
         num_rows,
         num_outputs,
         block_rows=block_rows,
@@ -166,19 +174,19 @@ def _launch_dot(
         block_weights=config.block_weights,
         splits=config.splits,
         num_stages=config.num_stages,
-        asked_inputs=num_asked_inputs(weight, config),
+        prefetched_inputs=num_prefetched_inputs(weight, config),
         threads=32 * config.num_warps,
-        pdl=TRIGGER_FIRST if overlaps_launches(x.device) else 0,
+        pdl=TRIGGER_FIRST if supports_pdl(x.device) else 0,
         **options,
     )
 
 
-def num_asked_inputs(weight: torch.Tensor, config: DotConfig) -> int:
-    """Of each row, before the wait: what `config` says, or nothing where rows do not begin and end at 16 bytes."""
-    pieces = 16 // weight.element_size()
-    are_whole = weight.shape[1] % pieces == 0 and weight.data_ptr() % 16 == 0
-    assert config.asked_inputs % pieces == 0, config
-    return config.asked_inputs if are_whole else 0
+def num_prefetched_inputs(weight: torch.Tensor, config: DotConfig) -> int:
+    """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes."""
+    elements = 16 // weight.element_size()
+    are_aligned = weight.shape[1] % elements == 0 and weight.data_ptr() % 16 == 0
+    assert config.prefetched_inputs % elements == 0, config
+    return config.prefetched_inputs if are_aligned else 0
 
 
 def skinny_linear_reference(

@@ -1,8 +1,9 @@
-"""The two ends of a step on the device: its inputs made from the rows, and its tokens taken into them.
+"""The first and last kernels of a step, on the device: a decode step's inputs from the row state, and the update of
+that state with the sampled tokens.
 
-`write_words` brings what the host has to say about the rows (`step_state`), `prepare_decode` makes a decoding step's
-inputs of them, `finish_rows` takes the step's tokens in and tells the host. So a step follows another without the host
-between them.
+`write_words` applies the host's updates of the rows (`step_state`), `prepare_decode` gathers a decode step's inputs
+from them, `finish_rows` appends the step's tokens and notifies the host. So one step follows another without a host
+round trip.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _RING_HEAD = tl.constexpr(RING_HEAD)
 _BAD_LOGITS = tl.constexpr(BAD_LOGITS)
 _BAD_HIDDEN = tl.constexpr(BAD_HIDDEN)
 
-_WORDS = 1024  # of one program of `write_words`
-_COPIED = 128  # entries of a block table that are copied at once
-_LOOKED_AT = 256  # tokens of a row
+_WORDS = 1024  # per program of `write_words`
+_TABLE_BLOCK = 128  # block table entries copied per iteration
+_FINITE_BLOCK = 256  # tokens of a row whose `finite` is read per iteration
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -56,9 +57,10 @@ def _write_words(state, places, words, num_words, block: tl.constexpr):
 
 
 def write_words(state: torch.Tensor, places: torch.Tensor, words: torch.Tensor, num_words: int) -> None:
-    """state[places[i]] = words[i] for the first `num_words`; of several words for one place any may win.
+    """Scatters: state[places[i]] = words[i] for the first `num_words`; of several words for one place any may win.
 
-    places and words: [num_words or more] int32, on the device or pinned, where the kernel reads them over the bus.
+    places and words: [num_words or more] int32, on the device or in pinned host memory, which the kernel reads over the
+    bus.
     """
     assert state.dtype == places.dtype == words.dtype == torch.int32
     assert num_words <= len(places)
@@ -81,8 +83,8 @@ def _prepare_decode(
     min_p,
     seed,
     position,
-    bar_start,
-    bar_end,
+    masked_start,
+    masked_end,
     batch_at: tl.constexpr,
     records_at: tl.constexpr,
     record_words: tl.constexpr,
@@ -90,10 +92,10 @@ def _prepare_decode(
     table_stride: tl.constexpr,
     out_stride: tl.constexpr,
     block_size: tl.constexpr,
-    copied: tl.constexpr,
-    is_first: tl.constexpr,  # whether this launch also writes what all groups share
+    table_block: tl.constexpr,
+    is_first: tl.constexpr,  # this launch also writes what all KV cache groups share
 ):
-    """One program a sequence."""
+    """One program per sequence."""
     i = tl.program_id(0)
     row = tl.load(state + batch_at + i)
     known = tl.maximum(row, 0).to(tl.int64)
@@ -104,21 +106,21 @@ def _prepare_decode(
     here = tl.where(is_live, computed, 0)
     seq_len = tl.where(is_live, computed + 1, 0)
     table = state + table_at + known * table_stride
-    # A token whose keys are cached already has its slot in the null block, and so has padding.
+    # The slot is in the null block for padding and for a token whose keys are cached already.
     is_written = is_live & (here >= tl.load(record + NUM_CACHED))
     block = tl.where(is_written, tl.load(table + here // block_size), 0)
     tl.store(slots + i, block.to(tl.int64) * block_size + here % block_size)
     num_blocks = tl.cdiv(seq_len, block_size)
-    for begin in range(0, num_blocks, copied):
-        index = begin + tl.arange(0, copied)
+    for begin in range(0, num_blocks, table_block):
+        index = begin + tl.arange(0, table_block)
         mask = index < num_blocks
         tl.store(block_table + i.to(tl.int64) * out_stride + index, tl.load(table + index, mask=mask), mask=mask)
     if is_first:
         tl.store(input_ids + i, tl.where(is_live, tl.load(record + LAST_TOKEN), 0).to(tl.int64))
         tl.store(positions + i, here.to(tl.int64))
         tl.store(seq_lens + i, seq_len)
-        heat = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
-        tl.store(temperature + i, tl.where(is_live, heat, 0.0))
+        row_temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
+        tl.store(temperature + i, tl.where(is_live, row_temperature, 0.0))
         tl.store(top_k + i, tl.load(record + TOP_K))
         tl.store(top_p + i, tl.load(record + TOP_P).to(tl.float32, bitcast=True))
         tl.store(min_p + i, tl.load(record + MIN_P).to(tl.float32, bitcast=True))
@@ -126,20 +128,20 @@ def _prepare_decode(
         tl.store(seed + i, low | (tl.load(record + SEED + 1).to(tl.int64) << 32))
         tl.store(position + i, seq_len.to(tl.int64))
         is_early = is_live & (seq_len - tl.load(record + NUM_PROMPT) < tl.load(record + MIN_TOKENS))
-        first_bar = (at + RECORD_HEAD).to(tl.int32)
-        tl.store(bar_start + i, first_bar)
-        tl.store(bar_end + i, first_bar + tl.where(is_early, tl.load(record + NUM_STOPS), 0))
+        first_masked = (at + RECORD_HEAD).to(tl.int32)
+        tl.store(masked_start + i, first_masked)
+        tl.store(masked_end + i, first_masked + tl.where(is_early, tl.load(record + NUM_STOPS), 0))
 
 
 def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInputs, num_seqs: int) -> None:
-    """The inputs of a step of one token a row, for the first `num_seqs` places of the batch.
+    """The inputs of a decode step (one token per row), for the first `num_seqs` places of the persistent batch.
 
-    A place without a row, or with one that has stopped, becomes padding: a sequence of no tokens whose slot is in the
-    null block. A block table is filled as far as its sequence goes; what is behind is of steps before.
+    A place without a row, or with a stopped one, becomes padding: an empty sequence whose slot is in the null block. A
+    block table row is filled up to its sequence's last block; the entries after it are stale.
     """
     assert num_seqs <= len(inputs.input_ids)
     to = inputs.sampling
-    columns = (to.temperature, to.top_k, to.top_p, to.min_p, to.seed, to.position, to.bar_start, to.bar_end)
+    columns = (to.temperature, to.top_k, to.top_p, to.min_p, to.seed, to.position, to.masked_start, to.masked_end)
     for group, (slots, table) in enumerate(zip(inputs.slots, inputs.block_tables, strict=True)):
         _prepare_decode[(num_seqs,)](
             state,
@@ -156,7 +158,7 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
             table_stride=layout.table_stride(group),
             out_stride=table.stride(0),
             block_size=layout.block_sizes[group],
-            copied=_COPIED,
+            table_block=_TABLE_BLOCK,
             is_first=group == 0,
             num_warps=1,
         )
@@ -172,7 +174,7 @@ def _fill_last_tokens(state, input_ids, rows, records_at: tl.constexpr, record_w
 def fill_last_tokens(
     state: torch.Tensor, layout: StateLayout, input_ids: torch.Tensor, rows: torch.Tensor, num_seqs: int
 ) -> None:
-    """The first `num_seqs` of input_ids [n] int64 become the last tokens of rows [num_seqs or more] int32."""
+    """input_ids [n] int64: the first `num_seqs` become the last tokens of rows [num_seqs or more] int32."""
     if num_seqs:
         _fill_last_tokens[(num_seqs,)](
             state, input_ids, rows, records_at=layout.records_at, record_words=layout.record_words, num_warps=1
@@ -180,11 +182,11 @@ def fill_last_tokens(
 
 
 class RaggedRows(NamedTuple):
-    """What `finish_rows` is told of rows that have several tokens, or do not sample."""
+    """Per-row input of `finish_rows` for steps in which rows have several tokens, or do not sample."""
 
     starts: torch.Tensor  # [num_rows] int32: the first token of each in the step
     counts: torch.Tensor  # [num_rows] int32: its tokens, all of them computed now
-    samples: torch.Tensor  # [num_rows] int32: its place in token_ids; -1 where it sampled nothing
+    samples: torch.Tensor  # [num_rows] int32: its index in token_ids; -1: it does not sample
     finite: torch.Tensor  # [num_tokens] bool: whether the token's hidden state is finite
 
 
@@ -205,10 +207,10 @@ def _finish_rows(
     ring_slots: tl.constexpr,  # a power of two
     ring_stride: tl.constexpr,
     is_decode: tl.constexpr,  # each row has one token and samples: `counts`, `samples` and `finite` are not read
-    looked_at: tl.constexpr,  # tokens of a row whose `finite` is read at once
-    is_compiled: tl.constexpr,  # not in the interpreter, which has no fences
+    finite_block: tl.constexpr,  # tokens whose `finite` is read per iteration
+    is_compiled: tl.constexpr,  # False in the interpreter, which has no fences
 ):
-    """One program a row; the last one through tells the host."""
+    """One program per row; the last one to arrive publishes the step to the host."""
     i = tl.program_id(0)
     step = tl.load(state + STEP_COUNT)
     row = tl.load(rows + i)
@@ -223,15 +225,15 @@ def _finish_rows(
             count = tl.load(counts + i)
             sample = tl.load(samples + i)
             begin = tl.load(starts + i)
-            for at in range(0, count, looked_at):
-                index = at + tl.arange(0, looked_at)
+            for at in range(0, count, finite_block):
+                index = at + tl.arange(0, finite_block)
                 good = tl.load(finite + begin + index, mask=index < count, other=1).to(tl.int32)
                 flags |= tl.where(tl.min(good, axis=0) == 0, _BAD_HIDDEN, 0)
         if sample >= 0:
             token = tl.load(token_ids + sample).to(tl.int32)
             flags |= tl.where(tl.load(ok + sample).to(tl.int32) == 0, _BAD_LOGITS, 0)
         is_live = tl.load(record + STOPPED) == 0
-        # Of a row that has stopped nothing was computed, so there is nothing wrong with it.
+        # A stopped row is padding: its flags have no meaning.
         tl.store(slot + _RING_HEAD + i, tl.where(is_live, token | flags, tl.load(record + LAST_TOKEN)))
         if is_live:
             tl.store(record + NUM_COMPUTED, tl.load(record + NUM_COMPUTED) + count)
@@ -240,13 +242,13 @@ def _finish_rows(
                 is_stop = tl.load(record + RECORD_HEAD + index, mask=index < tl.load(record + NUM_STOPS), other=-1)
                 tl.store(record + LAST_TOKEN, token)
                 tl.store(record + STOPPED, tl.max((is_stop == token).to(tl.int32), axis=0))
-    tl.debug_barrier()  # all threads have written before one of them counts the program in
+    tl.debug_barrier()  # all threads have written before the program arrives
     arrived = tl.atomic_add(state + ARRIVALS, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(0) - 1:
         tl.store(state + ARRIVALS, 0)
         tl.store(state + STEP_COUNT, step + 1)
         if is_compiled:
-            # What all programs wrote is seen by the host before the number is.
+            # Release: the host sees the writes of all programs before it sees the step number.
             tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0;",
                 "=r,l,r",
@@ -269,11 +271,12 @@ def finish_rows(
     num_rows: int,
     ragged: RaggedRows | None = None,
 ) -> None:
-    """Takes a step's tokens into the rows, and ends the step: writes them to the ring's next slot, then its number.
+    """Appends a step's tokens to the rows and ends the step: writes them to the next slot of the result ring, then its
+    step number.
 
-    rows: [num_rows or more] int32, -1 is padding. token_ids: [n] int64 and ok: [n] bool, as sampled. ring:
-    [slots, RING_HEAD + max_rows] int32, pinned; slots a power of two. Without `ragged`, row i computed one token and
-    sampled token i. A row that samples one of its stop tokens is stopped: this and later launches do not change it.
+    rows: [num_rows or more] int32, -1 is padding. token_ids: [n] int64 and ok: [n] bool, as sampled. ring: [slots,
+    RING_HEAD + max_rows] int32, pinned; slots a power of two. Without `ragged`, row i computed one token and sampled
+    token i. A row that samples one of its stop tokens is stopped: this and later launches do not change it.
     """
     assert num_rows > 0
     assert ring.shape[0] & (ring.shape[0] - 1) == 0, ring.shape
@@ -282,5 +285,5 @@ def finish_rows(
     _finish_rows[(num_rows,)](
         state, rows, token_ids, ok, *columns, ring, records_at=layout.records_at, record_words=layout.record_words,
         stops=triton.next_power_of_2(max(1, layout.max_stops)), ring_slots=ring.shape[0], ring_stride=ring.stride(0),
-        is_decode=ragged is None, looked_at=_LOOKED_AT, is_compiled=state.is_cuda, num_warps=1,
+        is_decode=ragged is None, finite_block=_FINITE_BLOCK, is_compiled=state.is_cuda, num_warps=1,
     )  # fmt: skip

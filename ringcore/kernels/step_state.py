@@ -1,7 +1,7 @@
-"""All that a worker's device knows of its rows, in one piece of memory, and the inputs of a decoding step made of it.
+"""The row state of the persistent batch on the device, in one buffer, and the decode inputs made from it.
 
-The state is a run of int32 words: a header, the rows of the batch, a record a row, and the block tables of each KV
-cache group. So what the host has to tell the device is a list of words and their places, whatever it is about.
+The state is an array of int32 words: a header, the rows of the batch, a record per row, and the block tables of each KV
+cache group. So every update by the host is a list of words and their places.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["BAD_HIDDEN", "BAD_LOGITS", "RING_HEAD", "DecodeInputs", "StateLayout
 
 # The header.
 STEP_COUNT = tl.constexpr(0)  # steps finished since the start; it wraps around
-ARRIVALS = tl.constexpr(1)  # programs of the running `finish_rows` that are through; zero between launches
+ARRIVALS = tl.constexpr(1)  # programs of the running `finish_rows` that have arrived; zero between launches
 _HEADER = 16
 
-# A row's record. The last RECORD_HEAD - 13 words of its head are free; stop tokens follow.
+# A row's record: a head, whose last RECORD_HEAD - 13 words are unused, then the stop tokens.
 NUM_COMPUTED = tl.constexpr(0)
 NUM_CACHED = tl.constexpr(1)
 NUM_PROMPT = tl.constexpr(2)
 MIN_TOKENS = tl.constexpr(3)
 NUM_STOPS = tl.constexpr(4)
-STOPPED = tl.constexpr(5)  # not 0: it has sampled a stop token, and gets no more
+STOPPED = tl.constexpr(5)  # not 0: it has sampled a stop token and is not decoded further
 LAST_TOKEN = tl.constexpr(6)
 TOP_K = tl.constexpr(7)
 TEMPERATURE = tl.constexpr(8)  # this and the next two: the bits of a float32
@@ -35,7 +35,7 @@ MIN_P = tl.constexpr(10)
 SEED = tl.constexpr(11)  # two words, the low one first
 RECORD_HEAD = tl.constexpr(16)
 
-# A slot of the result ring: the number of the step after it is written, and from RING_HEAD on a word a row.
+# A slot of the result ring: its step number, which is written last, and from RING_HEAD on one word per row.
 RING_HEAD = 16
 # Or'ed to the token of a row whose logits, or hidden states, are not finite; a vocabulary is smaller.
 BAD_LOGITS = 1 << 30
@@ -50,7 +50,7 @@ def _aligned(num_words: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where everything is in the state, in words."""
+    """Word offsets within the state."""
 
     max_rows: int
     max_stops: int  # stop tokens of a row
@@ -90,14 +90,14 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What `prepare_decode` fills for max_seqs sequences of one token each; the same memory in every step."""
+    """What `prepare_decode` fills for max_seqs sequences of one token each; at fixed addresses, for CUDA graphs."""
 
     input_ids: torch.Tensor  # [max_seqs] int64
     positions: torch.Tensor  # [max_seqs] int64
     seq_lens: torch.Tensor  # [max_seqs] int32; 0 is padding
     slots: tuple[torch.Tensor, ...]  # by group: [max_seqs] int64
     block_tables: tuple[torch.Tensor, ...]  # by group: [max_seqs, width] int32
-    sampling: DeviceSamplingInputs  # of max_seqs rows; barred are words of the state
+    sampling: DeviceSamplingInputs  # of max_seqs rows; masked_token_ids is the state itself
 
     @classmethod
     def allocate(cls, layout: StateLayout, state: torch.Tensor, max_seqs: int) -> DecodeInputs:
@@ -111,5 +111,5 @@ class DecodeInputs:
             block_tables=tuple(
                 torch.zeros(max_seqs, layout.table_stride(group), dtype=torch.int32, device=device) for group in groups
             ),
-            sampling=replace(DeviceSamplingInputs.allocate(max_seqs, 0, device), bar_ids=state),
+            sampling=replace(DeviceSamplingInputs.allocate(max_seqs, 0, device), masked_token_ids=state),
         )

@@ -1,1 +1,1 @@
-"""Paged KV cache management: block pool, block tables, prefix cache, planning; does not know the device."""
+"""The bookkeeping of the paged KV cache; it does not know what device it describes."""

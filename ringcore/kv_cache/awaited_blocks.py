@@ -1,4 +1,4 @@
-"""Prefix blocks that running requests are computing: a request with the same prefix waits instead of recomputing it."""
+"""Prefix blocks that running requests are computing: a waiting request with the same prefix waits for the cache hit."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ __all__ = ["AwaitedBlocks"]
 
 
 class AwaitedBlocks:
-    """The hashes of the full blocks that running rows are computing. Several rows may compute the same block."""
+    """The hashes of full blocks that rows are computing. Several rows may be computing the same block."""
 
     def __init__(self) -> None:
-        self._by_row: dict[int, tuple[int, list[bytes]]] = {}  # end block number, and the hashes up to it
-        self._num_rows: Counter[bytes] = Counter()  # by hash: the number of rows computing the block
+        self._by_row: dict[int, tuple[int, list[bytes]]] = {}  # end of its blocks, hashes of the uncomputed ones
+        self._num_rows: Counter[bytes] = Counter()  # how many rows compute the block of this hash
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._num_rows
 
     def add(self, row: int, first: int, hashes: Sequence[bytes]) -> None:
-        """Registers the blocks of a new row from number `first` on, by their hashes."""
+        """The row, new here, will compute its blocks from number `first` on; these are their hashes."""
         assert row not in self._by_row
         if hashes:
             self._by_row[row] = first + len(hashes), list(hashes)
             self._num_rows.update(hashes)
 
     def drop_first(self, row: int, num_blocks: int) -> None:
-        """Unregisters the row's first `num_blocks` blocks: they are computed and published."""
+        """Removes the row's first `num_blocks` blocks, which are computed."""
         if row not in self._by_row:
             return
         end, hashes = self._by_row[row]
@@ -38,7 +38,7 @@ class AwaitedBlocks:
             del hashes[:num_done]
 
     def drop(self, row: int) -> None:
-        """Unregisters all blocks of the row: it was freed."""
+        """Removes the row: it will compute no more blocks."""
         _, hashes = self._by_row.pop(row, (0, []))
         self._forget(hashes)
 

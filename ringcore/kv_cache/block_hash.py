@@ -1,12 +1,12 @@
-"""Content hashes of blocks for the prefix cache: a BLAKE2b chain over raw token bytes.
+"""Block hashes for the prefix cache: a BLAKE2b chain over raw token bytes.
 
     root ──▶ digest(root, tokens of block 0) ──▶ digest(that, tokens of block 1) ──▶ ...
 
-A digest covers all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random in each
-process unless seeded: an attacker can neither prepare colliding prompts nor infer tokens from a digest. A cache salt or
-an adapter has its own root. The digest of a block with tokens of an image includes the image's hash.
+A digest stands for all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random
+in each process unless seeded: no client can prepare two prompts that collide, or learn tokens from a digest. A cache
+salt or an adapter has its own root. A block with a part of an image has the image's hash in its digest.
 
-Of the standard library's 256-bit hashes, BLAKE2b is the fastest for blocks of 16 tokens, with or without SHA
+Of the standard library's hashes with 256 bits, BLAKE2b costs least for blocks of 16 tokens, with or without SHA
 instructions: parent and tokens are one compression.
 """
 
@@ -27,11 +27,11 @@ _DIGEST_BYTES = 32
 
 
 class ExtraKeys(NamedTuple):
-    """The inputs of a request's keys and values other than its token ids."""
+    """Inputs of a request's keys and values other than its token ids."""
 
-    cache_salt: str | None = None  # requests share blocks only within one salt; "" is a salt too
+    cache_salt: str | None = None  # requests share blocks only within one salt; an empty string is a salt
     adapter: str | None = None
-    # Image placeholders: (first token, number of tokens, hash of the image), in token order.
+    # Placeholder tokens of images: (first token, number of tokens, hash of the image), in the order of the tokens.
     item_hashes: tuple[tuple[int, int, bytes], ...] = ()
 
 
@@ -58,10 +58,10 @@ class BlockHasher:
         num_blocks: int,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
-        """Extends `hashes` to the first `num_blocks` blocks of `tokens`; these must be full.
+        """Appends to `hashes` until it names the first `num_blocks` blocks of `tokens`; these must be full.
 
-        `tokens` are int32, extra_keys the same in each call for a request. A request's tokens are append-only, so
-        existing hashes stay valid.
+        `tokens` are int32, extra_keys the same in each call for a request. Tokens are only ever appended to a request,
+        so existing hashes stay valid.
         """
         first = len(hashes)
         if num_blocks <= first:
@@ -79,12 +79,12 @@ class BlockHasher:
         items = self._item_keys(extra_keys, first, num_blocks)
         for block in range(first, num_blocks):
             begin = (block - first) * size
-            # Parent and tokens have a fixed length: an item cannot be mistaken for tokens.
+            # Parent and tokens have a fixed length: no item can be mistaken for tokens.
             parent = _digest(parent + data[begin : begin + size] + items.get(block, b""))
             append(parent)
 
     def _root_of(self, extra_keys: ExtraKeys) -> bytes:
-        """The root for a salt or adapter. BLAKE2b's `person` separates its domain from that of block digests."""
+        """The root digest. BLAKE2b's personalization separates it from block digests: no salt passes for tokens."""
         named = ((b"salt", extra_keys.cache_salt), (b"adapter", extra_keys.adapter))
         parts = [name + _sized(key.encode("utf-8", "surrogatepass")) for name, key in named if key is not None]
         if not parts:
@@ -92,7 +92,7 @@ class BlockHasher:
         return blake2b(self._root + b"".join(parts), digest_size=_DIGEST_BYTES, person=b"root").digest()
 
     def _item_keys(self, extra_keys: ExtraKeys, first: int, end: int) -> dict[int, bytes]:
-        """By block from `first` to `end`: the hashes of the items with tokens in it, and their offsets in the block."""
+        """By block from `first` to `end`: its items, those with a token in the block, and their offsets in it."""
         keys: dict[int, bytes] = {}
         for first_token, num_tokens, item_hash in extra_keys.item_hashes:
             item_end = -(-(first_token + num_tokens) // self.block_size)

@@ -1,15 +1,15 @@
-"""The block pool: reference counts, the free list, and the prefix cache with LRU eviction.
+"""The block allocator of the KV cache: free blocks, reference counts, and the prefix cache with LRU eviction.
 
 A block is in one of three states:
 
     state         ref_count  hash  where
-    in use        >= 1       any   in block tables                  referenced by running requests, possibly shared
-    cached, free  0          set   in the LRU list                  unreferenced; a prefix cache hit can reuse it
-    empty, free   0          none  on the free stack                unreferenced, no usable contents
+    in use        >= 1       any   in block tables                  holds tokens of running requests
+    cached, free  0          set   in LRU order                     evictable; a prompt with this prefix can hit it
+    empty, free   0          none  on the stack                     holds nothing
 
-Empty blocks are allocated first, in LIFO order (recently used memory is warm); then the least recently used cached
-blocks are evicted. So a prefix is evicted only when no empty block is left, the least recently used one first, from its
-last block. Blocks are ints; there is no Python object for a block that is not cached.
+Empty blocks are allocated first, the last freed one first (its memory is warm); then cached ones are evicted, the least
+recently used first. So a prefix is evicted only when no empty block is left, its last block first. Blocks are ints; no
+Python object exists for a block that is not cached.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import numpy as np
 __all__ = ["BlockPool"]
 
 _NOT_CACHED = -1
-_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes per batch: a miss is cheap, however long the prompt
+_FIRST_LOOKUP, _LOOKUP_GROWTH = 64, 4  # hashes at a time: a miss costs little, however long the prompt
 _NO_IDS = np.empty(0, np.int64)
 
 
 class BlockPool:
-    """All blocks, by id, shared by `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is
-    never allocated.
+    """All blocks, by id, for `num_groups` KV cache groups. Block 0 is the null block: it pads block tables and is never
+    allocated.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
-        self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the number of block tables with it
-        self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # by block id: the group that it is cached for
-        self._free_stack = np.empty(num_blocks, np.int32)  # the first `_num_empty` entries; the top is last
-        self._block_of_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
+        self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
+        self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
+        self._stack = np.empty(num_blocks, np.int32)  # free list: `_num_empty` empty blocks, the last first
+        self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
-        self._lru: OrderedDict[int, int] = OrderedDict()  # cached and free, longest unused first: id -> group
+        self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
         self._num_empty = 0
-        self._reset_free_stack()
+        self._empty_all()
 
-    def _reset_free_stack(self) -> None:
+    def _empty_all(self) -> None:
         self._num_empty = self.num_usable_blocks
-        self._free_stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
+        self._stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -54,20 +54,20 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_empty + len(self._lru)
+        return self._num_empty + len(self._evictable)
 
     @property
     def num_cached_blocks(self) -> int:
         return len(self._hash_of)
 
-    def take(self, num_blocks: int) -> np.ndarray:
-        """Allocates `num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
+    def allocate(self, num_blocks: int) -> np.ndarray:
+        """`num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
 
-        Evicts cached blocks as needed (LRU).
+        Evicts cached blocks as needed.
         """
-        assert num_blocks <= self.num_free_blocks, "take: not so many blocks are free"
+        assert num_blocks <= self.num_free_blocks, "allocate: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
-        ids = self._free_stack[bottom : self._num_empty][::-1].astype(np.int64)
+        ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
         self._num_empty = bottom
         if len(ids) < num_blocks:
             ids = np.concatenate((ids, self._evict(num_blocks - len(ids))))
@@ -75,20 +75,20 @@ class BlockPool:
         return ids
 
     def _evict(self, num_blocks: int) -> np.ndarray:
-        """Removes the least recently used blocks from the prefix cache."""
+        """Evicts the least recently used cached blocks: no lookup hits them any more."""
         ids = []
-        pop_least_recent, pop_hash = self._lru.popitem, self._hash_of.pop
+        pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
         for _ in range(num_blocks):
-            block_id, group = pop_least_recent(last=False)
-            del self._block_of_hash[group][pop_hash(block_id)]
+            block_id, group = pop_lru(last=False)
+            del self._cached[group][pop_hash(block_id)]
             ids.append(block_id)
         evicted = np.array(ids, np.int64)
         self._group_of[evicted] = _NOT_CACHED
         return evicted
 
     def free(self, ids: np.ndarray) -> None:
-        """Drops one reference of each block. Order matters: the last empty one is reallocated first, the first cached
-        one is evicted first. A block may occur as often as it has references. ids: [n] int64.
+        """Drops one reference to each, in this order: of the empty blocks the last is allocated first, of the cached
+        ones the first is evicted first. A block may occur as often as it has references. ids: [n] int64.
         """
         if not len(ids):
             return
@@ -103,73 +103,73 @@ class BlockPool:
         is_cached = groups != _NOT_CACHED
         cached = ids[is_cached]
         if len(cached):
-            # A block that occurs twice, freed by two tables, is inserted once. Uncached blocks are never shared.
-            self._lru.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            # A block freed twice here, by two tables, is inserted once. Empty blocks are never shared.
+            self._evictable.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
             ids = ids[~is_cached]
-        self._free_stack[self._num_empty : self._num_empty + len(ids)] = ids
+        self._stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
 
     def num_unreferenced(self, ids: np.ndarray) -> int:
-        """How many of these have no reference: `touch` would take them from the free blocks."""
+        """How many of these are in no block table: `touch` removes them from the free blocks."""
         return len(ids) - int(np.count_nonzero(self.ref_counts[ids]))
 
     def touch(self, ids: np.ndarray) -> None:
-        """Adds one reference to each block; no id twice. A cached free block leaves the LRU list. ids: [n] int64."""
+        """Adds one reference to each, on a prefix cache hit. Free ones become used. ids: [n] int64, unique."""
         unreferenced = ids[self.ref_counts[ids] == 0]
-        deque(map(self._lru.pop, unreferenced.tolist()), maxlen=0)
+        deque(map(self._evictable.pop, unreferenced.tolist()), maxlen=0)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
-        """Inserts blocks in use into the prefix cache, ids[i] by hashes[i]. If another block of the group has the hash
-        already, the cache keeps that one (ids[i] is a duplicate). ids: [n] int64.
+        """Puts blocks in use into the prefix cache, ids[i] by hashes[i]. If another block of the group has the hash
+        already, that one stays cached. ids: [n] int64.
         """
         own_ids = ids.tolist()
-        found_ids = list(map(self._block_of_hash[group].setdefault, hashes, own_ids))
+        found_ids = list(map(self._cached[group].setdefault, hashes, own_ids))
         if found_ids != own_ids:
             is_new = list(map(eq, found_ids, own_ids))
             ids, own_ids, hashes = ids[is_new], list(compress(own_ids, is_new)), list(compress(hashes, is_new))
-        assert _all(self.ref_counts[ids]), "a free block has undefined contents"
+        assert _all(self.ref_counts[ids]), "a free block cannot be cached"
         assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
         self._hash_of.update(zip(own_ids, hashes, strict=True))
         self._group_of[ids] = group
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
-        """The cached blocks of the leading hashes, up to the first miss. [n] int64."""
+        """The cached blocks of the first hashes, up to the first miss. [n] int64."""
         parts = [_NO_IDS]
         begin, size = 0, _FIRST_LOOKUP
         while begin < len(hashes):
             names = hashes[begin : begin + size]
-            ids = np.fromiter(map(self._block_of_hash[group].get, names, repeat(0)), np.int64, len(names))
+            ids = np.fromiter(map(self._cached[group].get, names, repeat(0)), np.int64, len(names))
             parts.append(ids)
             if not _all(ids):
-                parts[-1] = ids[: ids.argmin()]  # the first 0 (the null block) is a miss
+                parts[-1] = ids[: ids.argmin()]  # the first 0: no block has that id
                 break
             begin, size = begin + size, size * _LOOKUP_GROWTH
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def hashes(self, group: int) -> KeysView[bytes]:
         """The hashes of the group's cached blocks."""
-        return self._block_of_hash[group].keys()
+        return self._cached[group].keys()
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """The hash of a cached block; None if it is not cached."""
+        """The block's hash; None if it is not cached."""
         return self._hash_of.get(block_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Drops every cached block; False, with no change, while any block is in use."""
+        """Evicts every cached block; False, and nothing done, while any block is in use."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for found in self._block_of_hash:
-            found.clear()
+        for cached in self._cached:
+            cached.clear()
         self._hash_of.clear()
-        self._lru.clear()
+        self._evictable.clear()
         self._group_of[:] = _NOT_CACHED
-        self._reset_free_stack()
+        self._empty_all()
         return True
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, evictable = self._free_stack[: self._num_empty].tolist(), list(self._lru)
+        empty, evictable = self._stack[: self._num_empty].tolist(), list(self._evictable)
         free = {*empty, *evictable}
         assert len(free) == len(empty) + len(evictable), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is allocated"
@@ -180,14 +180,14 @@ class BlockPool:
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
         assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._lru.items()), "in the LRU without a hash"
-        assert free & groups.keys() == set(evictable), "a cached block is on the free stack"
-        found = [{} for _ in self._block_of_hash]  # type: list[dict[bytes, int]]
+        assert all(groups.get(block_id) == group for block_id, group in self._evictable.items()), "evictable, no hash"
+        assert free & groups.keys() == set(evictable), "a cached block is listed as empty"
+        cached = [{} for _ in self._cached]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():
-            found[group][self._hash_of[block_id]] = block_id
-        assert found == self._block_of_hash, "prefix cache: the maps and the blocks disagree"
+            cached[group][self._hash_of[block_id]] = block_id
+        assert cached == self._cached, "prefix cache: the maps and the blocks disagree"
 
 
 def _all(values: np.ndarray) -> bool:
-    """`values.all()`, in a third of the time for few values."""
+    """As `values.all()`, in a third of the time for a few values."""
     return int(np.count_nonzero(values)) == values.size

@@ -1,4 +1,4 @@
-"""Prefix cache hits: the longest prefix of a request that every KV cache group has cached."""
+"""Prefix cache lookup: the longest prefix of a request that every KV cache group has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["CachedPrefix", "find_longest_prefix"]
 class CachedPrefix(NamedTuple):
     """A prefix cache hit, a whole number of blocks in every group."""
 
-    num_computed_tokens: int  # at most all tokens but one: the last one must be computed to sample the next
-    num_cached_tokens: int  # tokens with valid slots: num_computed_tokens, or one more if all tokens are cached
-    block_ids: tuple[list[int], ...]  # by group; 0 (null block) for blocks out of the sliding window
-    is_awaited: bool  # a running request is computing the next block: waiting avoids computing it twice
+    num_computed_tokens: int  # at most all but one: the last token must be computed to sample the next
+    num_cached_tokens: int  # with cached slots: num_computed_tokens, or one more if all tokens are cached
+    block_ids: tuple[list[int], ...]  # by group; 0, the null block, before the sliding window
+    is_awaited: bool  # a running request is computing the next block: waiting saves computing it twice
 
     def held_block_ids(self) -> np.ndarray:
-        """The block ids over all groups without null blocks, each once. [n] int64."""
+        """The blocks of all groups, without null blocks. [n] int64."""
         ids = np.array([*chain.from_iterable(self.block_ids)], np.int64)
         held: np.ndarray = ids[ids != 0]
         return held
@@ -33,11 +33,11 @@ def find_longest_prefix(
 ) -> list[np.ndarray]:
     """By group, the blocks of the longest prefix of `token_ids`, of at most `limit` tokens. Each [n] int64.
 
-    A full-attention group needs all blocks of the prefix, a sliding-window group only those in the next token's window.
-    A hit is verified against each block's token ids; the chained hash covers the tokens before the block.
+    A group of full attention needs all blocks of the prefix, one with a sliding window those that the next token
+    sees. A hit is confirmed by comparing the blocks' tokens; equality of what precedes a block follows from its hash.
 
     hashes: of the first `limit` tokens. token_ids: [num_tokens] int32, all of the request's. limit: a multiple of
-    `alignment`, like the result.
+    `alignment`, as the result is.
     """
     while True:
         found = _find_by_hash(groups, hashes, len(token_ids), limit, alignment)
@@ -50,7 +50,7 @@ def find_longest_prefix(
 def _find_by_hash(
     groups: Sequence[GroupManager], hashes: list[bytes], num_tokens: int, limit: int, alignment: int
 ) -> list[np.ndarray]:
-    """Each group may shorten the hit of the others, until all have the same length (fixed point)."""
+    """Each group may shorten the hit of the others, until all have the same length."""
     found: list[np.ndarray] = []
     for group in groups:
         found.append(group.find(hashes, num_tokens, limit))

@@ -1,4 +1,4 @@
-"""The errors of a KV cache that cannot hold one request: the memory budget, and the option values that would work."""
+"""The error of a KV cache too small for one request, with the memory budget and the option values that would work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["budget_text", "too_few_blocks", "too_little_memory"]
 
 
 def too_few_blocks(plan: KVCacheConfig, num_tokens: int, fits: int) -> CapacityError:
-    """The error if num_blocks_override is the cause; in blocks. The null block counts in it, but no request gets it."""
+    """For num_blocks_override as the cause; in blocks. The null block counts in the cache, and not in the request."""
     needed, usable = plan.blocks_needed(num_tokens), plan.num_blocks - 1
     return CapacityError(
         f"KV cache: {_request(plan, num_tokens)} needs {needed} blocks, num_blocks_override={plan.num_blocks} has "
@@ -32,7 +32,7 @@ def too_few_blocks(plan: KVCacheConfig, num_tokens: int, fits: int) -> CapacityE
 def too_little_memory(
     plan: KVCacheConfig, num_tokens: int, fits: int, available_bytes: int, table: Mapping[str, int]
 ) -> CapacityError:
-    """table: the memory table of the rank with the least memory, see `worker.memory`; empty if unknown."""
+    """table: memory budget of the rank with the least memory, see `worker.memory`; empty if unknown."""
     available = max(available_bytes, 0)
     needed = (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes  # with the null block
     numbers = _enough(plan, needed, table)
@@ -54,7 +54,7 @@ def too_little_memory(
 
 
 def budget_text(table: Mapping[str, int]) -> str:
-    """A rank's memory table in one line."""
+    """The memory budget of a rank in one line."""
     entries = (f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(n)}" for name, n in table.items())
     return f"memory: {', '.join(entries)}"
 
@@ -72,11 +72,11 @@ def _value(number: float) -> str:
 
 
 def _enough(plan: KVCacheConfig, needed: int, table: Mapping[str, int]) -> dict[str, Any]:
-    """By option, the smallest value that makes `needed` bytes available, for options that can."""
-    if "budget_bytes" not in table:  # kv_cache_bytes was given, or the table is unknown
+    """By option, the smallest value that makes `needed` bytes available, if one exists."""
+    if "budget_bytes" not in table:  # kv_cache_bytes was given, or the budget is unknown
         return {"kv_cache_bytes": needed}
     left = needed
-    if "attention_gather_bytes" in table:  # one tensor more than the cache's must fit: see `worker.memory`
+    if "attention_gather_bytes" in table:  # room for one more tensor: see `worker.memory`
         left = needed + -(-needed // plan.num_tensors) + 1
     parts = ("activations_bytes", "graphs_bytes", "rows_bytes", "margin_bytes")
     steps = sum(table.get(name, 0) for name in parts)

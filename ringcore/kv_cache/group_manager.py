@@ -1,11 +1,11 @@
-"""The block tables of one KV cache group, for full and sliding-window attention.
+"""The block tables of one KV cache group, for full and sliding-window attention, which need different blocks.
 
-A row's block table in a sliding-window group, whose first two blocks are out of the window of every later token:
+A row's block table with a sliding window that has passed the first two blocks (0 is the null block):
 
     block   0  1  2  3  4  5  ...
     table   0  0  7  3  9  0
             ╰──╯           ╰─ num_blocks = 5
-            num_out_of_window = 2
+            num_null_blocks = 2
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["FullAttentionManager", "GroupManager", "SlidingWindowManager", "make
 
 
 class GroupManager(ABC):
-    """The block tables of one group by row, over a pool that all groups share. `rows` are [n] integers, each row once.
+    """One group's block tables by row, over a pool that all groups share. `rows` are [n] integers, each row once.
 
-    A request has one hash per `hash_block_size` tokens; the key of a block of the group is the last hash that ends in
-    it. A prefix is a multiple of `alignment` tokens, the same for all groups.
+    A request has a hash every `hash_block_size` tokens; the key of a block is the hash at its end.
+    A prefix is a multiple of `alignment` tokens, the same for all groups.
     """
 
     def __init__(
@@ -45,175 +45,174 @@ class GroupManager(ABC):
         self._spec = spec
         self.index = index
         self.alignment = alignment
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, out-of-window included
-        self.num_out_of_window = np.zeros(max_num_seqs, np.int64)  # by row: leading null-block entries
-        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks cached, or whose duplicate is
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # by row: entries of its table, null blocks included
+        self.num_null_blocks = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
+        self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks put into the prefix cache
         self._pool = pool
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: its cached tokens
+        self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: tokens of cached ones
         self._offsets = np.arange(block_size)
 
-    # Specific to the kind of attention.
+    # What differs between kinds of attention.
 
     @abstractmethod
-    def first_live_block(self, num_computed_tokens: int) -> int:
-        """The first block to which a token from position `num_computed_tokens` on attends: earlier ones are freed."""
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token from position `num_computed_tokens` on attends to."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """The cached blocks of the longest usable prefix; 0 (null block) for blocks out of the window.
+        """The longest prefix cache hit: its blocks, with 0, the null block, for those that the request does not need.
 
-        hashes: the request's. num_tokens: all of the request's. limit: the most tokens of the prefix, a multiple of the
+        hashes: the request's. num_tokens: all that it has. limit: the most tokens of the prefix, a multiple of the
         alignment. It may end with any block: `shorten` makes it a multiple of the alignment.
         """
 
     @abstractmethod
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """The result of `find` for a smaller limit, given its result `ids` for a larger one."""
+        """`find` for a smaller limit, given its result `ids` for a larger one."""
 
     @abstractmethod
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Slots to allocate when a row starts, with num_tokens known and a first chunk that ends at num_tokens_now."""
+        """Slots to allocate when a row starts, with num_tokens known and the first step ending at num_tokens_now."""
 
     # Block tables.
 
     def table(self, row: int) -> np.ndarray:
-        """The row's block table: [num_blocks] int32, 0 (null block) for blocks out of the window. A copy."""
+        """The row's block table: [num_blocks] int32, 0 before the sliding window. A copy."""
         return self._tables[row, : self.num_blocks[row]].copy()
 
     def live_blocks(self, row: int) -> np.ndarray:
-        """The blocks referenced by the row, in order. [n] int64."""
-        return self._tables[row, self.num_out_of_window[row] : self.num_blocks[row]].astype(np.int64)
+        """The blocks that the row holds, in order, without null blocks. [n] int64."""
+        return self._tables[row, self.num_null_blocks[row] : self.num_blocks[row]].astype(np.int64)
 
     def start(self, row: int, prefix_ids: list[int], num_slots: int) -> None:
-        """Initializes the row's table with the prefix blocks, already referenced, and new blocks up to `num_slots`."""
+        """Fills the row's table: prefix blocks, which the caller has touched, and new ones for `num_slots` tokens."""
         num_cached = len(prefix_ids)
         num_blocks = max(-(-num_slots // self.block_size), num_cached)
         self._tables[row, :num_cached] = prefix_ids
-        self._tables[row, num_cached:num_blocks] = self._pool.take(num_blocks - num_cached)
+        self._tables[row, num_cached:num_blocks] = self._pool.allocate(num_blocks - num_cached)
         self.num_blocks[row] = num_blocks
         self.num_published[row] = num_cached
-        self.num_out_of_window[row] = prefix_ids.count(0)
+        self.num_null_blocks[row] = prefix_ids.count(0)
 
     def num_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Blocks to allocate so that row i has slots for num_tokens[i] tokens. [n] int64."""
+        """Blocks to allocate so that each row has slots for num_tokens[i] tokens. [n] int64."""
         num_blocks = (num_tokens + (self.block_size - 1)) // self.block_size
         num_missing: np.ndarray = np.maximum(num_blocks - self.num_blocks[rows], 0)
         return num_missing
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Allocates the missing blocks. Returns rows (with repetitions) and their appended blocks, both [n] int32."""
+        """Allocates the missing blocks. The rows, repeated for several blocks, and the blocks, both [n] int32."""
         first, num_missing = self.num_blocks[rows], self.num_missing(rows, num_tokens)
-        at_rows, at_blocks = _runs(rows, first, num_missing)
-        ids = self._pool.take(len(at_rows))
+        at_rows, at_blocks = _cells(rows, first, num_missing)
+        ids = self._pool.allocate(len(at_rows))
         self._tables[at_rows, at_blocks] = ids
         self.num_blocks[rows] = first + num_missing
         return at_rows.astype(np.int32), ids.astype(np.int32)
 
     def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
-        """Appends one block to each row; returns the blocks, [n] int32."""
-        ids = self._pool.take(len(rows))
+        """One more block for each row. [n] int32."""
+        ids = self._pool.allocate(len(rows))
         self._tables[rows, self.num_blocks[rows]] = ids
         self.num_blocks[rows] += 1
         return ids.astype(np.int32)
 
     def clear(self, row: int) -> None:
-        """Clears the row's table; the caller frees its blocks."""
+        """Clears the row, whose blocks the caller frees."""
         self._tables[row, : self.num_blocks[row]] = 0
-        self.num_blocks[row] = self.num_out_of_window[row] = self.num_published[row] = 0
+        self.num_blocks[row] = self.num_null_blocks[row] = self.num_published[row] = 0
 
     # The prefix cache.
 
     def publish(
         self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, hashes: Sequence[list[bytes]]
     ) -> None:
-        """Inserts the full blocks of rows[i], up to num_confirmed[i] tokens, into the prefix cache by hashes[i]."""
+        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. hashes[i] are of rows[i]."""
         size, step = self.block_size, self._hashes_per_block
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
-        at_rows, at_blocks = _runs(rows, first, end - first)
+        at_rows, at_blocks = _cells(rows, first, end - first)
         if not len(at_rows):
             return
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         of_rows = zip(first.tolist(), end.tolist(), hashes, strict=True)
         names = [*chain.from_iterable(own[(a + 1) * step - 1 : b * step : step] for a, b, own in of_rows)]
-        if not ids.all():  # a block slid out of the window before it was published
+        if not ids.all():  # released by the sliding window before it was published
             names, is_held = [*compress(names, ids)], ids != 0
             ids, at_rows, at_blocks = ids[is_held], at_rows[is_held], at_blocks[is_held]
         self._pool.cache(self.index, ids, names)
-        # Also written for duplicates of cached blocks, where no lookup reads them.
+        # Also written for a duplicate block, where no lookup reads them.
         self._token_ids[ids] = token_ids[at_rows[:, None], (at_blocks * size)[:, None] + self._offsets]
         self.num_published[rows] = end
 
     def num_confirmed_tokens(self, ids: np.ndarray, token_ids: np.ndarray) -> int:
-        """Verifies a hit against the token ids (a hash may collide): how many tokens match, in whole blocks."""
+        """How many leading tokens, in whole blocks, equal those cached in `ids`: guards against hash collisions."""
         first, size = len(ids) - int(np.count_nonzero(ids)), self.block_size
         expected = token_ids[first * size : len(ids) * size].reshape(-1, size)
         is_same = self._token_ids.take(ids[first:], axis=0) == expected
         num_same = len(is_same) if is_same.all() else int(is_same.all(axis=1).argmin())
         return (first + num_same) * size
 
-    def _names(self, hashes: list[bytes], first: int, end: int) -> list[bytes]:
-        """The cache keys of the blocks from number `first` to `end`."""
+    def _block_hashes(self, hashes: list[bytes], first: int, end: int) -> list[bytes]:
+        """The hashes of the blocks from number `first` to `end`."""
         step = self._hashes_per_block
         return hashes[(first + 1) * step - 1 : end * step : step]
 
-    # Invariants.
+    # The check.
 
     def check_row(
         self, row: int, hashes: list[bytes], num_confirmed: int, num_known: int, max_tokens_in_flight: int
     ) -> None:
-        """num_known: tokens with valid slots; possibly one more than num_confirmed: see `CachedPrefix`."""
-        num_blocks, num_out_of_window = int(self.num_blocks[row]), int(self.num_out_of_window[row])
+        """num_known: tokens whose slots hold. They may be one more than the confirmed ones: see `CachedPrefix`."""
+        num_blocks, num_null_blocks = int(self.num_blocks[row]), int(self.num_null_blocks[row])
         num_published = int(self.num_published[row])
         table = self._tables[row].tolist()
-        assert not any(table[:num_out_of_window]), f"row {row}: a block out of the window is not freed"
-        assert all(table[num_out_of_window:num_blocks]), f"row {row}: the null block among its live blocks"
+        assert not any(table[:num_null_blocks]), f"row {row}: a block before its sliding window"
+        assert all(table[num_null_blocks:num_blocks]), f"row {row}: the null block among those that it holds"
         assert not any(table[num_blocks:]), f"row {row}: a block after its last one"
-        assert num_out_of_window <= self.first_live_block(num_confirmed), f"row {row}: a block is gone that is needed"
+        assert num_null_blocks <= self.num_skipped_blocks(num_confirmed), f"row {row}: a needed block was released"
         most = self._spec.blocks_needed(num_blocks * self.block_size, max_tokens_in_flight)
-        assert num_blocks - num_out_of_window <= most, (
-            f"row {row}: more than the {most} blocks that it was admitted for"
-        )
+        assert num_blocks - num_null_blocks <= most, f"row {row}: more than the {most} blocks that it was admitted for"
         assert num_published * self.block_size <= num_known, f"row {row}: published before it is confirmed"
         found_by = list(map(self._pool.hash_of, table[:num_blocks]))
-        for own, name in zip(found_by, self._names(hashes, 0, num_published), strict=False):
+        for own, name in zip(found_by, self._block_hashes(hashes, 0, num_published), strict=False):
             assert own in (None, name), f"row {row}: a block is cached by a wrong hash"
         assert not any(found_by[num_published:]), f"row {row}: a block is cached before it is published"
 
 
 class FullAttentionManager(GroupManager):
-    """Full attention: every token attends to all before it."""
+    """Full causal attention: every token attends to all before it."""
 
-    def first_live_block(self, num_computed_tokens: int) -> int:
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        return self._pool.lookup(self.index, self._names(hashes, 0, limit // self.block_size))
+        return self._pool.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
         return ids[: limit // self.block_size]
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """All: with slots for its first chunk alone, a chunked prefill could run out of blocks half way."""
+        """All: a chunked prefill admitted with slots for its first chunk alone could run out of blocks half way."""
         return num_tokens
 
 
 class SlidingWindowManager(GroupManager):
-    """A token attends to itself and the sliding_window - 1 before it; blocks out of every later window are freed."""
+    """A token attends to itself and the sliding_window - 1 before it; blocks before the window are freed."""
 
     _spec: SlidingWindowSpec
 
-    def first_live_block(self, num_computed_tokens: int) -> int:
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Searches backwards for a run of cached blocks that covers the window."""
+        """Searches from the end for consecutive cached blocks that cover the window."""
         step, cached = self._hashes_per_block, self._pool.hashes(self.index)
         end, num_unneeded = self._needed(num_tokens, limit)
-        begin = end  # all blocks from begin to end are cached
-        while begin > max(min(num_unneeded, end - 1), 0):  # requires the last block even with a window of 1
+        begin = end  # from here to the end all are cached
+        # The last block must be cached, even if a window of 1 does not cover it.
+        while begin > max(min(num_unneeded, end - 1), 0):
             begin -= 1
             if hashes[(begin + 1) * step - 1] in cached:
                 continue
@@ -222,44 +221,44 @@ class SlidingWindowManager(GroupManager):
             aligned = begin * self.block_size // self.alignment * self.alignment
             end, num_unneeded = self._needed(num_tokens, aligned)
             begin = end
-        ids = self._pool.lookup(self.index, self._names(hashes, num_unneeded, end))
+        ids = self._pool.lookup(self.index, self._block_hashes(hashes, num_unneeded, end))
         return np.concatenate((np.zeros(num_unneeded, np.int64), ids))
 
     def _needed(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
-        """For a prefix of `num_cached` of the request's tokens: its number of blocks, and of leading unneeded ones.
+        """For a prefix of `num_cached` of the request's tokens: its number of blocks, and of leading ones not needed.
 
         If all tokens are cached, the last one is computed again, and attends to the window before it.
         """
         end = num_cached // self.block_size
-        return end, min(self.first_live_block(min(num_cached, num_tokens - 1)), end)
+        return end, min(self.num_skipped_blocks(min(num_cached, num_tokens - 1)), end)
 
     def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Searches again: a shorter prefix needs blocks that are out of the window of the longer one."""
+        """Searches again: a shorter prefix needs earlier blocks."""
         return self.find(hashes, num_tokens, limit)
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Those of the first chunk: later chunks allocate after blocks have slid out of the window."""
+        """Those of the first step; the window frees early blocks before the last ones are allocated."""
         return num_tokens_now
 
     def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Frees the blocks to which no token from position num_confirmed[i] on attends."""
-        num_unneeded = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
-        first = self.num_out_of_window[rows]
-        num_out_of_window = np.maximum(num_unneeded, first)
-        at_rows, at_blocks = _runs(rows, first, num_out_of_window - first)
+        """Frees the blocks that no token from position num_confirmed[i] on attends to."""
+        num_skipped = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
+        first = self.num_null_blocks[rows]
+        num_null_blocks = np.maximum(num_skipped, first)
+        at_rows, at_blocks = _cells(rows, first, num_null_blocks - first)
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         self._tables[at_rows, at_blocks] = 0
-        self.num_out_of_window[rows] = num_out_of_window
+        self.num_null_blocks[rows] = num_null_blocks
         self._pool.free(ids[::-1])
 
     def release_at(self, rows: np.ndarray) -> np.ndarray:
         """The number of confirmed tokens at which `release` next frees a block of the row. [n] int64."""
-        next_live: np.ndarray = (self.num_out_of_window[rows] + 1) * self.block_size
+        next_live: np.ndarray = (self.num_null_blocks[rows] + 1) * self.block_size
         return next_live + (self._spec.sliding_window - 1)
 
 
 def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: int) -> GroupManager:
-    """The manager of KV cache group `index`. `sizes`: the keyword arguments of `GroupManager`."""
+    """The manager of group `index` of the pool. `sizes`: the keywords of `GroupManager`."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec, index, pool, **sizes)
@@ -269,9 +268,9 @@ def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: 
             assert_never(spec)
 
 
-def _runs(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column indices of counts[i] consecutive table cells from column first[i] on, in rows[i]."""
-    if counts.tolist().count(1) == len(counts):  # the common case: one block per row
+def _cells(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Table cells, counts[i] of them from first[i] on in rows[i]: their rows and columns."""
+    if counts.tolist().count(1) == len(counts):  # the common case: each row gets one block
         return rows, first
     ends = counts.cumsum()
     columns = (first - ends + counts).repeat(counts)

@@ -1,4 +1,4 @@
-"""The KV cache specs of a model's attention layers, from its configuration alone."""
+"""KV cache specs of a model's layers, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["layer_specs"]
 
 
 def layer_specs(spec: ModelSpec, num_ranks: int, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-    """The KV cache spec of each attention layer on one rank, by layer name."""
+    """The spec of each attention layer on one rank, by layer name."""
     full = FullAttentionSpec(block_size, max(1, spec.num_kv_heads // num_ranks), spec.head_dim, dtype)
 
     def of_layer(index: int) -> KVCacheSpec:

@@ -1,7 +1,7 @@
-"""The KV cache manager, the scheduler's interface: slot allocation for rows, and prefix cache hits for prompts.
+"""The KV cache for the scheduler: allocates blocks for rows, and looks prompts up in the prefix cache.
 
-A row is a running request. A decode step costs one vectorized comparison over all rows; only rows that cross a block
-boundary cost more.
+A row stands for a running request. The checks of every step are one comparison of a column for all rows: only rows that
+cross a block boundary cost more.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
 
 
 class CacheUser(Protocol):
-    """The attributes of a request, waiting or running, that the manager reads; it writes `block_hashes`."""
+    """What the manager reads of a request, waiting or running; the manager writes `block_hashes`."""
 
-    tokens: array[int]  # the tokens known at its start, as array('i'); it may grow later
+    tokens: array[int]  # array('i'): the tokens known when it starts; may grow later
     extra_keys: ExtraKeys
-    block_hashes: list[bytes]  # of its leading full blocks of the smallest block size, extended lazily
+    block_hashes: list[bytes]  # of its first full blocks of the smallest block size, computed on demand
 
 
 class KVCacheManager:
-    """The blocks of every KV cache group, and the prefix cache over them. All groups share one block pool.
+    """The blocks of every KV cache group, and the prefix cache over them. All groups take their blocks from one pool.
 
-    Without `enable_prefix_caching` nothing is hashed and every lookup misses. `hasher` hashes blocks of the smallest
-    block size of any group; the default one has a random root in each process.
+    Without `enable_prefix_caching` no block is hashed and no prefix hits. `hasher` hashes blocks of the smallest block
+    size of any group; by default one whose root is random in each process.
 
     A block can be hit once it is published: its tokens are confirmed, and no step in flight writes to its slots. So
-    the blocks of a step are not shared before its output has been processed; `CachedPrefix.is_awaited` tells that a
-    running request is computing the next block of a prefix.
+    requests do not share blocks within the step that computes them, nor before its output has arrived;
+    `CachedPrefix.is_awaited` says that waiting for it pays.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class KVCacheManager:
         self._window_groups = [group for group in self._groups if isinstance(group, SlidingWindowManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
-        self._awaited = AwaitedBlocks()  # chunks of `_alignment` tokens, by the hash at their end
-        # By row, in tokens: the slots allocated in every group; and the numbers of confirmed tokens at which the next
-        # block is to be published, and the next one slides out of a window.
+        self._awaited = AwaitedBlocks()  # spans of `_alignment` tokens, by the hash at their end
+        # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
+        # has a block to publish, and one to free.
         self.capacity = np.zeros(max_num_seqs, np.int64)
         self._next_publish = np.zeros(max_num_seqs, np.int64)
         self._next_release = np.zeros(max_num_seqs, np.int64)
-        self._num_cached = np.zeros(max_num_seqs, np.int64)  # tokens of its prefix cache hit
+        self._num_cached = np.zeros(max_num_seqs, np.int64)  # its prefix cache hit when it started
 
     @property
     def has_windows(self) -> bool:
-        """Whether a group has a sliding window, so that confirmed tokens free blocks (`release_window`)."""
+        """Whether a group has a sliding window: then confirmed tokens free blocks (`release_window`)."""
         return bool(self._window_groups)
 
     @property
@@ -98,30 +98,30 @@ class KVCacheManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks in the prefix cache, in use or free."""
+        """Blocks that a prompt can hit, in use or free."""
         return self._pool.num_cached_blocks
 
     @property
     def max_num_tokens(self) -> int:
-        """The most tokens of a single request that fit the whole cache."""
+        """The most tokens of one request that the whole cache holds."""
         return self._max_num_tokens
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The peak number of blocks of one request that grows to `num_tokens` tokens."""
+        """The most blocks that one request holds until it has `num_tokens` tokens."""
         return self.config.blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` fits an otherwise empty cache."""
+        """Whether one request of so many tokens fits into the empty cache."""
         return self.blocks_needed(num_tokens) <= self.num_usable_blocks
 
     # Waiting requests.
 
     def no_prefix(self) -> CachedPrefix:
-        """For a request that computes all of its tokens."""
+        """A miss: the request computes all of its tokens."""
         return CachedPrefix(0, 0, tuple([] for _ in self._groups), is_awaited=False)
 
     def find_cached_prefix(self, request: CacheUser) -> CachedPrefix:
-        """The longest prefix cached in every group. Adds no reference: valid only until blocks are allocated."""
+        """The longest prefix that every group has. Adds no reference: valid until the next allocation."""
         num_tokens = len(request.tokens)
         limit = num_tokens // self._alignment * self._alignment
         if not self.enable_prefix_caching or not limit:
@@ -137,33 +137,33 @@ class KVCacheManager:
         )
 
     def blocks_to_start(self, num_tokens: int, prefix: CachedPrefix) -> int:
-        """How many free blocks a request that grows to `num_tokens` may take: new ones, and those of `prefix` without a
-        reference.
+        """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
+        of `prefix`, which count as free.
         """
-        return self._num_to_take(num_tokens, prefix.held_block_ids())
+        return self._num_to_allocate(num_tokens, prefix.held_block_ids())
 
-    def _num_to_take(self, num_tokens: int, in_prefix: np.ndarray) -> int:
+    def _num_to_allocate(self, num_tokens: int, in_prefix: np.ndarray) -> int:
         return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
 
     def start(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
-        """Starts an unused row with `prefix`, looked up just before. False, with no change, unless blocks for
+        """Starts an unused row with `prefix`, found just before. False, and nothing changed, unless blocks for
         `num_tokens` tokens are free.
 
-        A full-attention group allocates slots for all of these at once; a sliding-window group for `num_tokens_now`,
-        the end of the first chunk. The blocks of known tokens that the row will compute become awaited.
+        With full attention the row gets slots for all these at once; with a sliding window for `num_tokens_now`, where
+        its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
         in_prefix = prefix.held_block_ids()
-        if self._num_to_take(num_tokens, in_prefix) > self.num_free_blocks:
+        if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
             return False
-        self._pool.touch(in_prefix)  # before any allocation, which could evict them
+        self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
         for group, ids in zip(self._groups, prefix.block_ids, strict=True):
             group.start(row, ids, group.num_slots_at_start(num_tokens, num_tokens_now))
         self._users[row] = request
         if self.enable_prefix_caching:
-            self._await(row, request, prefix.num_cached_tokens // self._alignment)
+            self._add_awaited(row, request, prefix.num_cached_tokens // self._alignment)
         self._num_cached[row] = prefix.num_cached_tokens
         at = np.array([row])
         self.capacity[at], self._next_publish[at], self._next_release[at] = (
@@ -173,40 +173,40 @@ class KVCacheManager:
         )
         return True
 
-    def _await(self, row: int, request: CacheUser, first: int) -> None:
-        """Registers the row's chunks of `_alignment` known tokens, from number `first` on, as awaited."""
+    def _add_awaited(self, row: int, request: CacheUser, first: int) -> None:
+        """Adds the spans of `_alignment` known tokens from number `first` on to the awaited blocks."""
         hashes, step = request.block_hashes, self._alignment // self._hash_block_size
         end = len(request.tokens) // self._alignment
         self._hasher.extend(hashes, request.tokens, end * step, request.extra_keys)
         self._awaited.add(row, first, hashes[(first + 1) * step - 1 : end * step : step])
 
     def block_ids(self, row: int) -> list[np.ndarray]:
-        """By group the row's block table, [num_blocks] int32, 0 (null block) for blocks out of the window. A copy."""
+        """By group the row's block table, [num_blocks] int32, 0 before the sliding window. A copy."""
         return [group.table(row) for group in self._groups]
 
     def num_unshared_blocks(self, row: int, prefix: CachedPrefix | None = None) -> int:
-        """The blocks that `free` would make free: those with reference count 1 and not in `prefix`."""
+        """The blocks that `free` would make free: those with no other reference, and not in `prefix`."""
         ids = self._live_blocks(row)
         if prefix is not None:
             ids = ids[~np.isin(ids, prefix.held_block_ids())]
         return int(np.count_nonzero(self._pool.ref_counts[ids] == 1))
 
     def blocks_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> int:
-        """The number of blocks to allocate so that row i has slots for num_tokens[i] tokens."""
+        """The blocks to allocate so that each row has slots for num_tokens[i] tokens."""
         return sum(int(group.num_missing(rows, num_tokens).sum()) for group in self._groups)
 
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Allocates slots so that row i has num_tokens[i]; enough blocks must be free (`blocks_missing`).
+        """Gives each row slots for num_tokens[i] tokens; the blocks for that must be free (`blocks_missing`).
 
-        By group: rows (with repetitions) and the blocks appended to their tables, both [n] int32.
+        By group: the rows, repeated for several blocks, and the blocks appended to their tables, both [n] int32.
         """
         taken = [group.extend(rows, num_tokens) for group in self._groups]
         self.capacity[rows] = self._slots(rows)
         return taken
 
     def extend_by_one(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`extend` by one token, for rows [n] int32 without a free slot: the fast path of decoding."""
-        if len(self._groups) > 1:  # some groups may still have a free slot
+        """`extend` by one token for rows [n] int32 without a slot for it; fast path, as almost every step has some."""
+        if len(self._groups) > 1:  # then some groups may have the slot
             return self.extend(rows, self.capacity[rows] + 1)
         (group,) = self._groups
         block_ids = group.extend_by_one(rows)
@@ -214,10 +214,10 @@ class KVCacheManager:
         return [(rows, block_ids)]
 
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Inserts the rows' full blocks, up to num_confirmed[i] tokens, into the prefix cache, output tokens included.
+        """Puts the rows' full blocks up to num_confirmed[i] tokens, generated ones too, into the prefix cache.
 
-        token_ids: [max_num_seqs, max_model_len] int32, by row. Confirmed tokens are those of completed steps: their
-        slots are written, and no step in flight writes to them again.
+        token_ids: [max_num_seqs, max_model_len] int32, by row. Tokens are confirmed once their step's output has
+        arrived: their slots are written, and no step in flight writes to them again.
         """
         if not self.enable_prefix_caching:
             return
@@ -236,9 +236,9 @@ class KVCacheManager:
         self._next_publish[rows] = self._publish_at(rows)
 
     def release_window(self, rows: np.ndarray, num_confirmed: np.ndarray) -> bool:
-        """Frees the blocks to which no token from position num_confirmed[i] on attends; whether there were any.
+        """Frees the blocks that no token from position num_confirmed[i] on attends to; whether there were any.
 
-        The caller has published those that the prefix cache is to keep.
+        The caller has published their confirmed tokens.
         """
         if not self._window_groups:
             return False
@@ -252,8 +252,8 @@ class KVCacheManager:
         return True
 
     def free(self, row: int) -> None:
-        """Drops the row's reference to each of its blocks, last one first. Published blocks stay in the prefix cache
-        until evicted; the caller has published the confirmed ones.
+        """Frees every block of the row, its last one first. Published ones stay in the prefix cache until evicted; the
+        caller has published what is confirmed.
         """
         del self._users[row]
         self._awaited.drop(row)
@@ -263,21 +263,21 @@ class KVCacheManager:
         self.capacity[row] = 0
 
     def _live_blocks(self, row: int) -> np.ndarray:
-        """The blocks referenced by the row, over all groups in token order. [n] int64."""
+        """The blocks that the row holds, over all groups in the order of the tokens. [n] int64."""
         if len(self._groups) == 1:
             return self._groups[0].live_blocks(row)
         ids = [group.live_blocks(row) for group in self._groups]
         ends = [
-            (group.num_out_of_window[row] + np.arange(1, len(own) + 1)) * group.block_size
+            (group.num_null_blocks[row] + np.arange(1, len(own) + 1)) * group.block_size
             for group, own in zip(self._groups, ids, strict=True)
         ]
         return np.concatenate(ids)[np.argsort(np.concatenate(ends), kind="stable")]
 
     def reset_prefix_cache(self) -> bool:
-        """Drops every cached prefix; False, with no change, while a row is in use."""
+        """Evicts every cached prefix; False, and nothing done, while a row is in use."""
         return not self._users and self._pool.reset_prefix_cache()
 
-    # Derived columns by row, and invariants.
+    # Columns by row, and the invariants.
 
     def _slots(self, rows: np.ndarray) -> np.ndarray:
         return _least([group.num_blocks[rows] * group.block_size for group in self._groups])
@@ -291,7 +291,7 @@ class KVCacheManager:
         return _least([group.release_at(rows) for group in self._window_groups])
 
     def check(self, num_computed: Mapping[int, int], num_confirmed: Mapping[int, int]) -> None:
-        """Recomputes all derived counts from the tables. By row in use: scheduled tokens, and confirmed tokens."""
+        """Recomputes every derived count from the tables. By row in use: scheduled tokens, and confirmed ones."""
         assert self._users.keys() == num_computed.keys() == num_confirmed.keys(), "rows in use"
         users: Counter[int] = Counter()
         for row, user in self._users.items():
@@ -313,6 +313,6 @@ class KVCacheManager:
 
 
 def _least(columns: list[np.ndarray]) -> np.ndarray:
-    """The elementwise minimum of the columns."""
+    """The minimum of each row."""
     least: np.ndarray = reduce(np.minimum, columns)
     return least

@@ -1,11 +1,12 @@
-"""Plans the KV cache: its KV cache groups and number of blocks. Pure arithmetic on what the ranks reported.
+"""Plans the hybrid KV cache: forms KV cache groups of layers, and sets the number of blocks of every rank. Pure
+arithmetic on the specs and free memory that the ranks report.
 
-Hybrid model with two full-attention layers (f) and four sliding-window layers (s), with pages of one size:
+    two full-attention layers (f) and four with a sliding window (s), whose pages have one size:
 
-model     s0 s1 f2 s3 s4 f5
-groups    s0 s1    s3 s4    f2 f5     each with its own block table; one block pool
-tensor 0  s0       s3       f2        block b of a group: page b of tensor i stores layer i of the group
-tensor 1     s1       s4       f5
+    model     s0 s1 f2 s3 s4 f5
+    groups    s0 s1    s3 s4    f2 f5     each with its own blocks, from one pool
+    tensor 0  s0       s3       f2        block b of a group: page b of tensor i holds what its layer i stores
+    tensor 1     s1       s4       f5
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGrou
 __all__ = ["plan_kv_cache", "plan_without_limit"]
 
 _MORE_THAN_ANY_HOST_HAS = 1 << 60  # bytes
-_SMALLEST_CONTEXT = 2  # one prompt token and one output token
-_GROUP_COST_PERCENT = 2
+_SMALLEST_CONTEXT = 2  # a prompt of one token, and one that is generated
+_GROUP_PRICE_PERCENT = 2
 
 
 def plan_kv_cache(
@@ -35,33 +36,33 @@ def plan_kv_cache(
     num_blocks_override: int | None,
     tables: Sequence[Mapping[str, int]] = (),
 ) -> list[KVCacheConfig]:
-    """The cache config of every rank, by rank, all equal; the rank with the least memory limits the number of blocks.
+    """The cache of every rank, all equal: the rank with the least memory sets the number of blocks.
 
-    specs: the KV cache specs of each rank's attention layers, by layer name, in the model's order.
-    available_bytes: the bytes available to the cache on each rank.
-    max_model_len: tokens; one request of this length must fit, in addition to the null block.
+    specs: what each rank's attention layers store, by layer name, in the model's order.
+    available_bytes: what each rank can give to the cache.
+    max_model_len: tokens; one request of so many must fit, in addition to the null block.
     fit_max_model_len: if it does not fit, the plan has the largest max_model_len that does.
     max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
-    num_blocks_override: this many blocks regardless of the bytes, the null block included.
-    tables: the memory table of each rank (`worker.memory`), used only in the error.
+    num_blocks_override: this many blocks regardless of memory, null block included.
+    tables: the memory budget of each rank from `worker.memory`; for the error text only.
 
-    A layer whose window is no shorter than `max_model_len` is planned as full attention: the window masks no token, and
-    fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get larger block
-    sizes, until all pages have the size of the largest.
+    A layer whose window is no shorter than `max_model_len` is planned as full attention: the window masks nothing, and
+    fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get more tokens a
+    block, until all have the size of the largest.
 
-    Layers of one spec form groups of one size, in the model's order; the last group of a spec may be shorter, which
-    leaves the remaining tensors unused in its blocks. Small groups waste fewer pages, but each group has a block table
-    that every step reads and extends. So the size is the one that minimizes the pages of a request of `max_model_len`,
-    unused ones included, plus 2% for each group; of equal ones the largest. So a model with uniform layers has one
-    group; 2 and 4 layers form three groups of two; 4 full-attention layers and 22 with a window of 512 form seven
+    Layers of one spec form groups of one size, in the model's order; the last of a spec may be shorter, and the tensors
+    beyond it are then unused in its blocks. Small groups leave few pages unused, but each group has a block table that
+    every step reads and extends. So the group size is the one for which a request of `max_model_len` takes the fewest
+    pages, unused ones included and 2% added for each group; of equals the largest. All layers of a uniform model are
+    one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make seven
     groups of four, of which the last has two.
 
-    Raises `ConfigError` if ranks disagree on a layer or page sizes are not multiples, `CapacityError` (with the option
+    Raises `ConfigError` if ranks disagree on a layer or pages do not divide each other, `CapacityError` (with option
     values that would work, see `capacity`) if one request of max_model_len does not fit, or with `fit_max_model_len`
     not even one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
-    layers = _unify_page_sizes(_drop_redundant_windows(_merged(specs), max_model_len))
+    layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
     plan = KVCacheConfig(
         num_blocks=num_blocks_override or 0,
         groups=_form_groups(layers, max_model_len, max_tokens_in_flight),
@@ -96,12 +97,11 @@ def plan_without_limit(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Layer specs.
+# What the layers store.
 
 
 def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """The spec of every layer, checked to be equal on all ranks: each has an equal shard of every layer, and they share
-    block ids."""
+    """The spec of every layer. All ranks hold an equal part of every layer, and share block ids."""
     first = specs[0]
     if not first:
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
@@ -125,7 +125,7 @@ def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
     return first
 
 
-def _drop_redundant_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
+def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
     def visible(spec: KVCacheSpec) -> KVCacheSpec:
         if isinstance(spec, FullAttentionSpec) or spec.sliding_window < max_model_len:
             return spec
@@ -134,8 +134,8 @@ def _drop_redundant_windows(layers: Mapping[str, KVCacheSpec], max_model_len: in
     return {name: visible(spec) for name, spec in layers.items()}
 
 
-def _unify_page_sizes(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The specs with block sizes multiplied so that every page is as large as the largest."""
+def _with_pages_of_one_size(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The layers with block sizes multiplied until every page is as large as the largest."""
     largest = max(layers, key=lambda name: layers[name].page_size_bytes)
     page_bytes = layers[largest].page_size_bytes
     same: dict[str, KVCacheSpec] = {}
@@ -146,7 +146,7 @@ def _unify_page_sizes(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpe
         same[name] = msgspec.structs.replace(spec, block_size=spec.block_size * factor)
     smallest = min(same, key=lambda name: same[name].block_size)
     for name, spec in same.items():
-        if spec.block_size % same[smallest].block_size:  # prefix hits end at boundaries of the smallest blocks
+        if spec.block_size % same[smallest].block_size:  # prefix lookup works at ends of the smallest blocks
             sizes = f"{spec.block_size} tokens in a page is no multiple of {same[smallest].block_size}"
             raise _do_not_divide(layers, name, smallest, sizes)
     return same
@@ -190,13 +190,13 @@ def _form_groups(
 
 
 def _group_size(kinds: Sequence[tuple[int, int]]) -> int:
-    """The layers per group, by the rule of `plan_kv_cache`. kinds: for each spec its number of layers, and the blocks
-    of one request in each of its groups.
+    """How many layers a group has, by the rule of `plan_kv_cache`. kinds: for each spec its number of layers, and the
+    blocks that one request takes in each of its groups.
     """
 
-    def cost(size: int) -> int:
+    def price(size: int) -> int:
         num_groups = [-(-num_layers // size) for num_layers, _ in kinds]
         num_pages = size * sum(n * num_blocks for n, (_, num_blocks) in zip(num_groups, kinds, strict=True))
-        return num_pages * (100 + _GROUP_COST_PERCENT * sum(num_groups))
+        return num_pages * (100 + _GROUP_PRICE_PERCENT * sum(num_groups))
 
-    return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=cost)
+    return min(range(max(num_layers for num_layers, _ in kinds), 0, -1), key=price)

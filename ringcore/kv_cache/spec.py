@@ -1,7 +1,6 @@
-"""KV cache specs of layers, and the planner's config: plain data shared by the engine process and the workers.
+"""KV cache specs of layers, and the planned cache: plain data that the control and device columns share.
 
-Block = `block_size` consecutive tokens of a request. Page = the bytes of one block in one layer. Slot = one token's
-place in a page.
+Block = a logical run of `block_size` tokens. Page = one block's bytes in one layer. Slot = one token's place.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
         return _page_size_bytes(self)
 
     def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
-        """The peak number of blocks of one request that grows to `num_tokens` tokens."""
+        """The most blocks that one request holds until it has `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbid_unknown_fields=True):
-    """Sliding-window attention: a token attends to itself and the sliding_window - 1 before it."""
+    """As `FullAttentionSpec`, for a window: a token attends to itself and the sliding_window - 1 before it."""
 
     block_size: int
     num_kv_heads: int
@@ -53,16 +52,16 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
         return _page_size_bytes(self)
 
     def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
-        """The peak number of blocks of one request that grows to `num_tokens` tokens.
+        """The most blocks that one request holds until it has `num_tokens` tokens.
 
-        Live slots: the next token's window of confirmed tokens, and `max_tokens_in_flight` tokens after them. In the
-        worst case they begin with the last slot of a block, after block_size - 1 slots out of the window.
+        The confirmed tokens in the next token's window, and `max_tokens_in_flight` tokens after these: contiguous slots
+        that may begin with the last slot of a block, after block_size - 1 slots before the window.
         """
         num_live = self.sliding_window - 1 + max_tokens_in_flight
         return -(-min(num_tokens, self.block_size - 1 + num_live) // self.block_size)
 
     def first_live_token(self, num_computed_tokens: int) -> int:
-        """The first token to which a token at position `num_computed_tokens`, or a later one, attends."""
+        """The first token in the window of a token at position `num_computed_tokens`."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
 
@@ -81,16 +80,16 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV cache of one rank, planned at start-up. Block 0 is the null block: never allocated, its contents unused.
+    """The cache of one rank, planned at start-up. Block 0 is the null block: never allocated, never attended to.
 
-    All groups have pages of one size and share one block pool: layer i of every group has its pages in tensor i, each
-    group in its own blocks.
+    All groups have pages of one size and take their blocks from one pool: layer i of every group has its pages in
+    tensor i, each group in its own blocks.
     """
 
     num_blocks: int
     groups: list[KVCacheGroup]
-    max_model_len: int  # the most tokens of one request
-    max_tokens_in_flight: int  # the most tokens of one request that are scheduled and not confirmed
+    max_model_len: int  # tokens: the most that one request may have
+    max_tokens_in_flight: int  # the most scheduled, unconfirmed tokens of one request
 
     @property
     def num_tensors(self) -> int:
@@ -102,7 +101,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block: a page in every tensor, including those that a short group leaves unused."""
+        """Memory of one block: a page in every tensor, even if a short group leaves the last ones unused."""
         return self.num_tensors * self.page_size_bytes
 
     @property
@@ -110,12 +109,12 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_blocks * self.block_bytes
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The peak number of blocks, over all groups, of one request that grows to `num_tokens` tokens.
+        """The most blocks, over all groups, that one request holds until it has `num_tokens` tokens.
 
-        Start-up, the fitting of max_model_len, admission control and the scheduler all decide by this function.
+        Start-up, the fitting of max_model_len, admission and the scheduler all decide by this function.
         """
         return sum(group.spec.blocks_needed(num_tokens, self.max_tokens_in_flight) for group in self.groups)
 
     def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens, up to max_model_len, of one request with at most `num_blocks` blocks."""
+        """The most tokens, up to max_model_len, of one request that holds at most `num_blocks` blocks."""
         return bisect.bisect_right(range(1, self.max_model_len + 1), num_blocks, key=self.blocks_needed)

@@ -1,6 +1,6 @@
-"""Fills the final tensors of a model, fused and sliced for one rank, straight from the checkpoint.
+"""Weight loading: fills a model's final tensors, fused and sharded for one rank, straight from the checkpoint.
 
-A layer declares what it needs as data (`Weight`), in the terms of the checkpoint; nothing here knows a model.
+A layer declares its weights as data (`Weight`), in terms of the checkpoint; nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ringcore.checkpoint import ModelFiles
 from ringcore.checkpoint.expected_tensors import check_tensors
-from ringcore.model_executor.staging import Copied, ReaderStreams
+from ringcore.model_executor.staging import CopyEvent, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Init, Weight, WeightPart
 
@@ -30,9 +30,9 @@ __all__ = [
     "pending_weights",
 ]
 
-_ALIGNMENT = 256  # bytes: of a tensor's address in the memory of all
-_NUM_READERS = 8  # threads: a few fill what the memory of a host gives
-_PIECE_BYTES = 32 << 20  # of a tensor that one thread reads; a large one is read by several
+_ALIGNMENT = 256  # bytes: of each tensor in the shared allocation
+_NUM_READERS = 8  # threads: a few saturate the host's memory bandwidth
+_PIECE_BYTES = 32 << 20  # read by one thread; several read a large tensor
 
 Allocate = Callable[[int], torch.Tensor]  # bytes -> uint8 [bytes], at a multiple of 256 bytes
 
@@ -40,7 +40,7 @@ Allocate = Callable[[int], torch.Tensor]  # bytes -> uint8 [bytes], at a multipl
 def load_weights(
     weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device, allocate: Allocate | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every weight by name, on `device`, all at once; otherwise as `pending_weights`."""
+    """Every weight by name, on `device`, after all are read; otherwise as `pending_weights`."""
     with pending_weights(weights, files, seed, device, allocate) as pending:
         return {weight.name: pending.pop(weight.name) for weight in weights}
 
@@ -49,12 +49,12 @@ def load_weights(
 def pending_weights(
     weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device, allocate: Allocate | None = None
 ) -> Iterator[PendingWeights | PrefetchedWeights]:
-    """The weights by name, to be taken once each. `seed` matters to dummy weights only.
+    """The weights by name, each to be popped once. `seed` matters to dummy weights only.
 
-    Without `allocate` each weight is allocated and read as it is taken: a model that packs its weights as it takes
-    them so never has all of them twice. With it, its one piece of memory gets them all, read by several threads from
-    now on, and whoever takes a weight waits for that one. Only this rank's slices are read. Raises `ModelLoadError`,
-    here and not later, where a tensor is missing, has another shape than the model's, or has no place in the model.
+    Without `allocate` each weight is allocated and read when it is popped: a model that packs its weights as it pops
+    them never holds all of them twice. With it, all weights share one allocation and are prefetched by several threads
+    from now on, and `pop` waits for the weight in question. Only this rank's slices are read. Raises `ModelLoadError`,
+    here and not later, if a tensor is missing, has another shape than the model's, or has no place in the model.
     """
     with open_source(files, seed) as source:
         _check(weights, files, source)
@@ -66,9 +66,9 @@ def pending_weights(
 
 
 class PendingWeights:
-    """What `pending_weights` hands out: `pop` reads a weight, once."""
+    """Lazy weights: `pop` reads a weight, once."""
 
-    final = None  # whoever takes a weight may do with it as he likes
+    final = None  # the caller owns a popped weight and may pack or free it
 
     def __init__(self, weights: Sequence[Weight], source: TensorSource, device: torch.device) -> None:
         self._weights = {weight.name: weight for weight in weights}
@@ -87,36 +87,37 @@ class PendingWeights:
 
 
 class Readers:
-    """Threads that read parts of weights from one source into tensors of `device`."""
+    """Threads that read slices of weights from one source into tensors of `device`."""
 
     def __init__(self, source: TensorSource, device: torch.device) -> None:
         self._source = source
         self._streams = ReaderStreams(device)
         self._threads = ThreadPoolExecutor(min(_NUM_READERS, len(os.sched_getaffinity(0))))
 
-    def read(self, places: Iterable[tuple[WeightPart, torch.Tensor]], init: Init) -> list[Future[Copied]]:
-        """Begins to read into the places of parts. Who waits for a result, and then for what it is, has a piece."""
+    def read(self, places: Iterable[tuple[WeightPart, torch.Tensor]], init: Init) -> list[Future[CopyEvent]]:
+        """Starts reading into the places of parts. A piece is complete once its future is done and its `CopyEvent` was
+        waited for."""
         pieces = (piece for part, out in places for piece in part.pieces(out, _PIECE_BYTES))
         return [self._threads.submit(self._read, part, init, out) for part, out in pieces]
 
-    @torch.inference_mode()  # which is each thread's own
-    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> Copied:
+    @torch.inference_mode()  # thread-local
+    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> CopyEvent:
         with self._streams.of_thread() as stream:
             self._source.read(part, init, out)
-            return stream.mark()
+            return stream.record()
 
     def close(self) -> None:
-        """What was not begun is not read; returns when nothing is being read."""
+        """Cancels reads that have not begun; returns when no read is running."""
         self._threads.shutdown(cancel_futures=True)
 
 
 class PrefetchedWeights:
-    """What `pending_weights` hands out where it was given memory: `pop` waits for a weight, and gives it once."""
+    """Prefetched weights in one allocation: `pop` waits for a weight, and returns it once."""
 
     def __init__(
         self, weights: Sequence[Weight], source: TensorSource, device: torch.device, allocate: Allocate
     ) -> None:
-        self.final: Mapping[str, torch.Tensor] = _carved(weights, device, allocate)  # all, taken or not, by name
+        self.final: Mapping[str, torch.Tensor] = _carved(weights, device, allocate)  # all, popped or not, by name
         for weight in weights:
             if not weight.is_filled:
                 self.final[weight.name].zero_()
@@ -143,18 +144,18 @@ class PrefetchedWeights:
 
 
 def _carved(weights: Sequence[Weight], device: torch.device, allocate: Allocate) -> dict[str, torch.Tensor]:
-    """A tensor for each weight, side by side in one piece of memory."""
+    """A tensor for each weight, in one allocation."""
     starts = [0, *accumulate(-(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT for weight in weights)]
     memory = allocate(starts[-1])
     assert memory.device == device, (memory.device, device)
     return {
         weight.name: memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
-        for weight, start in zip(weights, starts, strict=False)  # the last one is the end
+        for weight, start in zip(weights, starts, strict=False)  # the last start is the end
     }
 
 
 def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -> None:
-    """Before anything is read: every tensor is there in the right shape, and none is left over."""
+    """Before anything is read: every tensor exists in the right shape, and none is left over."""
     if source.shapes is not None:
         expected = {part.checkpoint_name: part.checkpoint_shape for weight in weights for part in weight.parts}
         check_tensors(expected, source.shapes, files.path, source.file_of)

@@ -1,8 +1,7 @@
-"""The functions that all layers share, in plain torch, and the question whether a device has kernels of ours instead.
+"""The operations that all layers share, in plain torch, and whether a device has kernels instead.
 
-On a CPU an operation costs 1 to 4 us however small it is, and a model of 30 layers decodes a token in some 12 ms:
-so these are written for few operations, and where a shape of the weights saves one, the weights are prepared when
-they are bound.
+On a CPU an operation costs 1 to 4 us however small it is, and a model of 30 layers decodes a token in some 12 ms: so
+these use few operations, and where reshaping the weights saves one, the weights are prepared when they are bound.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ __all__ = [
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether what is bound on `device` takes `ringcore.kernels`. They need Triton, so nothing else imports them."""
+    """Whether layers bound on `device` use `ringcore.kernels`. The kernels need Triton, so nothing else imports
+    them."""
     return device.type == "cuda"
 
 
@@ -56,34 +56,34 @@ def rms_norm_floor(weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_norm_by_gain(x: torch.Tensor, gain: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """`rms_norm` for float32 on a CPU, with weight and eps as `rms_norm_gain` and `rms_norm_floor` made them.
+    """`rms_norm` for float32 on a CPU, with weight and eps prepared by `rms_norm_gain` and `rms_norm_floor`.
 
-    sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size). Four operations where torch's own has six:
-    3.5 us against 7.9 for [1, 576], 6.1 against 10.4 for [16, 576], 13 against 20 for [64, 576].
+    sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size). Four operations where torch's own has six: 3.5 us
+    against 7.9 for [1, 576], 6.1 against 10.4 for [16, 576], 13 against 20 for [64, 576].
     """
     norm: torch.Tensor = torch.linalg.vector_norm(x, 2, -1, True)
     return (x / norm.hypot_(floor)).mul_(gain)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [n, 2 * size], gate beside up -> silu(gate) * up: [n, size]."""
+    """x: [n, 2 * size], gate then up -> silu(gate) * up: [n, size]."""
     size = x.shape[-1] // 2
     gate, up = torch.split_with_sizes(x, (size, size), -1)  # chunk() goes through four more operations
     return F.silu(gate).mul_(up)
 
 
 def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [n, 2 * size], gate beside up -> gelu(gate) * up: [n, size], gelu in its form with tanh."""
+    """x: [n, 2 * size], gate then up -> gelu(gate) * up: [n, size], with the tanh form of gelu."""
     size = x.shape[-1] // 2
     gate, up = torch.split_with_sizes(x, (size, size), -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def apply_rotary(x: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Turns x in place: [n, heads, head_size] whose neighbours (0, 1), (2, 3), ... are the pairs to turn.
+    """Rotates x in place (RoPE): [n, heads, head_size] with interleaved pairs (0, 1), (2, 3), ...
 
-    rotation: [n, 1, head_size / 2] complex64, see `layers.rotary`. As one complex product it takes 3.8 us for
-    [1, 12, 64] and 13 for [64, 12, 64]; the form with two halves and a concatenation takes 11 and 33 at the best.
+    rotation: [n, 1, head_size / 2] complex64, see `layers.rotary`. As one complex product it takes 3.8 us for [1, 12,
+    64] and 13 for [64, 12, 64]; the form with two halves and a concatenation takes 11 and 33 at best.
     """
     pairs = x.view(*x.shape[:-1], -1, 2)
     if x.dtype == torch.float32:

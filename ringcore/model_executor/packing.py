@@ -1,7 +1,7 @@
-"""A matrix product with its weight laid out once for the CPU's kernels; on a GPU it stays as it is, and few rows take
-kernels of ours (`kernel_product`).
+"""Weight packing: a linear whose weight is prepacked for the CPU's GEMM kernels; on a GPU the weight stays as it is
+(`kernel_linear`).
 
-All products of one step of SmolLM2-135M in ms, for M tokens, measured in one sitting on two cores of a Xeon with AMX:
+All linears of one step of SmolLM2-135M in ms, for M tokens, measured in one session on two cores of a Xeon with AMX:
 
     |                                  | M=1  | M=8  | M=16 | M=64 |
     | float32, F.linear                | 20.3 | 47.1 | 48.3 | 84.1 |
@@ -12,15 +12,15 @@ All products of one step of SmolLM2-135M in ms, for M tokens, measured in one si
 One packing by MKL, made for 64 rows, is the fastest or within the noise for every M from 1 to 2048. oneDNN's packing
 of float32 is slower than MKL's.
 
-The 12 ms of M=1 are of weights that a large cache holds. Where they come from memory, few rows wait for them:
+The 12 ms of M=1 are of weights that a large cache holds. Where they come from memory, few rows are bandwidth-bound:
 
     |                                  | M=1  | M=4  | M=8  | M=12 | M=16 | M=64 |
     | float32, packed by MKL           | 21.4 | 27.1 | 33.1 | 35.9 | 38.2 | 68.1 |
     | the same numbers held in 16 bits | 14.7 | 18.8 | 25.7 | 27.9 | 37.8 | 84.9 |
 
 So float32 weights that are float16 numbers times a power of two, as those of every published bfloat16 checkpoint are
-unless they span more than 30 powers of two, are also held in 16 bits, by FBGEMM, for products of few rows: the
-same weights, float32 inputs and sums, half the bytes to read.
+unless they span more than 30 powers of two, are also held in 16 bits, by FBGEMM, for few rows: the same
+weights, float32 inputs and sums, half the bytes to read.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from collections.abc import Callable
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_product import KernelProduct
-from ringcore.model_executor.product import Product
+from ringcore.model_executor.kernel_linear import KernelLinear
+from ringcore.model_executor.linear_op import LinearOp
 
 __all__ = ["pack_linear", "pack_logits"]
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
 
 _MKL_ROWS_HINT = 64
-_CHUNK = 1 << 16  # numbers looked at together: in the cache, and no memory that is touched for the first time
-_FEW_ROWS = 12  # up to so many, the weights held in 16 bits are faster
+_CHUNK = 1 << 16  # numbers checked per iteration: fit in the cache, and reuse allocated memory
+_FEW_ROWS = 12  # up to this many, the weights held in 16 bits are faster
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, stay: bool = False) -> Product:
-    """The product x W^T + b for weight [out, in] and bias [out], in the fastest form that works here.
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, updatable: bool = False) -> LinearOp:
+    """The linear x W^T + b for weight [out, in] and bias [out], in the fastest form available on its device.
 
-    The packed form is a copy: a caller that drops `weight` afterwards frees it. stay: there is none; the product is
-    always that of what `weight` and `bias` hold then.
+    The packed form is a copy: a caller that drops `weight` afterwards frees it. updatable: no packed copy; the linear
+    always uses the current contents of `weight` and `bias`.
     """
     if _takes_kernels(weight):
-        return KernelProduct(weight, bias)
-    return Product(_plain(weight, bias) if stay else _pack(weight, bias))
+        return KernelLinear(weight, bias)
+    return LinearOp(_plain(weight, bias) if updatable else _pack(weight, bias))
 
 
 def _takes_kernels(weight: torch.Tensor) -> bool:
-    """float32 does not: there a sum in another order is another token now and then."""
+    """float32 does not: another summation order there changes a token now and then."""
     return ops.has_kernels(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -73,15 +73,15 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     return functools.partial(ops.linear, weight=weight, bias=bias)
 
 
-def pack_logits(weight: torch.Tensor, stay: bool = False) -> Product:
-    """The product x W^T for weight [vocab, in]: in float32 where that costs nothing, else in the weight's dtype.
+def pack_logits(weight: torch.Tensor, updatable: bool = False) -> LinearOp:
+    """The linear x W^T for weight [vocab, in]: in float32 where that costs nothing, else in the weight's dtype.
 
-    A GPU sums in float32 anyway, and here the sums are not rounded to 16 bits on their way out: two tokens whose
-    logits differ in the third digit stay apart. stay: see `pack_linear`.
+    A GPU accumulates in float32 anyway, and here the sums are not rounded to 16 bits on output: two tokens whose logits
+    differ in the third digit stay distinct. updatable: see `pack_linear`.
     """
     if _takes_kernels(weight):
-        return KernelProduct(weight, None, torch.float32)
-    return pack_linear(weight, None, stay)
+        return KernelLinear(weight, None, torch.float32)
+    return pack_linear(weight, None, updatable)
 
 
 def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
@@ -98,7 +98,7 @@ def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
 
 
 def _half_scale(weight: torch.Tensor) -> float | None:
-    """The power of two that makes every weight a float16 number, exactly; None where there is none."""
+    """The power of two that makes every weight exactly a float16 number; None if there is none."""
     largest = max(abs(float(bound)) for bound in weight.aminmax())
     if not 0 < largest < math.inf:
         return None
@@ -126,8 +126,8 @@ def _pack_half(weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1
 def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS_HINT)
     multiply: Callable[..., torch.Tensor] = torch.ops.mkl._mkl_linear.default
-    # The operator takes the plain weight too, to fall back on where x has another number of rows than it is told.
-    # We always tell it the right one, so only the shape is looked at. NaN: a fallback could not go unseen.
+    # The operator takes the plain weight too, as a fallback where x has another number of rows than its argument says.
+    # The argument below is always right, so only the shape is read. NaN: a fallback could not go unnoticed.
     shape_only = torch.full((1,), float("nan")).expand(weight.shape)
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -148,10 +148,10 @@ def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
 
 @functools.cache
 def _agrees(pack: Callable[[torch.Tensor, torch.Tensor | None], Multiply], dtype: torch.dtype) -> bool:
-    """Whether this build has the packing for `dtype` and it computes what `F.linear` does. Tried once a process.
+    """Whether this build has the packing for `dtype` and it computes what `F.linear` does. Tried once per process.
 
-    These operators are torch's own but not public: a build without them, or one in which they changed, gets the
-    plain product.
+    These operators are torch's own but not public: a build without them, or one in which they changed, gets the plain
+    linear.
     """
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(24, 40, generator=generator), torch.randn(24, generator=generator)

@@ -1,7 +1,7 @@
-"""From a row of logits to a token: bars, temperature, filters and one draw, each row by its own parameters.
+"""Sampling: from a row of logits to a token by token masks, temperature, filters and one draw, with per-row parameters.
 
-The draw is Gumbel-max with numbers that depend on a row's seed and the position of its token and on nothing else, so a
-seeded row draws the same token alone, in any batch, after a preemption, and on every rank.
+The draw is Gumbel-max with a counter-based RNG whose numbers depend on a row's seed and the position of its token
+alone, so a seeded row draws the same token alone, in any batch, after a preemption, and on every rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional
 from ringcore.protocol.requests import TokenLogprobs
 
 __all__ = [
-    "LaunchedLogprobs",
+    "HostLogprobsCopy",
     "LogprobTensors",
-    "MovedLogprobs",
+    "PendingLogprobs",
     "Sampled",
     "SamplingInputs",
     "launch_logprobs",
@@ -30,8 +30,8 @@ __all__ = [
     "uniforms",
 ]
 
-_FEW_LOGPROBS = 64  # most likely tokens of a row that are looked for together with those of other rows
-# Candidates that a top_p row's sorted head has; a row whose head does not reach top_p is sorted whole.
+_FEW_LOGPROBS = 64  # largest num_logprobs of rows whose top-k is computed in one batch
+# Length of the sorted head of a top_p row; a row whose head does not reach top_p falls back to bisection.
 _SORTED_HEAD = 256
 
 
@@ -44,28 +44,28 @@ class SamplingInputs:
     top_p: np.ndarray  # [n] float32
     min_p: np.ndarray  # [n] float32
     seed: np.ndarray  # [n] int64
-    position: np.ndarray  # [n] int64: where in its sequence the sampled token will stand
-    num_logprobs: np.ndarray  # [n] int32; -1 where none are asked for
-    barred_rows: np.ndarray  # [m] int64: row barred_rows[i] may not sample barred_ids[i]
-    barred_ids: np.ndarray  # [m] int64
+    position: np.ndarray  # [n] int64: of the sampled token in its sequence
+    num_logprobs: np.ndarray  # [n] int32; -1: none
+    masked_rows: np.ndarray  # [m] int64: row masked_rows[i] may not sample masked_ids[i]
+    masked_ids: np.ndarray  # [m] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` of a row that is not `ok` is a valid id without meaning."""
+    """The token of a row that is not `ok` is a valid id without meaning."""
 
     token_ids: torch.Tensor  # [n] int64
     ok: np.ndarray  # [n] bool: the row's logits have a finite maximum and no NaN
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-    """Chooses one token a row. logits: [n, vocab_size] float32, on the CPU, left as they are.
+    """Samples one token per row. logits: [n, vocab_size] float32, on the CPU, not modified.
 
-    On a GPU it is `kernels.sampling.sample_tokens`, which chooses the same.
+    The GPU kernel is `kernels.sampling.sample_tokens`, which samples the same tokens.
     """
-    if len(inputs.barred_rows):
-        bars = torch.from_numpy(inputs.barred_rows), torch.from_numpy(inputs.barred_ids)
-        logits = logits.index_put(bars, logits.new_tensor(-torch.inf))
+    if len(inputs.masked_rows):
+        masked = torch.from_numpy(inputs.masked_rows), torch.from_numpy(inputs.masked_ids)
+        logits = logits.index_put(masked, logits.new_tensor(-torch.inf))
     best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
     ok = torch.isfinite(best).numpy()
     drawn = np.flatnonzero((inputs.temperature > 0) & ok)
@@ -85,7 +85,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
 
 
 def _weights(scaled: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> torch.Tensor:
-    """[n, vocab_size] float32 of scaled logits of the same shape; 0 for what the filters drop."""
+    """[n, vocab_size] float32 of scaled logits of the same shape; 0 for filtered tokens."""
     weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp_()
     top_k = np.where(top_k >= weights.shape[1], 0, top_k)
     ranked = np.flatnonzero((top_k > 0) | (top_p < 1))
@@ -100,7 +100,7 @@ def _weights(scaled: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: 
 
 
 def _ranked_thresholds(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
-    """[n, 1]: the smallest weight that top_k (0 keeps all), and then top_p of what that left, keep."""
+    """[n, 1]: the smallest weight kept by top_k (0 keeps all), then by top_p of what top_k left."""
     head = max(int(top_k.max()), _SORTED_HEAD if (top_k == 0).any() else 1)
     best = weights.topk(min(head, weights.shape[1])).values  # sorted
     limit = torch.from_numpy(top_k)[:, None]
@@ -120,8 +120,8 @@ def _ranked_thresholds(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarr
 def _mass_threshold(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """[n, 1]: the largest weight such that those at or above it add up to `target` [n, 1].
 
-    By bisection over the bits of a float, which are in the order of the floats where these are positive: 30 sums in
-    place of a sort, 13 ms for a row of a vocabulary of 49152.
+    By bisection over the bits of a float, whose order for positive floats is that of the floats: 30 sums in place of a
+    sort, 13 ms for a row of a vocabulary of 49152.
     """
     low = torch.zeros(target.shape, dtype=torch.int32)  # all of them reach it
     high = torch.ones(target.shape).view(torch.int32) + 1  # none of them does
@@ -138,14 +138,14 @@ def _mass_threshold(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def _draw(weights: torch.Tensor, seed: np.ndarray, position: np.ndarray) -> torch.Tensor:
-    """[n] int64: one token a row, with the probabilities weights [n, vocab_size] / their sum.
+    """[n] int64: one token per row, with the probabilities weights [n, vocab_size] / their sum.
 
     Gumbel-max in two levels: first among groups of neighbouring tokens by the groups' sums, then among the tokens of
-    the winner. That is exact, since the winner's group has the probability of its sum and the two levels' numbers are
-    independent; and it needs about 2 * sqrt(vocab_size) random numbers a row in place of vocab_size: 448 for a
-    vocabulary of 49152, whose one by one would take longer than the whole model's step.
+    the winning group. That is exact, since a group wins with the probability of its sum and the numbers of the two
+    levels are independent; and it needs about 2 * sqrt(vocab_size) random numbers per row in place of vocab_size: 448
+    for a vocabulary of 49152, where one number per token would take longer than the model's step.
 
-    argmax(log w + gumbel) is taken as argmax(w / e), e = -log(u) being exponential: the same order, half the
+    argmax(log w + gumbel) is computed as argmax(w / e), e = -log(u) being exponential: the same order, half the
     logarithms, and a weight of 0 never wins.
     """
     vocab_size = weights.shape[1]
@@ -208,7 +208,7 @@ def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.
 
 
 class LogprobTensors(NamedTuple):
-    """Of n rows, each the sampled token first and then the most likely ones, on the logits' device."""
+    """Of n rows, the sampled token first and then the most likely ones, on the logits' device."""
 
     token_ids: torch.Tensor  # [n, 1 + count] int64
     logprobs: torch.Tensor  # [n, 1 + count] float32
@@ -218,7 +218,7 @@ class LogprobTensors(NamedTuple):
 def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobTensors:
     """Natural-log probabilities under the raw logits [n, vocab_size]: of token_ids [n] and the `count` most likely.
 
-    A rank is 1 + the number of tokens with a larger logit. Nothing here waits for the device.
+    A rank is 1 + the number of tokens with a larger logit. Does not synchronise with the device.
     """
     logits, sampled = logits.float(), token_ids[:, None]
     normalizer = logits.logsumexp(dim=-1, keepdim=True)
@@ -227,68 +227,73 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -
     ranks = torch.cat(
         (
             (logits > values[:, :1]).sum(dim=-1, keepdim=True) + 1,
-            torch.searchsorted(-top.values, -top.values) + 1,  # how many stand before the first of its equals
+            torch.searchsorted(-top.values, -top.values) + 1,  # the number of larger ones, ties not counted
         ),
         dim=1,
     )
     return LogprobTensors(torch.cat((sampled, top.indices), dim=1), values - normalizer, ranks)
 
 
-class MovedLogprobs:
-    """`LogprobTensors` on their way to the host."""
+class HostLogprobsCopy:
+    """An asynchronous D2H copy of `LogprobTensors`."""
 
     def __init__(self, tensors: LogprobTensors) -> None:
         self._on_host = [_to_host(tensor) for tensor in tensors]
-        self._arrival: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if tensors.logprobs.is_cuda:
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrival.record()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, log-probabilities and ranks, [n, 1 + count] each. Waits for the device."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         ids, logprobs, ranks = (tensor.numpy() for tensor in self._on_host)
         return ids, logprobs, ranks
 
 
-class LaunchedLogprobs:
-    """`logprob_tensors` of the rows that asked, on their way to the host."""
+class PendingLogprobs:
+    """`logprob_tensors` of the rows with num_logprobs, being copied to the host."""
 
-    def __init__(self, parts: Sequence[tuple[np.ndarray, MovedLogprobs]], num_logprobs: np.ndarray) -> None:
-        """parts: each with the rows [n] that it is of."""
-        self._parts, self._num_logprobs = parts, num_logprobs
+    def __init__(self, copies: Sequence[tuple[np.ndarray, HostLogprobsCopy]], num_logprobs: np.ndarray) -> None:
+        """copies: each with the rows [n] that it is of."""
+        self._copies, self._num_logprobs = copies, num_logprobs
 
     def result(self) -> list[TokenLogprobs | None]:
-        """Of every row, None for one that did not ask. Waits for the device."""
+        """Of every row, None for one without num_logprobs. Waits for the device."""
         found: list[TokenLogprobs | None] = [None] * len(self._num_logprobs)
-        for rows, moved in self._parts:
-            ids, logprobs, ranks = (array.tolist() for array in moved.arrays())
+        for rows, copy in self._copies:
+            ids, logprobs, ranks = (array.tolist() for array in copy.arrays())
             for i, row in enumerate(rows.tolist()):
                 n = 1 + int(self._num_logprobs[row])
                 found[row] = TokenLogprobs(token_ids=ids[i][:n], logprobs=logprobs[i][:n], ranks=ranks[i][:n])
         return found
 
 
-def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> LaunchedLogprobs | None:
-    """`logprob_tensors` of the rows that asked, row i for num_logprobs[i] tokens, below 0 for none; does not wait.
+def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> PendingLogprobs | None:
+    """`logprob_tensors` of the rows with num_logprobs[i] >= 0, row i for that many tokens; asynchronous.
 
-    None where no row asked. Rows that ask for many are taken one by one, so that they cost their neighbours nothing.
+    None if there is no such row. Rows with large num_logprobs are computed one by one, so that they do not widen the
+    top-k of the others.
     """
-    asked = np.flatnonzero(num_logprobs >= 0)
-    if not len(asked):
+    rows_with_logprobs = np.flatnonzero(num_logprobs >= 0)
+    if not len(rows_with_logprobs):
         return None
-    counts = num_logprobs[asked]
-    few, many = asked[counts <= _FEW_LOGPROBS], asked[counts > _FEW_LOGPROBS]
+    counts = num_logprobs[rows_with_logprobs]
+    few, many = rows_with_logprobs[counts <= _FEW_LOGPROBS], rows_with_logprobs[counts > _FEW_LOGPROBS]
     groups = [*([few] if len(few) else []), *many[:, None]]
-    return LaunchedLogprobs([(group, _moved(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs)
+    return PendingLogprobs(
+        [(group, _copy_logprobs(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs
+    )
 
 
-def _moved(logits: torch.Tensor, token_ids: torch.Tensor, asked: np.ndarray, num_logprobs: np.ndarray) -> MovedLogprobs:
-    rows = torch.from_numpy(asked)
+def _copy_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows_with_logprobs: np.ndarray, num_logprobs: np.ndarray
+) -> HostLogprobsCopy:
+    rows = torch.from_numpy(rows_with_logprobs)
     if logits.is_cuda:
         rows = rows.pin_memory().to(logits.device, non_blocking=True)
-    return MovedLogprobs(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[asked].max())))
+    return HostLogprobsCopy(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[rows_with_logprobs].max())))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,6 +305,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
 ) -> list[TokenLogprobs | None] | None:
-    """`launch_logprobs`, waited for."""
+    """`launch_logprobs`, then its result."""
     launched = launch_logprobs(logits, token_ids, num_logprobs)
     return None if launched is None else launched.result()

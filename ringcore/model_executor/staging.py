@@ -1,4 +1,4 @@
-"""How pieces of a file reach a tensor: the memory on the way, and the order of the copies on a GPU."""
+"""Staging of weight reads: the buffers between file and tensor, and the order of the H2D copies on a GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from ringcore.model_executor.weight import WeightPart
 
-__all__ = ["Copied", "ReaderStreams", "Staging"]
+__all__ = ["CopyEvent", "ReaderStreams", "Staging"]
 
 
 class Staging:
-    """Buffers that are filled by the host and copied to `device`, one after the other.
+    """Buffers that the host fills and that are copied to `device`, in turn.
 
-    A CPU has one, small enough to stay in its cache. A GPU has two of pinned memory, of which one is filled while the
-    other is on its way; a buffer is handed out again only when its copy has ended.
+    A CPU has one, small enough to stay in its cache. A GPU has two of pinned memory (double-buffered): one is filled
+    while the other is being copied; a buffer is reused only after its copy has ended.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Staging:
         if not self._is_pinned:
             out.copy_(part.ordered(source))
             return
-        # Converted and put in order there: here it would take a second, pageable buffer.
+        # Converted and reordered on the device: on the host that would take a second, pageable buffer.
         if source.dtype != out.dtype or part.order is not None:
             source = source.to(out.device, non_blocking=True)
         out.copy_(part.ordered(source), non_blocking=True)
@@ -55,9 +55,9 @@ class Staging:
 
 
 class ReaderStreams:
-    """A stream for each thread that reads, so that the copies of one need not wait for another's. A CPU has none.
+    """One CUDA stream per reader thread, so that the copies of one need not wait for another's. A CPU has none.
 
-    What was launched on the stream that is current at construction comes before all that they copy.
+    All copies are ordered after what was launched on the current stream at construction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class ReaderStreams:
 
     @contextmanager
     def of_thread(self) -> Iterator[ReaderStream]:
-        """The calling thread's; on a GPU it is the current one within."""
+        """The calling thread's stream; on a GPU it is the current stream inside the context."""
         if not self._is_cuda:
             yield ReaderStream(self._device)
             return
@@ -83,24 +83,24 @@ class ReaderStreams:
 
 
 class ReaderStream:
-    """What a thread does its copies on."""
+    """The stream of a reader thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> Copied:
-        """All that it was given so far."""
-        return Copied(_event(self._device) if self._device.type == "cuda" else None)
+    def record(self) -> CopyEvent:
+        """An event after all copies given to the stream so far."""
+        return CopyEvent(_event(self._device) if self._device.type == "cuda" else None)
 
 
-class Copied:
-    """Copies that were given to a stream, up to one of them."""
+class CopyEvent:
+    """The end of the copies that a stream was given up to some point."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """What the calling thread launches on its current stream from now on comes after them."""
+        """Orders what the calling thread launches on its current stream after these copies."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint come from: safetensors files, a GGUF file, or a seed."""
+"""Sources of a checkpoint's tensors: safetensors files, a GGUF file, or a seed (dummy weights)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["TensorSource", "open_source"]
 class TensorSource(ABC):
     """The tensors of one checkpoint under their Hugging Face names."""
 
-    shapes: Mapping[str, tuple[int, ...]] | None  # None where any tensor of any shape is there
+    shapes: Mapping[str, tuple[int, ...]] | None  # None: it has any tensor in any shape
 
     @abstractmethod
     def file_of(self, name: str) -> str:
@@ -38,13 +38,13 @@ class TensorSource(ABC):
     @abstractmethod
     def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
         """Copies the slice that `part` describes, in its order, into `out`, a tensor or view of its shape. On a GPU, on
-        the current stream and perhaps not yet when it returns. Several threads may read at the same time.
+        the current stream and perhaps not yet complete when it returns. Thread-safe.
 
-        `out` may be of any float dtype and device. Raises `ModelLoadError` where the data is not there.
+        `out` may be of any float dtype and device. Raises `ModelLoadError` if the file does not hold the data.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Gives back what reading needed."""
+        """Releases files and threads."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,15 +66,15 @@ def open_source(files: ModelFiles, seed: int) -> TensorSource:
 
 
 class _OfThread(threading.local):
-    staging: Staging | None = None  # made for the device of the first tensor that the thread reads
+    staging: Staging | None = None  # allocated for the device of the first tensor that the thread reads
 
 
 class SafetensorsSource(TensorSource):
     """Reads with pread through small buffers, on a CPU one that stays in its cache.
 
-    Measured on 538 MB of float32 in the page cache: 0.12 s, as fast as reading straight into the final tensors,
-    while a first pass through mmap took up to 1.8 s of page faults. A file that shrinks under us is an error
-    here, and would be a SIGBUS there.
+    Measured on 538 MB of float32 in the page cache: 0.12 s, as fast as reading straight into the final tensors, while a
+    first pass through mmap took up to 1.8 s of page faults. A file that is truncated during the read is an error here,
+    and would be a SIGBUS there.
     """
 
     BUFFER_BYTES = 4 << 20
@@ -89,7 +89,7 @@ class SafetensorsSource(TensorSource):
         self._index = TensorIndex(files)
         self.shapes = {name: entry.shape for name, entry in self._index.items()}
         self._opened: dict[str, io.FileIO] = {}
-        self._lock = threading.Lock()  # of what is opened
+        self._lock = threading.Lock()  # guards _opened
         self._of_thread = _OfThread()
 
     def file_of(self, name: str) -> str:
@@ -155,7 +155,7 @@ class SafetensorsSource(TensorSource):
 
 
 class GGUFSource(TensorSource):
-    """Dequantizes the rows it needs, a few at a time; columns cannot be had without their row."""
+    """Dequantizes the rows it needs, a few at a time; a slice of columns needs whole rows."""
 
     PIECE_ELEMENTS = 1 << 20
 
@@ -178,21 +178,21 @@ class GGUFSource(TensorSource):
 
 
 class DummySource(TensorSource):
-    """Random tensors that depend on the seed, the name and an element's place in the whole tensor, on nothing else: not
-    on the slice that is read, nor on the device, where they are made.
+    """Random tensors: an element depends on the seed, the tensor's name and the element's index in the whole tensor
+    alone, not on the slice that is read, nor on the device, where they are generated.
 
-    Matrices are uniform with variance 1 / fan-in, so that activations and logits keep the size that they have in
-    a trained model. On a CPU several threads work at a time.
+    Matrices are uniform with variance 1 / fan-in, so that activations and logits have the magnitude of a trained model.
+    On a CPU several threads generate.
     """
 
-    GROUP_ELEMENTS = 1 << 17  # made at once, on a CPU: they stay in its cache
+    GROUP_ELEMENTS = 1 << 17  # generated per task on a CPU: they stay in its cache
     DEVICE_GROUP_ELEMENTS = 1 << 24
     shapes = None
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._num_threads = len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(self._num_threads)  # none is started before there is work
+        self._threads = ThreadPoolExecutor(self._num_threads)  # starts no thread before the first task
 
     def file_of(self, name: str) -> str:
         return "dummy weights"
@@ -206,7 +206,7 @@ class DummySource(TensorSource):
         digest = hashlib.sha256(f"{self._seed}/{part.checkpoint_name}".encode()).digest()
         keys = struct.unpack_from("<2i", digest)
 
-        @torch.inference_mode()  # which is each thread's own
+        @torch.inference_mode()  # thread-local
         def fill(begin: int) -> None:
             rows = out[begin : begin + group_rows]
             shape = (len(rows), *part.checkpoint_shape[1:])
@@ -224,14 +224,14 @@ class DummySource(TensorSource):
 
 
 def _whole_runs(num_rows: int, part: WeightPart) -> int:
-    """About so many rows, in whole runs of the part's order."""
+    """About num_rows rows, in whole runs of the part's order."""
     return max(1, num_rows // part.run) * part.run
 
 
 def _uniform(first: int, count: int, keys: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """[count] float32 in (0, 1), the same on every device: a hash of the numbers `first`, `first` + 1, ...
+    """[count] float32 in (0, 1), the same on every device: a hash of the integers `first`, `first` + 1, ...
 
-    Method: the 32-bit integer hash "lowbias32" of C. Wellons (hash-prospector), in arithmetic that wraps.
+    Method: the 32-bit integer hash "lowbias32" of C. Wellons (hash-prospector), in wrapping arithmetic.
     """
     x = torch.arange(count, dtype=torch.int32, device=device)
     x.add_(_signed(first)).mul_(_signed(0x9E3779B1)).add_(keys[0])
@@ -247,7 +247,7 @@ def _signed(number: int) -> int:
 
 
 def _scaled(values: torch.Tensor, init: Init, fan_in: int) -> torch.Tensor:
-    """Numbers in (0, 1) spread over the range of `init`, in place."""
+    """Scales numbers in (0, 1) to the range of `init`, in place."""
     match init:
         case "matrix":
             low, high = -math.sqrt(3 / fan_in), math.sqrt(3 / fan_in)

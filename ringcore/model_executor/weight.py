@@ -1,4 +1,4 @@
-"""What a model needs loaded, as data: final tensors, and the checkpoint slices that fill them."""
+"""A model's weights as data: final tensors, and the checkpoint slices that fill them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 __all__ = ["Derived", "Init", "Tensors", "Weight", "WeightPart", "WeightedLayer"]
 
-# What dummy weights look like: a matrix, small biases, or norm weights near 1.
+# The distribution of dummy weights: a matrix, small biases, or norm weights near 1.
 Init = Literal["matrix", "bias", "norm"]
 
 
 class Tensors(Protocol):
-    """Loaded tensors by `Weight.name`, to be taken out once each: a dict, or one that reads what is taken."""
+    """Loaded tensors by `Weight.name`, each popped once: a dict, or one that reads a tensor when it is popped."""
 
     def pop(self, name: str, /) -> torch.Tensor: ...
 
@@ -28,11 +28,11 @@ class Tensors(Protocol):
 class WeightPart:
     """A slice of one checkpoint tensor and its place in the final one.
 
-    Entries `start` to `start + length` along `dim` of the checkpoint tensor become entries `offset` to
-    `offset + length` along `dim` of the final one. `length` is 0 where a rank has nothing of a tensor.
+    Entries `start` to `start + length` along `dim` of the checkpoint tensor become entries `offset` to `offset +
+    length` along `dim` of the final one. `length` is 0 if the rank has no share of the tensor.
 
-    `order`, if given, is a permutation by which rows go into the final tensor, the same for every run of as many rows:
-    row i of a run is what the checkpoint has at order[i] of that run.
+    `order`, if given, is a permutation of rows, applied to every run of len(order) rows: row i of a run is row order[i]
+    of that run in the checkpoint.
     """
 
     checkpoint_name: str
@@ -55,7 +55,7 @@ class WeightPart:
         return 1 if self.order is None else len(self.order)
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [n, ...] as the checkpoint has them -> as the final tensor does. n is a multiple of `run`."""
+        """Rows [n, ...] in checkpoint order -> in the order of the final tensor. n is a multiple of `run`."""
         if self.order is None:
             return rows
         runs = rows.reshape(-1, self.run, *rows.shape[1:])
@@ -64,7 +64,7 @@ class WeightPart:
     def pieces(self, out: torch.Tensor, max_bytes: int) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """The part as several of about `max_bytes`, each with its rows of `out`, the part's place in the final tensor.
 
-        A part of columns stays whole: its rows are all of the tensor's, and no part says which.
+        A column slice stays whole: a WeightPart cannot describe a subset of its rows.
         """
         if self.dim != 0:
             yield self, out
@@ -77,14 +77,14 @@ class WeightPart:
 
 
 def _index(order: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[n] int64. To a GPU from pinned memory: the host does not wait for what the device has to do before."""
+    """[n] int64. To a GPU from pinned memory, so that the host does not wait for earlier work of the device."""
     index = torch.tensor(order)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of the model on this rank. What its parts leave out (padding of the vocabulary) is zero."""
+    """One tensor of the model on this rank. Entries that no part fills (vocabulary padding) are zero."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class Weight:
 
     @property
     def num_filled(self) -> int:
-        """Entries, from the first one on, that the parts fill along their dimension; those behind are zero."""
+        """Leading entries that the parts fill along their dimension; the rest is zero."""
         return sum(part.length for part in self.parts)
 
     @property
@@ -106,35 +106,36 @@ class Weight:
         return self.num_filled == self.shape[self.parts[0].dim]
 
     def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
-        """Each part with its place in `tensor`, the final one; those of which this rank has nothing left out."""
+        """Each non-empty part with its place in `tensor`, the final one."""
         for part in self.parts:
             if part.length:
                 yield part, tensor.narrow(part.dim, part.offset, part.length)
 
 
 class WeightedLayer(ABC):
-    """A layer with weights: says which, takes them, and makes anew what it derives from them."""
+    """A layer with weights: declares them, binds them, and recomputes what it derives from them."""
 
     @abstractmethod
     def weights(self) -> Sequence[Weight]: ...
 
     @abstractmethod
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes its tensors out of `tensors`. stay: they have a place for good, and may get other contents there: what
-        is computed is computed from them, and not from a packed copy."""
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Pops its tensors from `tensors`. updatable: they keep their addresses for the life of the model and their
+        contents may be updated in place: the layer computes from them, not from a packed copy."""
 
     def refresh(self) -> None:  # noqa: B027 - most derive nothing
-        """The bound tensors have new contents: what was derived from them is made anew, at the addresses it has."""
+        """The contents of the bound tensors have changed: recomputes what was derived from them, at the same
+        addresses."""
 
 
 class Derived:
-    """Tensors that a layer computes from its weights, in the order in which they were made."""
+    """Tensors that a layer computes from its weights, in the order of their creation."""
 
     def __init__(self) -> None:
         self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def make(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` gives now; `refresh` copies into it what it gives then."""
+        """The result of `compute` now; `refresh` copies its result of then into the same tensor."""
         tensor = compute()
         self._made.append((tensor, compute))
         return tensor

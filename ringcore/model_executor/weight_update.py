@@ -1,6 +1,7 @@
-"""New contents for the tensors of a model, where they lie: by a checkpoint's names, fused and sliced for one rank.
+"""In-place weight updates: new contents for the tensors of a model, by a checkpoint's names, fused and sharded for one
+rank.
 
-Nothing moves: tensors, and the graphs that hold their addresses, stay as they are.
+No tensor moves: CUDA graphs that hold their addresses stay valid.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from ringcore.model_executor.weight import Init, Weight, WeightPart
 
 __all__ = ["FLOAT_DTYPES", "WeightUpdate", "row_pieces"]
 
-# What a checkpoint may be in, by its name in torch.
+# Dtypes of a checkpoint, by their names in torch.
 FLOAT_DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in SafetensorsSource.DTYPES.values()
 }
-_PIECE_BYTES = 64 << 20  # of a tensor at hand that are sliced, converted and put in order at a time
+_PIECE_BYTES = 64 << 20  # of a tensor that are sliced, converted and reordered at a time
 
 
 def row_pieces(shape: Sequence[int], itemsize: int, max_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, int]]:
-    """(first row, the one behind the last) of pieces of a tensor of at most `max_bytes`, or of one row."""
+    """(first row, end row) of pieces of a tensor of at most `max_bytes`, or of one row."""
     num_rows = max(1, max_bytes // max(1, math.prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], num_rows):
         yield first, min(first + num_rows, shape[0])
@@ -35,7 +36,7 @@ def row_pieces(shape: Sequence[int], itemsize: int, max_bytes: int = _PIECE_BYTE
 
 @dataclass(slots=True)
 class _Target:
-    """What one checkpoint tensor fills on this rank."""
+    """The places that one checkpoint tensor fills on this rank."""
 
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     places: list[tuple[WeightPart, torch.Tensor, Init]] = field(default_factory=list)
@@ -48,17 +49,17 @@ class _Target:
 class WeightUpdate:
     """One update of one rank's weights: any number of tensors, in any order, by their names in a checkpoint.
 
-    Of the tensors that come only this rank's slices are looked at. Where one does not fit the model nothing of it is
-    written; what came before it stays written.
+    Only this rank's slices of a tensor are read. A tensor that does not fit the model is refused before anything of it
+    is written; earlier tensors stay written.
     """
 
     def __init__(self, weights: Sequence[Weight], tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: the model's own, by `Weight.name`. What no checkpoint tensor fills is made zero."""
+        """tensors: the model's own, by `Weight.name`. Entries that no checkpoint tensor fills are zeroed."""
         self._device = next(iter(tensors.values())).device
         self._targets: dict[str, _Target] = {}
         for weight in weights:
             padding = slice(weight.num_filled, None)
-            tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # memory that was away forgot it
+            tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents
             for part in weight.parts:
                 self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape))
             for part, out in weight.places(tensors[weight.name]):
@@ -67,11 +68,11 @@ class WeightUpdate:
 
     @property
     def num_taken(self) -> int:
-        """Tensors of the checkpoint that have come."""
+        """Checkpoint tensors received so far."""
         return len(self._taken)
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
-        """Whether the model takes this tensor; False for one that no model needs. dtype: None where it is not known.
+        """Whether the model uses this tensor; False for one that no model needs. dtype: None if not known.
 
         Raises `InvalidRequestError` for a name, a shape or a dtype that does not fit the model.
         """
@@ -90,7 +91,7 @@ class WeightUpdate:
         return True
 
     def take(self, name: str, tensor: torch.Tensor) -> int:
-        """Copies this rank's slices out of a whole tensor, on any device; -> the bytes that were written.
+        """Copies this rank's slices out of a whole tensor, on any device; -> the bytes written.
 
         On a GPU, on the current stream. Raises as `check`.
         """
@@ -100,9 +101,10 @@ class WeightUpdate:
         return self.take_rows(name, ((first, tensor[first:end]) for first, end in pieces))
 
     def take_rows(self, name: str, pieces: Iterator[tuple[int, torch.Tensor]]) -> int:
-        """As `take`, of a tensor that passed `check` and comes in pieces: (the first row's number, rows), all of them.
+        """As `take`, of a tensor that passed `check` and arrives in pieces: (index of the first row, rows), all of
+        them.
 
-        What a piece holds is copied, on the current stream, before the next is asked for.
+        A piece is copied, on the current stream, before the next one is requested.
         """
         target = self._targets[name]
         for first, rows in pieces:
@@ -114,8 +116,8 @@ class WeightUpdate:
     def read(self, source: TensorSource) -> tuple[int, int]:
         """Reads this rank's slices of all tensors of a source, in several threads; -> (tensors, bytes written).
 
-        On a GPU they are there for what is launched on the current stream from now on. Raises as `check`, then before
-        anything is read, and `ModelLoadError` where a file does not hold what it says.
+        On a GPU the writes are ordered before what is launched on the current stream afterwards. Raises as `check`,
+        before anything is read, and `ModelLoadError` if a file does not hold what its header says.
         """
         assert source.shapes is not None, "a source of any tensor has no end"
         names = [name for name, shape in source.shapes.items() if self.check(name, shape)]
@@ -136,14 +138,14 @@ class WeightUpdate:
         return len(names), sum(target.nbytes for target in targets)
 
     def check_complete(self) -> None:
-        """Raises `InvalidRequestError` that names what has not come."""
+        """Raises `InvalidRequestError` naming the tensors that were not received."""
         missing = [name for name in self._targets if name not in self._taken]
         if missing:
             raise _refused(missing[0], f"has not come{and_more(missing)}; every tensor of the model is needed")
 
 
 def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    """Copies what a part has of rows `first`, `first` + 1, ... of the checkpoint tensor into the part's place."""
+    """Copies a part's share of rows `first`, `first` + 1, ... of the checkpoint tensor into the part's place."""
     if part.dim != 0:
         out[first : first + len(rows)].copy_(rows.narrow(part.dim, part.start, part.length))
         return
@@ -155,7 +157,7 @@ def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) 
     if part.order is None:
         out[at : at + len(rows)].copy_(rows)
         return
-    # Pieces may end within a run, so each row is told its place: that of its number in the run, in the order.
+    # Pieces may end within a run, so the permutation is applied row by row.
     place_in_run = torch.tensor(part.order).argsort()
     numbers = torch.arange(at, at + len(rows))
     places = numbers - numbers % part.run + place_in_run[numbers % part.run]

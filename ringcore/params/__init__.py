@@ -1,1 +1,1 @@
-"""What a request asks for and what it gets: plain values, checked where they are made."""
+"""The parameters and outputs of a request: plain values, validated on construction."""

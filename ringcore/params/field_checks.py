@@ -1,5 +1,5 @@
-"""Checks that the fields of a request's parameters share. Whatever the value is, what they raise is an
-`InvalidRequestError` that names the field, shows the value in short, and says the remedy."""
+"""Validators of request parameters. For any value, their error is an `InvalidRequestError` that names the field, shows
+the shortened value, and gives the remedy."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = [
     "is_timeout",
 ]
 
-MAX_COUNT = 2**31 - 1  # what the workers' columns hold
+MAX_COUNT = 2**31 - 1  # the workers' columns are int32
 MAX_TIMEOUT_S = 1_000_000.0  # 11 days; poll() takes 24
 _MAX_SHOWN_CHARS = 80
-_SENDABLE_INT = 2**63  # msgpack's, either way
+_SENDABLE_INT = 2**63  # msgpack's limit of the absolute value
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN_CHARS
 
 
 def bad_field(field: str, value: object, remedy: str) -> InvalidRequestError:
-    """The error for a field of a request; `details["value"]` is the value, or its short form where it cannot travel."""
+    """The error for a field of a request; `details["value"]` is the value, or a short form of it."""
     return InvalidRequestError(f"{field}={_shown(value)}: {remedy}", field=field, value=_portable(value))
 
 
 def _shown(value: object) -> str:
     try:
         text = _short.repr(value)
-    except Exception:  # a huge integer has no decimal form; a stranger's __repr__ may do anything
+    except Exception:  # a huge integer has no decimal form; a user's __repr__ may raise
         text = f"a {type(value).__name__}"
     return text.encode(errors="replace").decode()
 
@@ -68,12 +68,12 @@ def check_number(name: str, value: object, low: float, high: float, remedy: str)
 
 
 def is_timeout(value: object, max_s: float = MAX_TIMEOUT_S) -> bool:
-    """Whether it is a number of seconds for which one can wait, 0 among them."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= max_s  # nor is NaN
+    """Whether it is a valid timeout in seconds, including 0."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= max_s  # false for NaN
 
 
 def check_timeout(name: str, timeout: object, max_s: float = MAX_TIMEOUT_S, *, or_none: bool = True) -> None:
-    """A number of seconds, or None, which waits without a deadline."""
+    """A number of seconds, or None for no deadline."""
     if timeout is None and or_none:
         return
     if not is_timeout(timeout, max_s):
@@ -91,7 +91,7 @@ def check_list(name: str, value: object, max_length: int, remedy: str) -> Sequen
 
 
 def check_text(name: str, value: object, max_chars: int, what: str) -> None:
-    """A string of 1 to `max_chars` characters, all of them whole."""
+    """A string of 1 to `max_chars` characters without lone surrogates."""
     if not isinstance(value, str) or not value or len(value) > max_chars:
         raise bad_field(name, value, f"{what} has 1 to {max_chars} characters")
     if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
@@ -99,9 +99,9 @@ def check_text(name: str, value: object, max_chars: int, what: str) -> None:
 
 
 def check_plain_data(name: str, value: object, *, max_size: int, max_depth: int, finite: bool = True) -> None:
-    """A dict of what JSON has: None, bools, numbers, strings, lists and dicts with strings as keys.
+    """A dict of JSON data: None, bools, numbers, strings, lists and dicts with string keys.
 
-    max_size: of all strings' characters and one for each value. max_depth: of lists and dicts in one another.
+    max_size: of the characters of all strings plus the number of values. max_depth: of nested lists and dicts.
     """
     if not isinstance(value, dict):
         raise bad_field(name, value, "give a dict with strings as keys")
@@ -127,7 +127,7 @@ def check_plain_data(name: str, value: object, *, max_size: int, max_depth: int,
         if not inner:
             return
         level = inner
-    raise bad_field(name, value, f"lists and dicts lie in one another more than {max_depth} deep; make it flatter")
+    raise bad_field(name, value, f"lists and dicts are nested more than {max_depth} deep; make it flatter")
 
 
 def _is_plain(item: object, finite: bool) -> bool:

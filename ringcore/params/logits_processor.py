@@ -1,7 +1,7 @@
-"""Logits processors of your own: classes that change rows of logits in every worker, before a token is drawn.
+"""Custom logits processors: user classes that change rows of logits in every worker, before sampling.
 
-A class is given to an engine as `logits_processors=["module:Class"]`, or as the class itself. Every worker makes one
-object of it, and in every step asks it for all rows that take part at once. This module needs no torch.
+A class is given to an engine as `logits_processors=["module:Class"]`, or as the class itself. Every worker creates one
+instance, and calls it once per step for all participating rows. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ Tensor = Any  # a torch.Tensor; the front end, which imports this, has no torch
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorContext:
-    """What a processor is told of the engine that it is made for."""
+    """What a processor knows of its engine."""
 
     vocab_size: int  # columns of the logits; the tokenizer may know fewer tokens
     max_num_seqs: int  # rows are 0 to max_num_seqs - 1
     device: Any  # the torch.device of the logits
-    dtype: str  # that the model computes in; the logits of `apply` are float32
+    dtype: str  # the model's compute dtype; the logits of `apply` are float32
     eos_token_ids: tuple[int, ...]
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of the rows that take part, between the penalties and the masks (see `SamplingParams`).
+    """Changes the logits of participating rows, between the penalties and the token masks (see `SamplingParams`).
 
-    A request has a row from `admit` to `remove`. After a preemption it comes again, maybe in another row, with the same
-    prompt, and what it has generated is in `token_ids` from the first `apply` on: what a processor keeps of a row has
-    to follow from those. It must be deterministic, and the same on every rank: each rank draws its own tokens.
+    A request has a row from `admit` to `remove`. After a preemption it is admitted again, maybe to another row, with
+    the same prompt, and its generated tokens are in `token_ids` from the first `apply` on: a processor's per-row state
+    has to follow from those. It must be deterministic, and the same on every rank: each rank samples on its own.
 
-    What `admit` or `apply` raises is the error of the requests that take part; others go on. A processor whose
-    `remove` raises takes no more requests.
+    An exception of `admit` or `apply` becomes the error of the participating requests; others continue. A processor
+    whose `remove` raises is disabled for new requests.
     """
 
-    needs_token_ids: ClassVar[bool] = False  # True costs a wait in each step, for the tokens of the one before
+    needs_token_ids: ClassVar[bool] = False  # True makes each step wait for the tokens of the previous one
 
     def __init__(self, context: LogitsProcessorContext) -> None:
-        """Called once in each worker, before there are requests. What it raises stops the start."""
+        """Called once in each worker at start-up. An exception fails the start."""
         self.context = context
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Called in the front end for every request. Raises ValueError for what `admit` could not take."""
-        return  # as most do
+        """Called in the front end for every request. Raises ValueError for parameters that `admit` would refuse."""
+        return  # no checks by default
 
     @abstractmethod
     def admit(self, row: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
-        """Whether a new request takes part: its `params.extra_args` tell, say. prompt_token_ids: [n] int32."""
+        """Whether a new request participates, for example by its `params.extra_args`. prompt_token_ids: [n] int32."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray] | None) -> None:
         """Changes `logits` [k, vocab_size] float32 in place, on the context's device.
 
-        rows: [k] int32, of requests that take part, in any order. token_ids: by row, [num_generated] int32, what it has
-        generated so far; None without `needs_token_ids`.
+        rows: [k] int32, participating rows in any order. token_ids: per row, its generated tokens [num_generated]
+        int32; None without `needs_token_ids`.
         """
 
-    def remove(self, row: int) -> None:  # noqa: B027 - many keep nothing of a row
-        """The request that took part in `row` has left it."""
+    def remove(self, row: int) -> None:  # noqa: B027 - stateless processors need none
+        """Called when a participating request leaves its row."""
 
 
 def logits_processor_name(processor: object) -> str:
-    """'module:Class' of a class, or such a name as it is. Raises `ConfigError` for what workers cannot import."""
+    """'module:Class' of a class; such a name unchanged. Raises `ConfigError` for a class that workers cannot import."""
     if isinstance(processor, str):
         module, colon, name = processor.partition(":")
         if not (module and colon and name):
@@ -109,17 +109,17 @@ def load_logits_processor(name: str) -> type[LogitsProcessor]:
 
 
 def check_params(processors: Sequence[type[LogitsProcessor]], params: SamplingParams) -> None:
-    """Raises `InvalidRequestError` with what the first processor that refuses says."""
+    """Raises `InvalidRequestError` with the reason of the first processor that refuses the parameters."""
     for processor in processors:
         try:
             processor.validate_params(params)
         except InvalidRequestError:
             raise
-        except Exception as error:  # a stranger's code: whatever it raises concerns this request alone
-            told = str(error) if isinstance(error, ValueError) else f"it raised {type(error).__name__}: {error}"
+        except Exception as error:  # user code: only this request fails
+            reason = str(error) if isinstance(error, ValueError) else f"it raised {type(error).__name__}: {error}"
             raise InvalidRequestError(
                 f"extra_args={params.extra_args!r:.200}: the logits processor {processor.__qualname__} refuses the "
-                f"request: {told}",
+                f"request: {reason}",
                 field="extra_args",
                 value=repr(params.extra_args)[:200],
             ) from error

@@ -1,4 +1,4 @@
-"""What a caller gets back for a prompt."""
+"""The outputs of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Moments of a request on the host's monotonic clock, in seconds; None while it has not come to that."""
+    """Timestamps of a request on the host's monotonic clock, in seconds; None until reached."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -34,12 +34,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt, as far as it has come.
+    """One completion of a prompt, as far as it is generated.
 
-    `logprobs` has one dict a generated token, from token id to `Logprob`: the sampled token and the most
+    `logprobs` has one dict per generated token, from token id to `Logprob`: the sampled token and the most
     likely ones. `stop_reason` is the stop string or stop token id that ended it, None for end of text.
-    In a stream of deltas `text`, `token_ids` and `logprobs` are of this output alone (`cumulative_logprob` is of all so
-    far), and a completion that ended before the others stays there, empty, with its `finish_reason`.
+    In a stream of deltas `text`, `token_ids` and `logprobs` cover this output only (`cumulative_logprob` covers all so
+    far), and a completion that has ended before the others stays in the list, empty, with its `finish_reason`.
     """
 
     index: int
@@ -55,9 +55,9 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its completions. `error` is set, and `outputs` may be empty, where the request failed.
 
-    `prompt_logprobs`, where they were asked for, come with the first token: for each token of the prompt a dict from
-    token id to `Logprob`, the prompt's own token and the most likely ones; None for the first, which follows nothing.
-    In a stream of deltas they are in one output alone.
+    `prompt_logprobs`, if requested, arrive with the first token: for each token of the prompt a dict from
+    token id to `Logprob`, the prompt's own token and the most likely ones; None for the first, which has no context.
+    In a stream of deltas they are in one output only.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What the user wants of sampling, checked where it is written."""
+"""The sampling parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class SamplingParams:
     The order of operations on a row of logits, in float32: log-probabilities are of the raw logits; then `logit_bias`
     is added; `repetition_penalty` r makes x / r of x > 0 and x * r of any other, for tokens in prompt or completion;
     `frequency_penalty` is subtracted as often as the completion has the token, `presence_penalty` once if it does;
-    custom logits processors; what `allowed_token_ids`, `bad_words`, `structured_outputs` and, of stop tokens,
-    `min_tokens` bar becomes -inf; then temperature, top_k, top_p, min_p, and one draw. `temperature=0` is greedy and
+    custom logits processors; tokens masked by `allowed_token_ids`, `bad_words`, `structured_outputs` and, for stop
+    tokens, `min_tokens` become -inf; then temperature, top_k, top_p, min_p, and sampling. `temperature=0` is greedy and
     ignores these filters.
 
     temperature: 0, or 1e-5 and above.
@@ -56,24 +56,24 @@ class SamplingParams:
     top_p: the smallest set of most likely tokens whose probability reaches this, in (0, 1].
     min_p: tokens at least this times as likely as the best one are kept, in [0, 1].
     presence_penalty: subtracted from the logits of tokens that were generated, from -2 to 2.
-    frequency_penalty: the same for each time that they were, from -2 to 2.
+    frequency_penalty: the same once per occurrence, from -2 to 2.
     repetition_penalty: divides positive logits and multiplies others of tokens in prompt or completion; up to 2.
     logit_bias: by token id, what is added to its logit, from -100 to 100; at most 1,024 tokens.
-    allowed_token_ids: nothing but these is sampled.
-    bad_words: strings that are not generated, with or without a space before; at most 64 of 1 to 256 characters.
-    structured_outputs: what the completion has to look like; needs min_tokens=0 and ignore_eos=False.
+    allowed_token_ids: only these are sampled.
+    bad_words: strings that are not generated, with or without a leading space; at most 64 of 1 to 256 characters.
+    structured_outputs: the grammar of the completion; needs min_tokens=0 and ignore_eos=False.
     extra_args: for custom logits processors: plain data, at most 65,536 characters and values in all.
-    seed: a seeded request draws the same tokens alone, in any batch and after a preemption.
+    seed: a seeded request samples the same tokens alone, in any batch and after a preemption.
     max_tokens: the most tokens to generate; None means up to the engine's max_model_len.
     min_tokens: no stop token or stop string ends the completion before this many tokens.
     stop: strings that end the completion; cut from the text unless `include_stop_str_in_output`.
-    stop_token_ids: token ids that end the completion, beside the model's own end of text.
-    ignore_eos: go on past the model's end-of-text token.
-    logprobs: the number of most likely tokens to report beside each sampled one, -1 for all there are; None for none.
-    prompt_logprobs: the same for each token of the prompt but its first; nothing of it is taken from the prefix cache.
+    stop_token_ids: token ids that end the completion, besides the model's end-of-text tokens.
+    ignore_eos: continue past the model's end-of-text token.
+    logprobs: the number of most likely tokens to report with each sampled one, -1 for the vocabulary; None for none.
+    prompt_logprobs: the same for each prompt token except the first; nothing is read from the prefix cache.
     skip_special_tokens: leave special tokens out of the text.
-    n: completions of each prompt; with a seed, completion i has seed + i. Front ends make them, `EngineCore` makes one.
-    output_kind: what a stream gives: "cumulative" all so far, "delta" what is new, "final" one output at the end.
+    n: completions of each prompt; with a seed, completion i has seed + i. Front ends make n, `EngineCore` one.
+    output_kind: of a stream: "cumulative" all so far, "delta" what is new, "final" one output at the end.
 
     Raises `InvalidRequestError` naming field, value and remedy; an unknown keyword is `UnknownOptionError`.
     """
@@ -133,7 +133,7 @@ class SamplingParams:
             check_plain_data("extra_args", self.extra_args, max_size=size, max_depth=depth, finite=False)
 
     def _check_tokens(self) -> None:
-        """What is given for single tokens and words; whether the model has them, whoever knows the model says."""
+        """Fields about single tokens and words; the scheduler's vocabulary checks whether the model has them."""
         if self.logit_bias is not None:
             bias = self.logit_bias
             if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS_TOKENS:
@@ -147,7 +147,7 @@ class SamplingParams:
             for token_id in check_list("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, remedy):
                 check_int("allowed_token_ids", token_id, 0, MAX_COUNT, "a token id of the model's vocabulary")
         if self.bad_words is not None:
-            for word in check_list("bad_words", self.bad_words, MAX_BAD_WORDS, "each is a string; None bars none"):
+            for word in check_list("bad_words", self.bad_words, MAX_BAD_WORDS, "each is a string; None for none"):
                 check_text("bad_words", word, MAX_BAD_WORD_CHARS, "a bad word")
 
     def _check_lengths(self) -> None:
@@ -188,7 +188,7 @@ class SamplingParams:
             self._check_structured_outputs()
 
     def _check_structured_outputs(self) -> None:
-        """The structure says when a completion is at its end, and nothing else may."""
+        """The grammar alone decides when a completion may or must end."""
         if not isinstance(self.structured_outputs, StructuredOutputsParams):
             raise bad_field("structured_outputs", self.structured_outputs, "give a StructuredOutputsParams")
         if self.min_tokens:
@@ -202,13 +202,9 @@ class SamplingParams:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
 
 def _reject_unknown_options() -> None:
-    """Makes an unknown keyword an error that names the nearest valid one, in place of Python's own."""
+    """Replaces Python's TypeError for an unknown keyword by an error that names the nearest valid one."""
     names = {f.name for f in fields(SamplingParams)}
     generated = SamplingParams.__init__
 

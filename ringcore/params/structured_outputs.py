@@ -1,4 +1,4 @@
-"""What a completion has to look like: a JSON schema, a regular expression, a choice or a grammar."""
+"""The grammar of a completion: a JSON schema, a regular expression, a choice or a context-free grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from ringcore.errors import InvalidRequestError
 from ringcore.params.field_checks import bad_field, check_list, check_plain_data, check_text
 
-__all__ = ["StructuredOutputsKind", "StructuredOutputsParams", "unkept"]
+__all__ = ["StructuredOutputsKind", "StructuredOutputsParams", "spec_error"]
 
 StructuredOutputsKind = Literal["json", "json_object", "regex", "choice", "grammar"]
 
@@ -18,7 +18,7 @@ MAX_SPEC_CHARS = 65_536
 MAX_NESTING = 64
 MAX_CHOICES = 1024
 _MAX_ERROR_CHARS = 1000
-# Where brackets group nothing: what is escaped; sets of characters; quoted strings. Linear in the text.
+# Text whose brackets do not group: escapes, character sets, quoted strings. Linear in the text.
 _NO_GROUPS = {
     "regex": re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL),
     "grammar": re.compile(r'\\.|"(?:\\.|[^"\\\n])*"?'),
@@ -27,23 +27,23 @@ _NO_GROUPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Bounds what a completion can be: exactly one of these is given. A completion that `max_tokens` ends may be cut.
+    """Constrains a completion by exactly one of these fields. `max_tokens` may truncate the completion.
 
-    json: a JSON schema, as a dict or as its text; the completion is a JSON value that it allows. Its patterns are those
-        of ECMA-262, and its formats are held to.
+    json: a JSON schema, as a dict or as its text; the completion is a JSON value that it allows. Its patterns are
+        ECMA-262's, and its formats are enforced.
     json_object: True: the completion is any JSON object.
     regex: a regular expression for the whole completion, as Python's `re` reads it with `re.ASCII`: \\d, \\w, \\s and
         (?i) are ASCII's, and . matches no line feed. With llguidance \\p{...} too.
     choice: the completion is one of these strings.
-    grammar: the completion is a sentence of this context-free grammar: Lark's syntax as llguidance takes it, or GBNF.
+    grammar: the completion is a sentence of this context-free grammar, in llguidance's Lark syntax or GBNF.
 
-    Between two parts of JSON there is nothing, one space, or one line feed and an indent of at most 32 spaces or 8
-    tabs, so that no model goes on with blanks alone. What a library cannot keep to the letter is refused by name:
-    lookaround and back-references in a regular expression, keywords of a schema that the library would leave out.
+    Whitespace between JSON tokens is nothing, one space, or one line feed and an indent of at most 32 spaces or 8 tabs,
+    so that no model generates whitespace forever. What a library cannot enforce exactly is refused by name: lookaround
+    and back-references in a regular expression, schema keywords that the library would ignore.
 
-    A specification has at most 65,536 characters in all, 64 levels of brackets in one another, and 1,024 choices.
-    Raises `InvalidRequestError` naming field, value and remedy. What only a compiler finds wrong with it comes as the
-    error of the request.
+    A specification has at most 65,536 characters in all, 64 levels of nested brackets, and 1,024 choices.
+    Raises `InvalidRequestError` naming field, value and remedy. An error that only the compiler finds is reported as
+    the error of the request.
     """
 
     json: str | dict[str, Any] | None = None
@@ -69,16 +69,16 @@ class StructuredOutputsParams:
                 text = getattr(self, kind)
                 check_text(f"structured_outputs.{kind}", text, MAX_SPEC_CHARS, f"a {kind}")
                 if _nesting(text, kind) > MAX_NESTING:
-                    raise _bad(kind, text, f"brackets lie in one another more than {MAX_NESTING} deep; make it flatter")
+                    raise _bad(kind, text, f"brackets are nested more than {MAX_NESTING} deep; make it flatter")
 
     @property
     def kind(self) -> StructuredOutputsKind:
-        """The one field that is given."""
+        """The name of the given field."""
         return next(cast(StructuredOutputsKind, f.name) for f in fields(self) if getattr(self, f.name) is not None)
 
 
-def unkept(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
-    """The error of what is well-formed and cannot be kept."""
+def spec_error(spec: StructuredOutputsParams, why: str) -> InvalidRequestError:
+    """The error of a well-formed specification that cannot be compiled or enforced."""
     field, why = f"structured_outputs.{spec.kind}", " ".join(why.split())
     if len(why) > _MAX_ERROR_CHARS:
         why = f"{why[:_MAX_ERROR_CHARS]}..."
@@ -119,7 +119,7 @@ def _check_choices(choices: object) -> None:
 
 
 def _nesting(text: str, kind: str) -> int:
-    """How deep the brackets that group something lie in one another."""
+    """The nesting depth of grouping brackets."""
     depth = deepest = 0
     for char in _NO_GROUPS[kind].sub("", text):
         if char in "([{":

@@ -1,12 +1,12 @@
-"""Every message between processes, as typed data. Nothing here knows how it is sent or what acts on it.
+"""Every message between processes, as typed data, independent of the transport and of the components that act on it.
 
     client  ──ClientMessage──▶  engine process  ──SchedulerOutput──▶     every worker
     client  ◀──EngineMessage──  engine process  ◀──ModelRunnerOutput──   the output rank
 
-`requests` is what enters and leaves on both sides of the engine process, `messages` what else clients and engine say,
-`steps` what engine and workers say, `methods` what can be called by name, `codec` the bytes. Arrays are one-dimensional
-int32 numpy arrays, or float32 where that is said; on the wire they are their raw little-endian bytes. Below is what
-callers of the engine meet.
+`requests` has the requests and outputs, `messages` the other messages between clients and engine, `steps` those between
+engine and workers, `methods` the methods that can be called by name, `codec` the encoding. Arrays are one-dimensional
+int32 numpy arrays, or float32 where noted; on the wire they are their raw little-endian bytes. This module exports the
+types that callers of the engine see.
 """
 
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, RankHealth

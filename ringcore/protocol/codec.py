@@ -1,4 +1,4 @@
-"""Arrays as the messages have them, and how a message becomes bytes."""
+"""The array types of the messages, and their msgpack encoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def encoder() -> msgspec.msgpack.Encoder:
 
 
 def encode_start(start: Any) -> bytes:
-    """What a child process is handed at its start. Raises `ModelLoadError` for the name of a file that is no UTF-8."""
+    """The start payload of a child process. Raises `ModelLoadError` for a file name that is not UTF-8."""
     return msgspec.msgpack.encode(with_utf8_names(msgspec.to_builtins(start)))
 
 

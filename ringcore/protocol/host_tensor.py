@@ -1,4 +1,4 @@
-"""A tensor where there is no torch: what a torch tensor becomes in a process that does not load it."""
+"""A tensor in host memory without torch: the form of a torch tensor in processes that do not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMPY_BYTES = {
     "complex128": 16,
 }
 NUMPY_DTYPES = {name: np.dtype(name) for name in _NUMPY_BYTES}
-# Bytes of an element by dtype, named as in torch. All but the quantized ones, whose scale is beside the bytes.
+# Bytes per element by dtype, named as in torch. Without the quantized dtypes, whose scale is not in the bytes.
 ITEMSIZES = {
     **_NUMPY_BYTES,
     "bfloat16": 2,
@@ -47,14 +47,15 @@ class HostTensor:
     """The dtype, shape and bytes of a tensor, in host memory.
 
     `dtype` is the name in torch, without "torch."; `shape` a tuple of ints; the bytes are in row-major order and the
-    host's byte order. Two are equal if all three are, bit by bit. Comes out of `collective_rpc` for a torch tensor, and
-    may be an argument of it, where a worker's method gets a torch tensor.
+    host's byte order. Two are equal if all three are, bit by bit. `collective_rpc` returns it for a torch tensor; as an
+    argument of `collective_rpc` it arrives in the worker's method as a torch tensor.
     """
 
     __slots__ = ("_bytes", "dtype", "shape")
 
     def __init__(self, dtype: str, shape: Sequence[int], data: bytes | bytearray | memoryview) -> None:
-        """Copies `data`. Raises ValueError for an unknown dtype, and for bytes that are not those of the shape."""
+        """Copies `data`. Raises ValueError for an unknown dtype, and for a number of bytes that does not fit the
+        shape."""
         self.dtype = dtype
         self.shape = tuple(shape)
         source = np.frombuffer(data, dtype=np.uint8)
@@ -69,26 +70,26 @@ class HostTensor:
 
     @property
     def data(self) -> memoryview:
-        """The bytes, as they are: one-dimensional."""
+        """The raw bytes, one-dimensional."""
         return self._bytes.data
 
     def numpy(self) -> np.ndarray:
-        """The numpy array that shares this memory. Raises TypeError for a dtype that numpy lacks (bfloat16, float8)."""
+        """A numpy array that shares this memory. Raises TypeError for a dtype that numpy lacks (bfloat16, float8)."""
         dtype = NUMPY_DTYPES.get(self.dtype)
         if dtype is None:
             raise TypeError(f"numpy has no {self.dtype}; use torch(), or tolist()")
         return self._bytes.view(dtype).reshape(self.shape)
 
     def torch(self) -> Any:
-        """The torch tensor that shares this memory. Imports torch.
+        """A torch tensor that shares this memory. Imports torch.
 
-        Raises TypeError where the torch installed here is too old for the dtype.
+        Raises TypeError if the installed torch is too old for the dtype.
         """
         torch = importlib.import_module("torch")
         dtype = vars(torch).get(self.dtype)
         if dtype is None:
             raise TypeError(f"torch {torch.__version__} has no {self.dtype}")
-        if not self.nbytes:  # which torch does not view as another dtype
+        if not self.nbytes:  # torch cannot view an empty tensor as another dtype
             return torch.empty(self.shape, dtype=dtype)
         return torch.from_numpy(self._bytes).view(dtype).reshape(self.shape)
 
@@ -110,7 +111,7 @@ class HostTensor:
             return NotImplemented
         return (self.dtype, self.shape) == (other.dtype, other.shape) and np.array_equal(self._bytes, other._bytes)
 
-    __hash__ = None  # type: ignore[assignment]  # its memory can be written
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"HostTensor(dtype={self.dtype!r}, shape={self.shape})"
@@ -122,10 +123,10 @@ def _check(dtype: str, shape: tuple[int, ...], num_bytes: int) -> None:
     if itemsize is None:
         raise ValueError(f"dtype {dtype[:40]!r} is unknown")
     if len(shape) > MAX_DIMS:
-        raise ValueError(f"{len(shape)} dimensions; at most {MAX_DIMS} can be")
+        raise ValueError(f"{len(shape)} dimensions; at most {MAX_DIMS} are supported")
     if any(length < 0 for length in shape):
         raise ValueError(f"shape {shape} has a negative length")
-    # Without its zeros, since strides are products too, also those of a tensor without elements.
+    # Zeros count as 1, since the strides of an empty tensor are products of its lengths too.
     if math.prod(length or 1 for length in shape) * itemsize > np.iinfo(np.int64).max:
         raise ValueError(f"shape {shape} of {dtype} overflows")
     if math.prod(shape) * itemsize != num_bytes:
@@ -133,9 +134,9 @@ def _check(dtype: str, shape: tuple[int, ...], num_bytes: int) -> None:
 
 
 def to_torch(value: Any) -> Any:
-    """The value with a torch tensor in place of each `HostTensor`, at any depth of lists and dicts.
+    """Replaces each `HostTensor` by a torch tensor, at any depth of lists and dicts.
 
-    Containers without one are passed as they are.
+    Containers without one are returned unchanged.
     """
     match value:
         case HostTensor():
@@ -148,5 +149,5 @@ def to_torch(value: Any) -> Any:
 
 
 def _may_hold_tensors(items: Any) -> bool:
-    """By the items' types alone: a list of a million numbers shall cost little."""
+    """By the items' types only, so that a list of a million numbers is cheap."""
     return not {HostTensor, list, dict}.isdisjoint(map(type, items))

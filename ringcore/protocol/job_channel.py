@@ -1,7 +1,7 @@
-"""Messages between a process and a child that executes one job after another for it: a length (u32), then the body.
+"""Length-prefixed messages (u32 length, body) between a process and a child that executes jobs for it in order.
 
-The child's first message says that it is ready (an empty body), or why it never will be (an error as JSON). After that
-it answers each job with one message, in order.
+The child's first message reports that it is ready (an empty body), or the error of its start (as JSON). Then it answers
+each job with one message, in order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def framed(body: bytes) -> bytes:
 
 
 def start_error(body: bytes) -> RingcoreError | None:
-    """What the first message says: None for a child that is ready."""
+    """The error in the first message; None for a child that is ready."""
     return error_from_wire(json.loads(body)) if body else None
 
 
 def serve_jobs(channel: socket.socket, start: Callable[[], Callable[[bytes], bytes]]) -> None:
-    """The child's loop, until the parent closes its end. `start` prepares and returns what executes a job; a
-    `RingcoreError` that it raises is told instead of "ready"."""
+    """The child's loop, until the parent closes its end. `start` returns the function that executes a job; the child
+    sends a `RingcoreError` that `start` raises in place of "ready"."""
     with channel:
         try:
             execute = start()
@@ -46,8 +46,8 @@ def serve_jobs(channel: socket.socket, start: Callable[[], Callable[[bytes], byt
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Lets this process map `max_bytes` more than it has mapped by now (RLIMIT_AS): a library may have reserved address
-    space that it never uses."""
+    """Limits this process to `max_bytes` more than it has mapped by now (RLIMIT_AS): libraries may have reserved
+    address space that they never use."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + max_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))

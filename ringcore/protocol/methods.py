@@ -1,4 +1,4 @@
-"""The methods that can be called by name, as workers and engine tell of them, and the errors for those that cannot."""
+"""Descriptions of the methods that can be called by name, and the errors for those that cannot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _INSTEAD = {
 class RpcMethod(msgspec.Struct, frozen=True):
     """A method of the engine itself or of every worker.
 
-    scope: what the key of an admin client needs for it. read_only: it changes nothing. signature: without the object
-    it is called on, e.g. "(by: int = 1) -> int". summary: the first line of its docstring.
+    scope: that an admin client's key needs. read_only: it changes nothing. signature: without `self`, e.g.
+    "(by: int = 1) -> int". summary: the first line of its docstring.
     """
 
     name: str
@@ -47,13 +47,13 @@ class RpcMethod(msgspec.Struct, frozen=True):
     def of(
         cls, method: Callable[..., Any], target: Literal["engine", "workers"], scope: DeclaredScope, read_only: bool
     ) -> RpcMethod:
-        """method: a function with a first parameter for the object."""
+        """method: a function whose first parameter is `self`."""
         lines = (inspect.getdoc(method) or "").splitlines()
         return cls(method.__name__, target, scope, read_only, _signature_text(method), lines[0] if lines else "")
 
 
 def _signature_text(method: Callable[..., Any]) -> str:
-    """The signature with its annotations as they are written in the code."""
+    """The signature with its annotations as in the source."""
     signature = inspect.signature(types.MethodType(method, object()))
     parameters = [p.replace(annotation=_unquoted(p.annotation)) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=_unquoted(signature.return_annotation)))
@@ -79,7 +79,7 @@ def unknown_method(name: str, known: Iterable[str]) -> InvalidRequestError:
 
 
 def engine_only(name: str) -> InvalidRequestError:
-    """The error for a call from outside of a method that only the engine calls."""
+    """The error for a client's call of a method that only the engine may call."""
     instead = f"; {_INSTEAD[name]} instead" if name in _INSTEAD else ""
     return InvalidRequestError(
         f"method={name!r}: only the engine itself calls it on its workers{instead}", field="method", value=name

@@ -1,4 +1,4 @@
-"""Columns of outputs, request by request again."""
+"""Converts `OutputColumns` into outputs per request, and splits columns that exceed a message."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColumns, StartedRequest, TokenLogprobs
 
-__all__ = ["OutputReader", "in_messages", "output_columns"]
+__all__ = ["OutputReader", "output_columns", "split_into_messages"]
 
-_LOGPROBS_A_MESSAGE = 1 << 20  # up to 20 MB; a message has at most 64 MiB
+_LOGPROBS_PER_MESSAGE = 1 << 20  # up to 20 MB; a message has at most 64 MiB
 
 
 class OutputReader:
-    """Reads every `OutputColumns` of one engine, in their order: it keeps which request each row stands for."""
+    """Reads every `OutputColumns` of one engine, in order; it keeps the mapping from rows to requests."""
 
     def __init__(self) -> None:
         self._started: dict[int, StartedRequest] = {}  # by row
 
     def read(self, columns: OutputColumns) -> list[EngineCoreOutput]:
-        """What each request gained, those that ended last."""
+        """The outputs of each request; requests that ended come last."""
         for started in columns.started:
             self._started[started.row] = started
         rows, token_ids, logprobs = columns.rows.tolist(), columns.token_ids.tolist(), columns.logprobs
@@ -48,11 +48,11 @@ class OutputReader:
         )
 
 
-def in_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
-    """Columns that say the same, one after the other; each small enough to be sent, whatever log-probabilities there
-    are of large vocabularies.
+def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
+    """Equivalent columns, each small enough for one message; only log-probabilities over large vocabularies need more
+    than one.
     """
-    if _num_logprobs(columns) <= _LOGPROBS_A_MESSAGE:
+    if _num_logprobs(columns) <= _LOGPROBS_PER_MESSAGE:
         yield columns
         return
     yield msgspec.structs.replace(columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[])
@@ -73,7 +73,7 @@ def in_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
 
 
 def _num_logprobs(columns: OutputColumns) -> int:
-    """The entries of all log-probabilities, those of a prompt and of a completion alike."""
+    """Number of log-probability entries of prompts and completions."""
     positions = [one for one in columns.logprobs or () if one is not None]
     prompts = list(columns.prompt_logprobs)
     for other in columns.others:
@@ -83,7 +83,7 @@ def _num_logprobs(columns: OutputColumns) -> int:
 
 
 def output_columns(others: list[EngineCoreOutput], stats: EngineStats) -> OutputColumns:
-    """Outputs that came of no step."""
+    """Columns with outputs that no step produced."""
     return OutputColumns([], _NONE, _NONE, None, others, stats)
 
 

@@ -1,4 +1,4 @@
-"""A request enters, tokens leave: the same from the client to the scheduler and back."""
+"""Requests and outputs: the same types from the client to the scheduler and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class WireError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`errors.error_to_wire` as a type: what `errors.error_from_wire` raises again."""
+    """The result of `errors.error_to_wire` as a type; `errors.error_from_wire` makes the exception again."""
 
     type: str
     message: str
@@ -33,7 +33,7 @@ class WireError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request as EngineCore takes it: token ids only. `arrival_s` is on the host's monotonic clock."""
+    """A request to EngineCore: token ids only. `arrival_s` is on the host's monotonic clock."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -45,7 +45,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one generated position: the sampled token first, then the most likely, best first."""
+    """Log-probabilities at one generated position: the sampled token first, then the top tokens, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -53,11 +53,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at positions 1 to n - 1 of a prompt of n tokens, each under the tokens before it; all of them,
-    in the step that computes the prompt's last token.
+    """Log-probabilities at positions 1 to n - 1 of a prompt of n tokens, each conditioned on the tokens before it; sent
+    at once, with the step that computes the prompt's last token.
 
-    The columns have `1 + count` entries a position: the prompt's own token first, then the `count` most likely, best
-    first.
+    The columns have `1 + count` entries per position: the prompt's own token first, then the top `count`, best first.
     """
 
     row: int
@@ -68,13 +67,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one request gained in one step. The last one of a request has a finish reason (or an error)."""
+    """The output of one request in one step. The last one of a request has a finish reason (or an error)."""
 
     request_id: str
     new_token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one a new token
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token id, None for the model's own end of text
+    stop_reason: int | None = None  # the stop token id; None for EOS
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
     num_preemptions: int = 0
@@ -92,18 +91,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int  # since start
     num_prefix_hit_tokens: int  # since start
     num_prefix_query_tokens: int  # since start
-    is_sleeping: bool = False  # no step is begun before a wake-up, or before the end of an update of weights
+    is_sleeping: bool = False  # no step starts until a wake-up, or until a weight update ends
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True):
-    """What a step gave, request by request."""
+    """The outputs of a step, per request."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
 
 
 class StartedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request was given a row; from here on the row stands for it, until another one is given the row."""
+    """A request was assigned a row of the persistent batch; the row refers to it until it is assigned again."""
 
     row: int
     request_id: str
@@ -113,19 +112,19 @@ class StartedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OutputColumns(msgspec.Struct, frozen=True, tag="outputs"):
-    """`EngineCoreOutputs` as columns: nothing in it is made for each request and step. Read in the order of the fields
-    (`engine_core.output_reader`).
+    """`EngineCoreOutputs` as columns, without an object per request and step. Apply it in the order of the fields
+    (`output_reader`).
     """
 
     started: list[StartedRequest]
-    rows: np.ndarray  # [num_rows] int32: those that gained tokens and go on
-    token_ids: np.ndarray  # [num_rows * num_steps] int32: row after row, the same number each
-    logprobs: list[TokenLogprobs | None] | None  # as `token_ids`, where any row asked
-    others: list[EngineCoreOutput]  # the last output of requests that ended, tokens of this step among them
+    rows: np.ndarray  # [num_rows] int32: rows with new tokens that have not ended
+    token_ids: np.ndarray  # [num_rows * num_steps] int32: row-major
+    logprobs: list[TokenLogprobs | None] | None  # as `token_ids`, if any row asked for them
+    others: list[EngineCoreOutput]  # the last output of requests that ended, including this step's tokens
     stats: EngineStats
     prompt_logprobs: list[PromptLogprobs] = []  # of rows in `rows`; of those that ended it is in `others`
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to read in it but the stats."""
+        """Whether it has only stats."""
         return not (self.started or len(self.rows) or self.others)

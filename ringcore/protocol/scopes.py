@@ -1,4 +1,4 @@
-"""What a call may do to an engine, as the keys of admin clients have it: the scopes."""
+"""Scopes: the permissions of an admin client's key."""
 
 from __future__ import annotations
 

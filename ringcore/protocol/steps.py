@@ -1,4 +1,4 @@
-"""A step: one value down to every worker, one value back."""
+"""One step: the scheduler's output to every worker, and the model runner's output back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ __all__ = [
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that gets a row: new, or resumed after a preemption (then its generated tokens are in `token_ids`).
+    """A request that is assigned a row of the persistent batch: new, or resumed after a preemption (then its generated
+    tokens are in `token_ids`).
 
     num_computed_tokens <= num_cached_tokens: the slots of the first num_cached_tokens tokens hold their keys and
-    values, and may be shared. Of a prompt that is wholly cached the last token is computed again, for its logits; its
-    slot is read and not written.
+    values (prefix cache hit), and may be shared. If the whole prompt is cached its last token is recomputed for its
+    logits; its slot is read and not written.
 
-    The request's `prompt_logprobs` are wanted exactly if it comes with its prompt alone; then nothing is cached.
+    The request's `prompt_logprobs` are computed only if it has no generated tokens yet; then it has no cached tokens.
     """
 
     row: int
@@ -35,72 +36,72 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
-    block_ids: list[np.ndarray]  # by KV cache group: [num_blocks] int32; 0 where the window has left the block behind
+    block_ids: list[np.ndarray]  # by KV cache group: [num_blocks] int32; 0 (null block) outside the sliding window
     sampling_params: SamplingParams
     seed: int  # the request's own, or one that the engine drew
-    stop_token_ids: list[int]  # barred until min_tokens; the model's end of text among them unless ignored
-    bad_words_token_ids: list[list[int]] = []  # none of these sequences is completed
+    stop_token_ids: list[int]  # masked until min_tokens; includes EOS unless ignore_eos
+    bad_words_token_ids: list[list[int]] = []  # sequences that must not be generated
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """block_ids[i] is appended to the block table of rows[i] in one KV cache group. A row may come several times."""
+    """block_ids[i] is appended to the block table of rows[i] in one KV cache group. A row may occur several times."""
 
     rows: np.ndarray  # [n] int32
     block_ids: np.ndarray  # [n] int32
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step for every rank, or `num_steps` of them. Applied in the order of the fields.
+    """One step for every rank, or `num_steps` of them (multi-step). Applied in the order of the fields.
 
-    A row samples a token in this step exactly if all its known tokens are computed after it: the worker sees
-    that from its own rows, as the scheduler does from its own.
+    A row samples a token in this step exactly if all its known tokens are computed after it (else the step is a chunk
+    of its prefill): the worker derives that from its own rows, as the scheduler does from its own.
 
-    With num_steps > 1 every row computes its one token that is left, samples, and does so again with the token that it
-    sampled, num_steps times in all; the blocks for that are there.
+    With num_steps > 1 every row decodes num_steps tokens, each from the one sampled before; the blocks for them are
+    allocated.
     """
 
-    step: int  # of the first, where there are several
+    step: int  # the number of the first step
     num_steps: int
-    finished_rows: np.ndarray  # [n] int32: rows given back since the last step (finished, aborted, preempted)
+    finished_rows: np.ndarray  # [n] int32: rows freed since the last step (finished, aborted, preempted)
     new_requests: list[NewRequest]
-    new_blocks: list[NewBlocks]  # by KV cache group; empty where no group has any
-    rows: np.ndarray | None  # [num_scheduled] int32; None: those of the step before, in its order
+    new_blocks: list[NewBlocks]  # by KV cache group; empty if no group has any
+    rows: np.ndarray | None  # [num_scheduled] int32; None: those of the previous step, in its order
     num_scheduled_tokens: np.ndarray | None  # [num_scheduled] int32, each at least 1; None: one token each
-    num_tokens: int  # that are computed, over all rows and steps
+    num_tokens: int  # computed tokens, over all rows and steps
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
-    """This row's request cannot go on (its logits are not finite, say); the others are unharmed."""
+    """This row's request failed (for example its logits are not finite); the others are not affected."""
 
     row: int
     message: str
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step sampled, in the order of `SchedulerOutput.rows`; rows that sampled nothing, or that have an error,
-    are left out.
+    """The sampled tokens of a step, in the order of `SchedulerOutput.rows`; without rows that sampled no token or that
+    have an error.
     """
 
     step: int
     rows: np.ndarray | None  # [num_sampled] int32; None: all of the step's rows
-    token_ids: np.ndarray  # [num_sampled * num_steps] int32: row after row, num_steps each
-    logprobs: list[TokenLogprobs | None] | None = None  # as `token_ids`, where any row asked
+    token_ids: np.ndarray  # [num_sampled * num_steps] int32: row-major, num_steps each
+    logprobs: list[TokenLogprobs | None] | None = None  # as `token_ids`, if any row asked for them
     row_errors: list[RowError] = []
-    prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked, where this step computed their prompt's last token
+    prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked and whose prompt ends in this step
 
 
 class PendingOutput(Protocol):
-    """What a worker may return of a step in place of its output: the step is launched on the device, and the next one
-    may be launched before the output of this one is taken. It is sent nowhere.
+    """A worker may return this in place of a step's output: the step is launched on the device, and the next one may be
+    launched before this one's output is read (async scheduling). It is never sent.
 
-    Whoever holds several of one worker takes their results in the order of the steps, on the worker's own thread.
+    The worker's own thread reads the results, in the order of the steps.
     """
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once. It is asked often, and must be cheap: a microsecond."""
+        """Whether `result` would return, or raise, at once. It is polled often and must take about a microsecond."""
         ...
 
     def result(self) -> ModelRunnerOutput | None:
-        """What `execute_model` would have returned, or raised. Waits; called once, and always, also on ranks that owe
-        no output."""
+        """The return value of `execute_model`, or its error. Blocks; called exactly once, also on ranks that send no
+        output."""
         ...

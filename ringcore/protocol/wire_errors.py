@@ -1,4 +1,4 @@
-"""Errors as the engine tells them to whoever asked: their wire form, and those of calls that it refuses."""
+"""The wire form of errors that the engine sends to its clients, and the errors of calls that it refuses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def wire_error(error: RingcoreError) -> WireError:
 
 
 def wire_without_details(error: RingcoreError, failure: Exception) -> WireError:
-    """The error where its details cannot be sent, for the reason that `failure` gives."""
+    """The error without its details, which `failure` kept from being encoded."""
     text = error.message[:_MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
     return WireError(type(error).__name__, f"{text} (its details cannot be sent: {failure})")
 
 
 def callables_refused(name: str) -> InvalidRequestError:
-    """The error for a function given to an engine that takes none."""
+    """The error for a function sent to an engine without `allow_callables`."""
     return InvalidRequestError(
-        f"method={name}: this engine takes no Python functions; construct it with allow_callables=True, or give the "
+        f"method={name}: this engine accepts no Python functions; construct it with allow_callables=True, or give the "
         "name of an @rpc method",
         field="method",
         value=name,

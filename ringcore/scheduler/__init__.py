@@ -1,1 +1,1 @@
-"""Schedules each step (continuous batching, chunked prefill, preemption); does not know what a tensor is."""
+"""The scheduler decides what each step computes; it does not know what a tensor is."""

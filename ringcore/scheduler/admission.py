@@ -1,4 +1,4 @@
-"""Admission control: turns an `EngineCoreRequest` into a `Request`, or refuses one that this engine can never serve."""
+"""Admission control: validates an `EngineCoreRequest` and makes a `Request` of it, or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Checks requests against the model's vocabulary and context length, and the size of the KV cache.
+    """Checks requests against the model's vocabulary and context length, and against the size of the KV cache.
 
-    `seed` initializes the generator that gives a seed to each request without one, in the order of arrival.
+    `seed` seeds the generator of sampling seeds: a request without a seed gets the next one, in the order of arrival.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Admission:
         )
 
     def change_cache(self, kv_cache: KVCacheManager) -> None:
-        """Replaces the cache against which requests are checked. The generator of seeds is not reset."""
+        """Checks later requests against this cache. The generator of seeds continues."""
         self._kv_cache = kv_cache
         self._max_model_len = kv_cache.config.max_model_len
-        # A request that runs alone ends when the cache is full. Its last token is sampled and never computed, so it
-        # needs no slot.
+        # A request that runs alone still ends when the cache is full. Its last token is never computed, so it needs no
+        # slot.
         self._max_total_tokens = min(self._max_model_len, kv_cache.max_num_tokens + 1)
 
     def readmit(self, request: Request) -> None:
-        """Adapts a request that is not running to the current cache.
+        """Adapts a waiting request to the current cache: its length limit becomes what the cache holds.
 
-        Lowers its `max_total_tokens` to what the cache holds. Raises `CapacityError` if its known tokens do not fit.
+        Raises `CapacityError` if its known tokens do not fit.
         """
         num_tokens = len(request.tokens)
         if not self._kv_cache.can_ever_fit(num_tokens):

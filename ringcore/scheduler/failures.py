@@ -1,4 +1,4 @@
-"""The errors of a single request; the other requests of the batch continue."""
+"""Per-request errors: they end one request, and the other requests of the batch continue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ringcore.errors import (
 from ringcore.protocol.requests import EngineCoreOutput, WireError
 from ringcore.scheduler.request import Request
 
-__all__ = ["failure", "id_in_use", "killed_the_workers", "row_failed"]
+__all__ = ["failure", "id_in_use", "poison_request", "row_error"]
 
 
 def failure(request: Request, error: RingcoreError) -> EngineCoreOutput:
-    """The final output of a request that failed with `error`."""
+    """The last output of a request that ends with `error`."""
     return request.to_output([], finish_reason="error", error=WireError(**error_to_wire(error)))
 
 
@@ -29,8 +29,8 @@ def id_in_use(request_id: str) -> InvalidRequestError:
     )
 
 
-def row_failed(request: Request, message: str) -> WorkerError:
-    """The worker reported an error of the request's row. `message` is the worker's."""
+def row_error(request: Request, message: str) -> WorkerError:
+    """The worker cannot continue the request's row. `message` comes from the worker."""
     return WorkerError(
         f"request {request.request_id!r} failed in the worker: {message}",
         rank=0,
@@ -41,10 +41,10 @@ def row_failed(request: Request, message: str) -> WorkerError:
     )
 
 
-def killed_the_workers(request: Request, cause: EngineDeadError) -> WorkerDiedError:
-    """The workers died in a step with the request, and again, of `cause`, in a step with this request alone.
+def poison_request(request: Request, cause: EngineDeadError) -> WorkerDiedError:
+    """A poison request: the workers died in a step with it, and again, of `cause`, in a step with it alone.
 
-    Details: those of the cause, `request_id`, `num_deaths`.
+    Details: the details of the cause, `request_id`, `num_deaths`.
     """
     details = cause.details | {"request_id": request.request_id, "num_deaths": 2}
     return WorkerDiedError(

@@ -1,4 +1,6 @@
-"""Token-budget shares, blocks and preemption victims of a step: pure arithmetic on the columns of the running batch."""
+"""Divides a step's token budget among the running requests and allocates their KV cache blocks; orders preemption
+victims. Pure arithmetic on the columns of the running table and on the number of free blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,28 @@ from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
 from ringcore.scheduler.step import StepPlan
 
-__all__ = ["is_worth_starting", "num_victims_needed", "share_budget", "steps_at_once", "take_blocks", "victims"]
+__all__ = [
+    "allocate_blocks",
+    "divide_token_budget",
+    "is_worth_starting",
+    "num_victims_needed",
+    "preemption_order",
+    "steps_at_once",
+]
 
 
-_LEAST_SHARE = 8  # the first chunk of a prompt that does not fit has at least 1/8 of the token budget
+_LEAST_SHARE = 8  # the first chunk of a prompt takes at least an eighth of the step's token budget
 
 
-def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
-    """Splits `plan.token_budget` over the running requests, oldest first: decodes one token, prefills a chunk."""
+def divide_token_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
+    """Divides `plan.token_budget` among the running requests, oldest first: one token for a decode, a chunk for a
+    chunked prefill, at most `long_prefill_token_threshold` tokens each.
+    """
     if not running.has_prefill and running.num <= plan.token_budget and running.room() > 0:
         plan.positions = plan.counts = None
         return
     counts = running.total - running.computed
-    counts[running.total >= running.max_total] = 0  # the tokens in flight are its last ones
+    counts[running.total >= running.max_total] = 0  # the steps in flight already sample its last token
     if long_prefill_token_threshold is not None:
         np.minimum(counts, long_prefill_token_threshold, out=counts)
     taken_before = np.cumsum(counts) - counts
@@ -34,24 +45,26 @@ def share_budget(plan: StepPlan, running: RunningTable, long_prefill_token_thres
 
 
 def is_worth_starting(plan: StepPlan, num_tokens: int, max_num_batched_tokens: int) -> bool:
-    """Whether a request with `num_tokens` to compute should start its prefill in this step: if it fits whole, if at
-    least 1/8 of the budget is left (chunked prefill), or if the step has no other prefill.
+    """Whether a request with `num_tokens` uncomputed tokens should start in this step: if the whole prompt fits, if its
+    first chunk gets at least 1/`_LEAST_SHARE` of the budget, or if the step computes no other prompt.
 
-    A tiny chunk in the tokens that other prompts leave does not pay: attention has a faster path for whole prompts, and
-    the remaining chunk would make the next step as long.
+    A smaller first chunk does not pay: attention is faster for whole prompts, and the rest of the prompt would make the
+    next step no shorter.
     """
     fits = num_tokens <= plan.token_budget
     return fits or plan.token_budget * _LEAST_SHARE >= max_num_batched_tokens or not plan.computes_prompts
 
 
-def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:
-    """Allocates the blocks for every share; False, with no change, if too few are free."""
+def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:
+    """Allocates blocks for the tokens that `plan` gives to running requests. False, and nothing changed, if too
+    few are free.
+    """
     if plan.positions is None or plan.counts is None:
         lacking = (running.computed >= running.capacity).nonzero()[0]
         if not len(lacking):
             return True
         rows = running.row_ids[lacking]
-        # Fast path: a decode lacks at most one block per group; if so many are free, the exact count is not needed.
+        # Each needs at most one block in each group: if so many are free, no exact count is needed.
         if len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks:
             plan.append_blocks(kv_cache.extend_by_one(rows))
             running.capacity[lacking] = kv_cache.capacity[rows]
@@ -73,9 +86,9 @@ def take_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager)
 def steps_at_once(
     plan: StepPlan, max_steps: int, running: RunningTable, kv_cache: KVCacheManager, steps_in_flight: int
 ) -> int:
-    """How many decode steps can be scheduled as one (multi-step), at most `max_steps`; allocates their blocks."""
+    """Multi-step decode: how many steps may be scheduled as one, at most `max_steps`; allocates the blocks for them."""
     most = min(max_steps, running.room())
-    if kv_cache.has_windows:  # a window group has blocks for max_tokens_in_flight; later steps in flight need one each
+    if kv_cache.has_windows:  # blocks of tokens in flight are not released yet, and further one-token steps may follow
         most = min(most, kv_cache.config.max_tokens_in_flight - (steps_in_flight - 1))
 
     def too_many(num_steps: int) -> bool:
@@ -91,11 +104,11 @@ def steps_at_once(
     return num_steps
 
 
-def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
-    """The positions of the running requests, in the order of preemption (by recompute).
+def preemption_order(running: RunningTable, by_priority: bool) -> np.ndarray:
+    """The positions of all running requests, in the order of preemption.
 
-    By the worst priority under the policy "priority"; then the fewest computed tokens (the cheapest recompute); then
-    the latest arrival.
+    The worst priority first, under the priority policy; then the fewest computed tokens, as preemption is by recompute;
+    then the latest arrival.
     """
     keys = [-running.sequence, running.computed]
     if by_priority:
@@ -106,10 +119,10 @@ def victims(running: RunningTable, by_priority: bool) -> np.ndarray:
 def num_victims_needed(
     request: Request, prefix: CachedPrefix, rows: Sequence[int], has_row: bool, kv_cache: KVCacheManager
 ) -> int:
-    """How many of `rows`, in order, must be preempted for the request to start; 0 also if preempting all is not enough.
+    """How many of `rows`, in their order, must be preempted for the request to start; 0 also if all are too few.
 
-    has_row: whether a row is free. A victim frees its unshared blocks (reference count 1) that are not in `prefix`:
-    the request needs the blocks of its prefix itself.
+    has_row: whether a row is free. Preempting a row frees only its blocks with one reference, and blocks of the prefix
+    do not count, as the request needs them itself.
     """
     num_free = kv_cache.num_free_blocks
     needed = kv_cache.blocks_to_start(request.num_tokens_to_hold, prefix)

@@ -1,18 +1,18 @@
 """Quarantine: finds the poison request that kills the workers by running each suspect alone, one after the other.
 
-When the workers die, every request scheduled in a step in flight is a suspect. After the restart of the workers:
+When the workers die, every request with tokens in a step in flight is a suspect. Once new workers have started:
 
     state of a request       suspect  runs
-    held                     no       no    it ran, or was queued before a suspect, when the workers died
+    neighbour                no       no    it ran, or was queued before a suspect, when the workers died
     awaits its trial         yes      no
-    on trial                 yes      yes   alone: a step contains no other request, and stops at its target
-    cleared                  no       no    it has computed as many tokens as it had scheduled, and the workers survived
+    on trial                 yes      yes   alone in its steps, up to its target
+    cleared                  no       no    it has computed all tokens of the steps that died, and the workers live
 
-A suspect that kills the workers on trial has killed them twice, the second time as the only request in the batch: it is
-refused. All others wait in the order in which they ran, and run together again in that order when no suspect is left.
+A suspect on trial that kills the workers has killed them twice, the second time alone in the batch: it is refused. All
+other requests wait in the order in which they ran, and run together again in that order when no suspect is left.
 
-During a trial no step of another request is in flight. So a trial begins only when no step is in flight (a suspect that
-was aborted on trial leaves one), and ends at its target, with the step that clears it.
+No other request's step is in flight during a trial. So a trial begins only when no step is in flight (a request aborted
+on trial leaves one), and stops at its target: the step that clears the suspect is its last.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Quarantine", "trial_targets"]
 
 
 class Quarantine:
-    """The requests held until all trials have ended, the suspects among them, and the suspect on trial. While it is not
-    open, requests go to the waiting queue `waiting`.
+    """The requests held until the trials end, the suspects among them, and the suspect on trial. While it is not open,
+    requests go to the queue `waiting`.
 
-    Invariant: `_targets` holds the suspects, all of them in `_held`; `on_trial` is one of them or None. A suspect
-    stays in `_held` while it is on trial.
+    Invariant: the keys of `_targets` are the suspects, all of them in `_held`; `on_trial` is one of them or None. The
+    suspect on trial stays in `_held`, in its place.
     """
 
     def __init__(self, waiting: RequestQueue) -> None:
@@ -43,7 +43,7 @@ class Quarantine:
 
     @property
     def is_open(self) -> bool:
-        """Whether a suspect is left. While one is left, no other request runs."""
+        """Whether a suspect is left. If so, only the suspect on trial runs."""
         return bool(self._targets)
 
     def __contains__(self, request: Request) -> bool:
@@ -53,10 +53,9 @@ class Quarantine:
         return len(self._held)
 
     def open(self, targets: Mapping[str, int]) -> None:
-        """Starts a quarantine with these suspects (none: no quarantine), by request id, with their targets. All of them
-        are in the waiting queue, and no request is held.
+        """Begins with these suspects, if any, by their targets. All are in the waiting queue, and no request is held.
 
-        Moves every request from the head of the queue up to the last suspect, to keep their order.
+        Holds every request from the front of the queue to the last suspect, which keeps their order.
         """
         assert not self._held, "a quarantine ends before the next one"
         self._targets = dict(targets)
@@ -66,8 +65,8 @@ class Quarantine:
             self._held[request.request_id] = request
             missing.discard(request.request_id)
 
-    def take_back(self, request: Request) -> None:
-        """Puts a preempted request into the waiting queue, unless it is held here."""
+    def requeue(self, request: Request) -> None:
+        """Puts a preempted request back into the waiting queue; a held one stays held."""
         if request.request_id not in self._held:
             self._waiting.add(request)
 
@@ -78,16 +77,16 @@ class Quarantine:
         return self.on_trial
 
     def interrupt_trial(self) -> None:
-        """Resets the trial: the workers died, and the suspect was not in a step."""
+        """The trial must begin again: the workers died while the suspect was in no step."""
         self.on_trial = None
 
     def num_tokens_left(self, num_computed_tokens: int) -> int:
-        """Tokens that the suspect on trial, with `num_computed_tokens`, still has to compute to be cleared."""
+        """Tokens from `num_computed_tokens` to the target of the suspect on trial."""
         assert self.on_trial is not None
         return max(self._targets[self.on_trial.request_id] - num_computed_tokens, 0)
 
     def clear(self, num_confirmed_tokens: int) -> Request | None:
-        """Clears the suspect on trial if `num_confirmed_tokens` reach its target; it stays held."""
+        """Clears the suspect on trial if its confirmed tokens reach its target; it stays held."""
         suspect = self.on_trial
         if suspect is None or num_confirmed_tokens < self._targets[suspect.request_id]:
             return None
@@ -96,7 +95,7 @@ class Quarantine:
         return suspect
 
     def discard(self, request: Request) -> None:
-        """Removes a finished request from the quarantine, in any state."""
+        """Removes a finished request, in any state."""
         if self.on_trial is request:
             self.on_trial = None
         self._held.pop(request.request_id, None)
@@ -114,23 +113,23 @@ class Quarantine:
         for request_id, request in self._held.items():
             assert (request.status is RequestStatus.RUNNING) == (request is self.on_trial), f"{request_id} runs untried"
         if not self.is_open:
-            assert self.on_trial is None, "a trial without a suspect"
+            assert self.on_trial is None, "on trial, and not a suspect"
             return
         assert running.in_order() == [one for one in [self.on_trial] if one is not None], "not alone on trial"
         if self.on_trial is not None:
             assert set(in_flight) <= set(running.run.tolist()), "a step holds more than the trial"
             target = self._targets[self.on_trial.request_id]
-            assert running.confirmed[0] < target, "it reached its target and was not cleared"
-            assert running.computed[0] <= target, "it went on past its target"
+            assert running.confirmed[0] < target, "it reached its target and is not cleared"
+            assert running.computed[0] <= target, "scheduled past its target"
 
 
 def trial_targets(
     in_flight: Sequence[StepInFlight], num_executed: int, unfinished: Iterable[Request], running: RunningTable
 ) -> dict[str, int]:
-    """The suspects after a death of workers that had received the oldest `num_executed` of the steps in flight.
+    """The suspects after workers died that had received the oldest `num_executed` of the steps in flight.
 
     By request id, the computed tokens that each unfinished request of these steps would have had after them. A request
-    that was preempted since is among them: the workers execute its scheduled tokens all the same.
+    preempted since is a suspect too: the workers still execute the step.
     """
     executed = {run for step in in_flight[:num_executed] for run, _ in step.tokens_by_run()}
     unexecuted: dict[int, int] = {}

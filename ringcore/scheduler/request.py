@@ -1,4 +1,4 @@
-"""The scheduler's request state. The counters of a running request are columns of `RunningTable`."""
+"""A request in the engine process. While it runs, its token counts are in `RunningTable`, not here."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Request", "RequestStatus"]
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # in the waiting queue, never scheduled
-    RUNNING = "running"  # in the running batch: has a row and blocks
-    PREEMPTED = "preempted"  # in the waiting queue again; its row and blocks are freed, its tokens kept (recompute)
+    RUNNING = "running"  # has a row and blocks
+    PREEMPTED = "preempted"  # in the waiting queue again, without row and blocks; its tokens are recomputed
     FINISHED = "finished"
 
 
 class Request:
-    """The state of one request outside the columns of `RunningTable`. Mutable, and only the scheduler writes it; the KV
-    cache manager appends to `block_hashes`.
+    """The scheduler's state of one request, except for its columns. Mutable: the scheduler writes it, and the KV cache
+    manager appends to `block_hashes`.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Request:
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_times_skipped",
+        "num_times_passed",
         "num_tokens_to_hold",
         "num_tokens_when_preempted",
         "priority",
@@ -75,31 +75,31 @@ class Request:
         self.bad_words_token_ids = request.bad_words_token_ids
         self.arrival_s = request.arrival_s
         self.priority = request.priority
-        self.sequence = sequence  # arrival number
+        self.sequence = sequence  # its number in the order of arrival
         self.seed = seed
-        self.eos_token_ids = eos_token_ids  # those of `stop_token_ids` that are the model's EOS
-        self.stop_token_ids = stop_token_ids  # as NewRequest's: the model's EOS (unless ignored), then the user's
+        self.eos_token_ids = eos_token_ids  # the members of `stop_token_ids` that are the model's EOS tokens
+        self.stop_token_ids = stop_token_ids  # as NewRequest's: EOS tokens (unless ignored), then the user's
         self.num_prompt_tokens = len(tokens)
-        self.max_total_tokens = max_total_tokens  # prompt and output; with so many it is finished
+        self.max_total_tokens = max_total_tokens  # prompt and generated; the request finishes at this length
 
         self.status = RequestStatus.WAITING
-        self.tokens = tokens  # array('i'): the prompt, then the output up to its last preemption
-        self.num_tokens_to_hold = len(tokens)  # it starts when slots for so many tokens can be allocated
-        self.num_times_skipped = 0  # later requests that started before it while it waited (head-of-line skips)
+        self.tokens = tokens  # array('i'): the prompt, then the tokens generated before its last preemption
+        self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
+        self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
         self.row: int | None = None
-        self.run: int | None = None  # run id, unique for each start of any request; that of the last start
-        self.num_tokens_when_preempted = 0  # computed by that run, steps in flight included
+        self.run: int | None = None  # unique number of its last start
+        self.num_tokens_when_preempted = 0  # computed in that run, including steps in flight
         self.extra_keys = ExtraKeys(cache_salt=request.cache_salt)
-        self.block_hashes: list[bytes] = []  # stay valid across a preemption: tokens are append-only
+        self.block_hashes: list[bytes] = []  # stay valid across preemption: tokens never change
 
-        self.waiting_since_s = request.arrival_s  # in the queue: since its arrival or its last preemption
+        self.waiting_since_s = request.arrival_s  # waiting for a row since it arrived, or was preempted
         self.first_scheduled_s: float | None = None
-        self.num_cached_tokens = 0  # prefix cache hit when it first started
+        self.num_cached_tokens = 0  # prefix cache hit at its first start
         self.num_preemptions = 0
 
     def start(self, row: int, run: int, num_cached_tokens: int, now_s: float) -> None:
-        """Enters the running batch, with `num_cached_tokens` tokens of the prefix cache counted as computed."""
+        """Marks it as running; `num_cached_tokens` tokens from the prefix cache count as computed."""
         if self.first_scheduled_s is None:
             self.first_scheduled_s = now_s
             self.num_cached_tokens = num_cached_tokens
@@ -107,12 +107,11 @@ class Request:
         self.row, self.run = row, run
 
     def preempt(self, tokens: array[int], *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
-        """Preemption by recompute: nothing is computed any more. The known `tokens` are kept, and prefilled again like
-        a prompt; num_total_tokens also counts the tokens that steps in flight would have sampled.
+        """Preemption by recompute: `tokens`, all that are known, are computed again as if they were the prompt.
+        num_total_tokens also counts the tokens that steps in flight would have sampled.
 
-        Those are dropped and sampled again. `num_tokens_to_hold` includes their slots all the same: resumed with fewer,
-        the request could be preempted again before the first of them is known, in a livelock. The very last token needs
-        no slot.
+        Those are lost and sampled again. The request is readmitted only with slots for them: with fewer it could be
+        preempted again and again before the first of them is known. The last token of all needs no slot.
         """
         self.tokens = tokens
         num_tokens = min(num_total_tokens, self.max_total_tokens - 1)
@@ -124,9 +123,9 @@ class Request:
         self.row = None
 
     def move_to_cache(self, max_total_tokens: int) -> None:
-        """Adapts to a new cache, in which a request has at most `max_total_tokens`.
+        """Adapts a waiting request to a new cache that holds at most `max_total_tokens` tokens of one request.
 
-        The request is not running, and its known tokens fit. The block hashes of the old cache are invalid.
+        Its known tokens fit. The block hashes of the old cache mean nothing in the new one.
         """
         assert self.row is None
         self.block_hashes.clear()
@@ -138,7 +137,7 @@ class Request:
         self.row = None
 
     def finish_reason(self, token_id: int, num_tokens: int) -> tuple[FinishReason | None, int | None]:
-        """The finish reason if `token_id`, the num_tokens-th token, is the last; the user's stop token id if any."""
+        """Why `token_id`, its num_tokens-th token, ends it, or None; and the user's stop token id if it was one."""
         may_stop = num_tokens - self.num_prompt_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_token_ids:
             return "stop", None if token_id in self.eos_token_ids else token_id
@@ -148,11 +147,11 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs are still to be computed: until its first output token, with which they are sent."""
+        """Whether its prompt logprobs are still due: they come with its first sampled token."""
         return self.sampling_params.prompt_logprobs is not None and len(self.tokens) == self.num_prompt_tokens
 
     def to_started(self) -> StartedRequest:
-        """The front end's notification that the request was given a row."""
+        """The message to the front end that the request has started in its row."""
         assert self.row is not None
         assert self.first_scheduled_s is not None
         return StartedRequest(
@@ -185,8 +184,8 @@ class Request:
     def check(self) -> None:
         """Asserts the invariants of an unfinished request between two operations of the scheduler."""
         if self.status is RequestStatus.RUNNING:
-            assert self.row is not None, "a running request without a row"
+            assert self.row is not None, "it runs without a row"
             return
         assert self.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        assert self.row is None, "a waiting request holds a row"
+        assert self.row is None, "it waits and holds a row"
         assert len(self.tokens) <= self.num_tokens_to_hold < self.max_total_tokens, "slots"

@@ -1,4 +1,4 @@
-"""The waiting queue: a priority queue whose scheduling policy is a sort key."""
+"""The waiting queue: a scheduling policy is the key that orders its requests for admission."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["POLICIES", "RequestQueue"]
 
 Key = tuple[float, ...]
 
-# policy: sort key of a request. Unique, as the arrival number is a part of it.
+# policy: sort key of a request. Keys are unique, as each contains the sequence number of arrival.
 POLICIES: dict[str, Callable[[Request], Key]] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_s, request.sequence),
@@ -21,15 +21,15 @@ POLICIES: dict[str, Callable[[Request], Key]] = {
 
 class _Entry(NamedTuple):
     key: Key
-    number: int  # unique per entry, also of a request that is queued again
+    number: int  # unique for each entry: breaks ties if a requeued request has an entry already
     request: Request
 
 
 class RequestQueue:
-    """The waiting requests, each once, in the order of `policy`; a preempted request returns to its former place.
+    """The waiting requests, each once, in the order of `policy`; a requeued request gets its old place.
 
-    A heap with lazy deletion: entries removed from the middle stay until they reach the top, or are more than half of
-    it. Invariant: an entry is live exactly if `_entries` maps its request to it.
+    A heap with lazy deletion: a removed entry stays until it reaches the top, or until removed entries are the most.
+    Invariant: an entry is live exactly if it is the one that `_entries` has for its request.
     """
 
     def __init__(self, policy: str) -> None:
@@ -39,27 +39,27 @@ class RequestQueue:
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        assert request.request_id not in self._entries, "the request is queued already"
+        assert request.request_id not in self._entries, "the request waits already"
         entry = _Entry(self._key(request), self._num_added, request)
         self._num_added += 1
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
-        """The head of the queue, not removed. The queue must not be empty."""
+        """The next request to admit, without removing it. The queue is not empty."""
         while self._entries.get(self._heap[0].request.request_id) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0].request
 
     def pop(self) -> Request:
-        """Removes and returns the head of the queue. The queue must not be empty."""
+        """Removes the next request to admit. The queue is not empty."""
         request = self.peek()
         heapq.heappop(self._heap)
         del self._entries[request.request_id]
         return request
 
     def remove(self, request_id: str) -> Request:
-        """Removes a request from any place. It must be in the queue."""
+        """Removes this request, which is in the queue, at any place."""
         request = self._entries.pop(request_id).request
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = sorted(self._entries.values())
@@ -72,5 +72,5 @@ class RequestQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        """In queue order."""
+        """In the order of admission."""
         return (entry.request for entry in sorted(self._entries.values()))

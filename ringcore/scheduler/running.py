@@ -1,4 +1,4 @@
-"""The running batch and its resources: rows, KV blocks, columns. `start` allocates them together, `stop` frees them."""
+"""The running requests and their resources, a row, blocks and columns: `start` allocates all, `stop` frees all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["RunningRequests"]
 
 
 class RunningRequests:
-    """The running requests (persistent batch): owns the rows and the KV cache's bookkeeping.
+    """The running batch. Owns the rows of the persistent batch and the bookkeeping of the KV cache.
 
     Invariant: every row belongs to one running request or is in the heap `_free_rows`; `finished_rows` are the freed
-    rows not yet reported to the workers. A running request has its columns in `table`, its blocks in `kv_cache`, and
+    rows not reported to the workers yet. A running request has its columns in `table`, its blocks in `kv_cache`, and
     its stop tokens counted in `stop_tokens`; any other request has none of these.
     """
 
@@ -34,11 +34,11 @@ class RunningRequests:
         return bool(self._free_rows)
 
     def start(self, request: Request, prefix: CachedPrefix, num_tokens: int, now_s: float) -> NewRequest | None:
-        """Adds a request to the running batch, whose first step computes `num_tokens` after the cached prefix; returns
-        the workers' `NewRequest`. None, with no change, if too few blocks are free.
+        """Starts a request, whose first step computes `num_tokens` after the cached ones; returns the message for the
+        workers. None, and nothing changed, if too few blocks are free.
 
-        Allocates the blocks of all its known tokens at once: with blocks for its first chunk alone, a chunked prefill
-        could run out of blocks half way and be preempted, and its work be lost.
+        It gets the blocks of all its tokens at once: a chunked prefill admitted with blocks for its first chunk alone
+        could run out of blocks half way, and its work would be lost.
         """
         row, num_computed = self._free_rows[0], prefix.num_computed_tokens
         if not self.kv_cache.start(row, request, request.num_tokens_to_hold, num_computed + num_tokens, prefix):
@@ -61,7 +61,7 @@ class RunningRequests:
         )
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Frees the resources of the requests. Their full blocks stay in the prefix cache until evicted."""
+        """Frees all their resources. Their computed blocks stay in the prefix cache until evicted."""
         if not requests:
             return
         table = self.table
@@ -76,7 +76,7 @@ class RunningRequests:
         table.remove(positions)
 
     def preempt(self, position: int, now_s: float) -> Request:
-        """Preempts one request by recompute: frees its row and blocks, keeps its tokens."""
+        """Preempts one by recompute: it keeps its tokens, and none of them counts as computed."""
         request = self.table.request_at(position)
         tokens = self.table.tokens_of(position)
         num_total, num_computed = int(self.table.total[position]), int(self.table.computed[position])
@@ -85,20 +85,20 @@ class RunningRequests:
         return request
 
     def publish(self) -> None:
-        """Publishes all confirmed full blocks to the prefix cache, for waiting requests to hit."""
+        """Publishes all confirmed blocks in the prefix cache, for requests of the waiting queue."""
         if self.table.num:
             self.kv_cache.publish(self.table.row, self.table.token_ids, self.table.confirmed)
 
     def release_windows(self) -> bool:
-        """Frees the blocks that slid out of sliding windows; returns whether there were any."""
+        """Frees blocks that have left their sliding window; whether there were any."""
         if not self.kv_cache.has_windows or not self.table.num:
             return False
         self.publish()
         return self.kv_cache.release_window(self.table.row, self.table.confirmed)
 
     def change_workers(self, kv_cache: KVCacheManager) -> None:
-        """Switches to new workers, which have no rows, and a new cache. No request may be running."""
-        assert self.table.num == 0, "a running request would keep blocks of the old cache"
+        """Switches to new workers, which have no rows, and to a new cache. No request runs."""
+        assert self.table.num == 0, "a running request has blocks of the old cache"
         self.kv_cache = kv_cache
         self.finished_rows.clear()
 
@@ -109,7 +109,7 @@ class RunningRequests:
         rows = table.row.tolist()
         assert sorted([*rows, *self._free_rows]) == list(range(len(table.requests))), "a row is lost, or twice"
         assert len(set(self.finished_rows)) == len(self.finished_rows), "a row is to be reported twice"
-        assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "capacity differs from the KV cache's"
+        assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "capacity disagrees with the cache"
         self.stop_tokens.check(token_id for request in table.in_order() for token_id in request.stop_token_ids)
         confirmed = dict(zip(rows, table.confirmed.tolist(), strict=True))
         self.kv_cache.check(dict(zip(rows, table.computed.tolist(), strict=True)), confirmed)

@@ -1,14 +1,14 @@
-"""The running batch as columns (structure of arrays): a step updates all requests by a few numpy calls.
+"""The running requests as columns: a few numpy calls apply a step to all of them.
 
-    position     0     1     2    ...  num - 1       dense, in the order of start; compacted when a request leaves
-    row          3     0     7    ...                row of the workers' persistent batch, fixed while it runs
-    known        ...                                 known tokens: prompt and received output
-    total        ...                                 known, plus the samples of steps in flight: known <= total
-    computed     ...                                 tokens scheduled so far: confirmed <= computed <= total
-    confirmed    ...                                 of these, tokens of steps whose output has been received
+    position     0     1     2    ...  num - 1       dense, in the order of admission; moves up when a request leaves
+    row          3     0     7    ...                the worker's row, fixed while the request runs
+    known        ...                                 tokens that are known
+    total        ...                                 and those that steps in flight will sample: known <= total
+    computed     ...                                 scheduled so far: confirmed <= computed <= total
+    confirmed    ...                                 of these, computed by steps whose results have arrived
     ...
 
-Matrices by row, like the token ids, are not compacted.
+Matrices by row, like the token ids, do not move.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _COLUMNS = ("row", "run", "known", "total", "computed", "confirmed", "capacity",
 class RunningTable:
     """Columns of `num` int64 each, as attributes; they are views, valid until `add` or `remove`.
 
-    row: the worker's row. run: run id, unique for each start of a request, which tells a step in flight for a row apart
-    from one for the row's previous owner. capacity: tokens that have slots in the KV cache.
-    max_total: the length at which the request ends. priority, sequence: the request's.
+    row: the worker's row. run: a unique number for each start of a request, which tells its results in flight from
+    those of the row's previous owner. capacity: tokens that have slots in the KV cache. max_total: the length at which
+    the request ends. priority, sequence: the request's.
 
-    `version` changes with each `add` and `remove`. `min_room` is a lower bound of the least `max_total - total`.
+    `version` changes with each `add` and `remove`. `min_room` is a lower bound of `max_total - total` over all.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self._matrix = np.zeros((len(_COLUMNS), max_num_seqs), dtype=np.int64)
-        # np.zeros allocates pages on first touch, so that rows never used cost nothing.
+        # np.zeros commits memory on first touch, so that rows which never run cost nothing.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # by row: the known tokens
-        self._all_token_ids = self.token_ids.reshape(-1)  # a flat view
+        self._all_token_ids = self.token_ids.reshape(-1)  # a flat view of it
         self.requests: list[Request | None] = [None] * max_num_seqs  # by row
         self._positions = np.zeros(max_num_seqs, dtype=np.int64)  # by row, of rows in use
         self._runs = np.full(max_num_seqs, -1, dtype=np.int64)  # by row; -1 of rows not in use
@@ -63,12 +63,12 @@ class RunningTable:
             self.priority,
             self.sequence,
         ) = self._matrix[:, : self.num]
-        self.row_ids = self.row.astype(np.int32)  # for messages; like `run_ids` never changed in place
+        self.row_ids = self.row.astype(np.int32)  # int32 as in messages; like `run_ids` never changed in place
         self.run_ids = self.run.copy()
-        self._begins = self.row * self.token_ids.shape[1]  # offsets of the rows in `_all_token_ids`
+        self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
 
     def add(self, request: Request, row: int, num_computed_tokens: int, capacity: int) -> int:
-        """Appends a request that starts in `row` with its known tokens; returns its run id."""
+        """Appends a request that starts in `row` with its known tokens; returns its run."""
         num_tokens, position, run = len(request.tokens), self.num, self._num_runs
         self._num_runs += 1
         self._matrix[:, position] = (
@@ -91,7 +91,7 @@ class RunningTable:
         return run
 
     def remove(self, positions: list[int]) -> None:
-        """Removes these positions; the others keep their order."""
+        """Removes these; the others keep their order."""
         keep = np.ones(self.num, dtype=bool)
         keep[positions] = False
         left = self.row[~keep]
@@ -105,7 +105,7 @@ class RunningTable:
         self._positions[self.row[begin:]] = np.arange(begin, num)
 
     def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray) -> None:
-        """Appends token_ids [n, k], k known tokens for each of `positions`."""
+        """Appends token_ids [n, k], k known tokens to each of these."""
         ends = (self._begins + self.known)[positions]
         if token_ids.shape[1] == 1:
             self._all_token_ids[ends] = token_ids[:, 0]
@@ -123,17 +123,17 @@ class RunningTable:
         return request
 
     def positions_of_runs(self, rows: np.ndarray, runs: np.ndarray) -> np.ndarray:
-        """[n] int64: the position of each (row, run) pair; -1: that run has ended."""
+        """[n] int64: the position of each (row, run) pair; -1 if that run has ended."""
         return np.where(self._runs[rows] == runs, self._positions[rows], -1)
 
     def tokens_of(self, position: int) -> array[int]:
-        """A copy of the known tokens at `position`."""
+        """A copy of its known tokens."""
         tokens = array("i")
         tokens.frombytes(self.token_ids[self.row[position], : self.known[position]].tobytes())
         return tokens
 
     def room(self) -> int:
-        """The least number of tokens that any request may still sample, without those in flight. `num` must be > 0."""
+        """The least number of tokens that a request may still sample after those in flight. The table is not empty."""
         if self.min_room <= 0:
             self.min_room = int((self.max_total - self.total).min())
         return self.min_room
@@ -142,23 +142,23 @@ class RunningTable:
         return [self.request_at(position) for position in range(self.num)]
 
     def check(self) -> None:
-        """Asserts the invariants that hold between two operations."""
+        """Asserts the invariants between two operations."""
         rows = self.row.tolist()
         assert len(set(rows)) == self.num, "a row twice"
         assert self._positions[rows].tolist() == list(range(self.num)), "rows and positions disagree"
         assert self._runs[rows].tolist() == self.run.tolist() == self.run_ids.tolist(), "rows and runs disagree"
-        assert self.row_ids.tolist() == rows, "row_ids is stale"
+        assert self.row_ids.tolist() == rows, "row_ids are stale"
         in_use = {row for row, request in enumerate(self.requests) if request is not None}
-        assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row in use without an owner"
+        assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use without a request"
         for position, row in enumerate(rows):
             request = self.requests[row]
-            assert request is not None, "a running row without a request"
-            assert (request.row, request.run) == (row, self.run[position]), "not the owner of its row"
+            assert request is not None, "a row runs without a request"
+            assert (request.row, request.run) == (row, self.run[position]), "not its row's owner"
         assert (self.confirmed <= self.computed).all()
         assert (self.computed <= self.total).all()
         assert (self.known <= self.total).all()
         assert (self.total <= self.max_total).all(), "a step in flight samples past the last token"
-        assert (self.known < self.max_total).all(), "a complete request is not finished"
+        assert (self.known < self.max_total).all(), "it has all its tokens and is not finished"
         assert (self.computed <= self.capacity).all(), "computed tokens without a slot"
         assert not self.num or self.min_room <= (self.max_total - self.total).min(), "min_room is too large"
         assert self.has_prefill or (self.total - self.computed <= 1).all(), "a prefill was missed"

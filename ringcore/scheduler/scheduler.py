@@ -1,29 +1,28 @@
-"""The scheduler: decides what each step computes, and processes the tokens that it sampled.
+"""Continuous batching: decides what each step computes, and applies what it sampled.
 
-There are no prefill and decode phases: a step schedules for every request a number of its uncomputed tokens, out of one
-token budget. A prompt is many such tokens (chunked prefill if it exceeds the budget), decoding is one token a step, a
-resumed request prefills its prompt and its output again.
+There are no prefill and decode phases: a step gives every request some of its uncomputed tokens, out of one token
+budget. A prompt is many such tokens (chunked prefill where the budget is smaller), a completion one at a time; the
+prompt of a request preempted by recompute is all tokens that it had.
 
-Async scheduling (steps in flight). `schedule` may be called again before `update` has processed the previous step. The
-tokens of a step in flight count as computed (`computed`), and its samples as placeholders (`total`); the worker takes
-the sampled token from its own rows. When the output arrives, each of its rows is matched by run id, and results of
+Async scheduling, with steps in flight. `schedule` may be called again before `update` has applied the previous step. A
+step's tokens then count as computed (`computed`), and the token that it will sample as existing (`total`); the worker
+reads that token from its own rows. When the step's output arrives, each of its rows is compared by run, and results of
 requests that were preempted, aborted or finished since are dropped.
 
 Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
-order, so the stray write comes before the first step of the block's new owner, and the owner writes a slot before it
-reads it. The prefix cache contains only blocks whose tokens are known and whose steps have completed, and no step in
-flight writes to those. A freed row is safe for the same reason, once it is reported.
+order, so that stray write precedes the first step of the block's new owner, and the owner writes a slot before it reads
+it. The prefix cache has only blocks whose tokens are known and whose step has come back, and no step in flight writes
+to those. A freed row is safe for the same reason, once it is reported.
 
-Progress (no deadlock). While no step is in flight and a request is unfinished, `schedule` returns a step unless it is
-paused: the running request that is last in the preemption order has a token to compute, a budget, and the blocks of all
-others; admission control guarantees that it never needs more than the whole cache (`Request.max_total_tokens`). With an
-empty running batch all blocks are free, no prefix is awaited, and the head of the waiting queue fits. No livelock: the
-request with the most computed tokens is never preempted for another, and sampled tokens are kept. In a quarantine the
-suspect on trial has not reached its target, so it has a token to compute, and its trial ends with the step that reaches
-the target.
+The scheduler always drains. While no step is in flight and a request is unfinished, `schedule` returns a step unless it
+is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
+admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no request runs, all
+blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes progress: the one
+with the most computed tokens is never preempted for another, and each sampled token stays known. In a quarantine the
+suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step that reaches it.
 
-Recovery. When the workers die, only work is lost: every emitted token is known here. `recover` preempts all running
-requests, so that they are recomputed from these tokens, and the quarantine finds the poison request.
+Recovery. When the workers die, only computed work is lost: every token sent out is known here. `recover` preempts all
+running requests, which are computed again from these tokens, and the quarantine finds the request that kills workers.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.scheduler.admission import Admission
-from ringcore.scheduler.failures import failure, id_in_use, killed_the_workers
-from ringcore.scheduler.planning import share_budget, steps_at_once, take_blocks, victims
+from ringcore.scheduler.failures import failure, id_in_use, poison_request
+from ringcore.scheduler.planning import allocate_blocks, divide_token_budget, preemption_order, steps_at_once
 from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
+from ringcore.scheduler.starting import Starter
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
-from ringcore.scheduler.waiting import WaitingScheduler
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """The requests of one engine: the running batch, the waiting queue, and the quarantine.
+    """The requests of one engine: the running batch, in the order of admission, the waiting queue, and the quarantine.
 
     Only the scheduler uses `kv_cache`. `clock` gives seconds on the host's monotonic clock.
     """
@@ -80,29 +79,29 @@ class Scheduler:
         )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
-        # only the suspect on trial is in both `_running` and `_quarantine`.
+        # only the suspect on trial is both running and in the quarantine.
         self._requests: dict[str, Request] = {}
         self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
-        self._waiting_scheduler = WaitingScheduler(config, waiting=self._waiting, running=self._running, clock=clock)
-        self.num_held = 0  # admitted requests that are not enqueued yet
+        self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
+        self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
         self._in_flight: deque[StepInFlight] = deque()
-        self._last_version: int | None = None  # of the running table, if the last step had all its rows, in order
+        self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
 
     # Requests in and out.
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Admits a request to the waiting queue. Raises `InvalidRequestError` if it can never be served."""
+        """Puts a request into the waiting queue. Raises `InvalidRequestError` if it can never be served."""
         self._enqueue(self.admit(request))
 
     def admit(self, request: EngineCoreRequest) -> Request:
-        """Admits a request that the caller holds until `enqueue`; its queue position is that of its arrival.
+        """Validates a request that the caller holds until `enqueue`; in the queue it gets the place of its arrival.
 
         Raises `InvalidRequestError` if it can never be served.
         """
@@ -111,18 +110,17 @@ class Scheduler:
         return self._admission.admit(request)
 
     def enqueue(self, admitted: Request) -> None:
-        """Puts an admitted request into the waiting queue. Raises `CapacityError` if it does not fit the cache of
-        workers that were replaced since its admission."""
+        """Raises `CapacityError` if the workers were replaced since its admission and the new cache is too small."""
         self._admission.readmit(admitted)
         self._enqueue(admitted)
 
     def _enqueue(self, admitted: Request) -> None:
         self._requests[admitted.request_id] = admitted
         self._waiting.add(admitted)
-        self._waiting_scheduler.may_start = True
+        self._starter.may_start = True
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Ends these requests at once; returns the final output of each unfinished one. Unknown ids are ignored."""
+        """Ends these requests at once; returns the last output of each unfinished one. Ignores unknown ids."""
         outputs = []
         for request_id in request_ids:
             if (request := self._requests.get(request_id)) is not None:
@@ -132,7 +130,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is an unfinished request that neither a pause nor a freeze blocks."""
+        """Whether an unfinished request may still be scheduled: neither a pause nor a freeze holds it."""
         if self.is_frozen:
             return False
         match self.paused:
@@ -144,20 +142,20 @@ class Scheduler:
                 return bool(self._requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Until `resume`: "new": running requests continue, no request starts; "all": no step is scheduled."""
+        """Until `resume`: "new" stops admission and the running batch continues, "all" stops scheduling."""
         self.paused = mode
 
     def resume(self) -> None:
         self.paused = None
-        self._waiting_scheduler.may_start = True
+        self._starter.may_start = True
 
     def freeze(self) -> None:
-        """Until `thaw` no step is scheduled, independent of `pause` and `resume`."""
+        """Stops scheduling until `thaw`, regardless of `pause` and `resume` meanwhile."""
         self.is_frozen = True
 
     def thaw(self) -> None:
         self.is_frozen = False
-        self._waiting_scheduler.may_start = True
+        self._starter.may_start = True
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -166,13 +164,13 @@ class Scheduler:
     # A step.
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:
-        """The next step; None if there is nothing to compute until the output of a step in flight, a new request, or
-        `resume`.
+        """The next step; None if there is nothing to compute until a step in flight returns, a request arrives, or
+        `resume` is called.
 
-        If all running requests decode, no step is in flight and no request can start, it may combine up to `max_steps`
-        decode steps (multi-step), as many as need no scheduling decision in between: the same as single steps, except
-        that a stop token before the last step is only noticed at the end. Every returned step must be executed, and
-        passed to `update` in the same order.
+        Multi-step: if all running requests decode, no step is in flight and no request can start, it may be up to
+        `max_steps` steps in one, as many as need no decision between them. They equal single steps, except that a stop
+        token before the last step is noticed at the end. Every step returned must be executed, and given to `update` in
+        the same order.
         """
         if self.paused == "all" or self.is_frozen:
             return None
@@ -182,12 +180,12 @@ class Scheduler:
         else:
             self._quarantine.release()
             if self._config.preempt_lower_priority:
-                self._make_room_for_first_waiting()
+                self._preempt_for_first_waiting()
             self._schedule_running(plan)
-            if self._waiting_scheduler.may_start and self.paused is None and not plan.has_preempted:
-                self._waiting_scheduler.start_waiting(plan)
+            if self._starter.may_start and self.paused is None and not plan.has_preempted:
+                self._starter.start_waiting(plan)
         if plan.is_empty:
-            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and no step in flight"
+            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
             return None
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
@@ -196,77 +194,76 @@ class Scheduler:
         return self._launch(plan, num_steps)
 
     def update(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> OutputColumns:
-        """Processes the output of the oldest step in flight; returns the new tokens of the requests that got any."""
+        """Applies the output of the oldest step in flight; returns the new tokens of the requests that got any."""
         step = self._in_flight.popleft()
-        assert step.step == scheduler_output.step == model_output.step, "outputs arrive in the order of scheduling"
+        assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
         results = apply_output(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
         self._finish(ended)
         if self._running.release_windows():
-            self._waiting_scheduler.may_start = True
+            self._starter.may_start = True
         if self._quarantine.on_trial is not None:
             self._end_trial_at_its_target(self._quarantine.on_trial)
-        started = self._waiting_scheduler.take_started()
+        started = self._starter.take_started()
         return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
 
-    # Scheduling a step.
+    # The parts of a step.
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Gives each running request its share of the token budget, oldest first, and the blocks for it; preempts
-        requests (by recompute) while too few blocks are free."""
+        """Gives running requests tokens of the budget and blocks for them, oldest first; preempts if blocks run out."""
         table = self._table
         while table.num:
-            share_budget(plan, table, self._config.long_prefill_token_threshold)
-            if take_blocks(plan, table, self._running.kv_cache):
+            divide_token_budget(plan, table, self._config.long_prefill_token_threshold)
+            if allocate_blocks(plan, table, self._running.kv_cache):
                 break
-            self._preempt(int(self._victims()[0]))
+            self._preempt(int(self._preemption_order()[0]))
             plan.has_preempted = True
         plan.num_running = table.num
         plan.token_budget -= table.num if plan.counts is None else int(plan.counts.sum())
 
-    def _victims(self) -> np.ndarray:
-        return victims(self._table, by_priority=self._config.scheduling_policy == "priority")
+    def _preemption_order(self) -> np.ndarray:
+        return preemption_order(self._table, by_priority=self._config.scheduling_policy == "priority")
 
-    def _make_room_for_first_waiting(self) -> None:
+    def _preempt_for_first_waiting(self) -> None:
         """Preempts running requests of worse priority, if the head of the waiting queue can then start."""
         if not self._waiting or self.paused is not None:
             return
         first, table = self._waiting.peek(), self._table
-        lower = [table.request_at(at) for at in self._victims() if table.priority[at] > first.priority]
+        lower = [table.request_at(at) for at in self._preemption_order() if table.priority[at] > first.priority]
         if not lower:
             return
-        for request in lower[: self._waiting_scheduler.num_victims_needed(first, lower)]:
+        for request in lower[: self._starter.num_victims_needed(first, lower)]:
             self._preempt(table.position_of(request))
 
     def _schedule_trial(self, plan: StepPlan) -> None:
-        """Schedules only the suspect on trial, up to its target.
+        """Schedules the suspect on trial alone, up to its target.
 
-        It gets no prefix cache hit: blocks that others computed would skip the work that may have killed the workers.
+        It takes no prefix cache hits, which other requests computed: it computes all of its tokens itself.
         """
         suspect = self._quarantine.on_trial
         if suspect is None and self._in_flight:
-            return  # a step of an aborted suspect is still in flight; its death must not be blamed on the next suspect
+            return  # the step of an aborted suspect must not be blamed on the next one
         trial = suspect or self._quarantine.begin_trial()
         num_computed = 0 if suspect is None else int(self._table.computed[0])
         plan.token_budget = min(plan.token_budget, self._quarantine.num_tokens_left(num_computed))
         if suspect is not None:
             self._schedule_running(plan)
             return
-        assert self._waiting_scheduler.start(trial, self._running.kv_cache.no_prefix(), plan), (
-            "the suspect has the cache to itself, and does not fit"
+        assert self._starter.start(trial, self._running.kv_cache.no_prefix(), plan), (
+            "the suspect has the whole cache, and does not fit"
         )
 
     def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether all running requests decode, and will in the next step too, unless a stop token is sampled."""
+        """Whether all running requests decode, in this step and, except for stop tokens, in the next one too."""
         if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
             return False
         if not self._waiting or self.paused is not None:
             return True
         if self._config.preempt_lower_priority:
             return False  # the blocks that a victim would free grow with every step
-        return not self._waiting_scheduler.may_start_next
+        return not self._starter.may_start_next
 
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
         step = plan.launch(self._num_steps, num_steps, self._table)
@@ -278,12 +275,12 @@ class Scheduler:
         self._num_steps += num_steps
         return output
 
-    # Preempting and finishing requests.
+    # Preemption and end of requests.
 
     def _preempt(self, position: int) -> None:
-        self._quarantine.take_back(self._running.preempt(position, self._clock()))
+        self._quarantine.requeue(self._running.preempt(position, self._clock()))
         self._num_preemptions += 1
-        self._waiting_scheduler.may_start = True
+        self._starter.may_start = True
 
     def _preempt_all(self) -> None:
         while self._table.num:
@@ -296,7 +293,7 @@ class Scheduler:
             self._preempt(position)
 
     def _finish(self, requests: Sequence[Request]) -> None:
-        """Finishes these requests, running or waiting."""
+        """Ends these requests, running or waiting."""
         self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
         for request in requests:
             if request in self._waiting:
@@ -304,24 +301,24 @@ class Scheduler:
             self._quarantine.discard(request)
             request.finish()
             del self._requests[request.request_id]
-            self._waiting_scheduler.may_start = True
+            self._starter.may_start = True
 
-    # Recovery from the death of the workers.
+    # The workers died.
 
     def recover(self, kv_cache: KVCacheManager, cause: EngineDeadError, num_executed: int) -> list[EngineCoreOutput]:
-        """Continues with new workers, which have no rows, and an empty cache, possibly of another size.
+        """Continues with new workers, which have no rows, and an empty cache, which may have another size.
 
-        The previous workers died of `cause`. They had received the oldest `num_executed` of the steps in flight, which
-        are all dropped; the requests in those are suspects. Every request keeps its tokens and its queue position.
-        Returns the final outputs of requests that end here: a suspect that killed the workers on trial
-        (`WorkerDiedError`), and requests whose tokens the new cache can never hold (`CapacityError`).
+        The old workers died of `cause`. They had received the oldest `num_executed` of the steps in flight, which are
+        dropped; every request with tokens in one of these is a suspect. All requests keep their tokens and their place.
+        Returns the last outputs of requests that end here: one that killed the workers on trial (`WorkerDiedError`),
+        and those whose tokens the new cache can never hold (`CapacityError`).
         """
         on_trial = self._quarantine.on_trial
         targets = trial_targets(list(self._in_flight), num_executed, self._requests.values(), self._table)
-        self._forget_the_workers(kv_cache)
+        self._switch_workers(kv_cache)
         outputs = []
         if on_trial is not None and on_trial.request_id in targets:
-            outputs.append(failure(on_trial, killed_the_workers(on_trial, cause)))
+            outputs.append(failure(on_trial, poison_request(on_trial, cause)))
             self._finish([on_trial])
         for request in list(self._requests.values()):
             try:
@@ -334,48 +331,48 @@ class Scheduler:
             self._quarantine.open({id_: target for id_, target in targets.items() if id_ in self._requests})
         return outputs
 
-    def _forget_the_workers(self, kv_cache: KVCacheManager) -> None:
+    def _switch_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
         self._in_flight.clear()
         self._last_version = None
         self._running.change_workers(kv_cache)
         self._admission.change_cache(kv_cache)
 
-    # Statistics and invariants.
+    # The state as a whole.
 
     def stats(self) -> EngineStats:
         return EngineStats(
             step=self._num_steps,
             num_running=self._table.num,
-            num_waiting=len(self._requests) - self._table.num + self.num_held,
+            num_waiting=len(self._requests) - self._table.num + self.num_at_gate,
             num_free_blocks=self._running.kv_cache.num_free_blocks,
             num_preemptions=self._num_preemptions,
-            num_prefix_hit_tokens=self._waiting_scheduler.num_prefix_hit_tokens,
-            num_prefix_query_tokens=self._waiting_scheduler.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._starter.num_prefix_hit_tokens,
+            num_prefix_query_tokens=self._starter.num_prefix_query_tokens,
             is_sleeping=self.is_frozen,
         )
 
     def oldest_waiting_s(self, now_s: float) -> float | None:
-        """The longest waiting time of a request without a row in seconds, since its arrival or last preemption."""
+        """The longest time that a request waits for a row, since it arrived or was preempted; seconds."""
         since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
         return max(now_s - min(since), 0.0) if since else None
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Drops every cached prefix. While a request runs: False, with no change, unless `preempt_running` preempts all
-        running requests first, to be recomputed in full.
+        """Evicts every cached prefix. While a request runs: False, and nothing done, unless `preempt_running` first
+        preempts the running requests by recompute.
         """
         if preempt_running:
             self._preempt_all()
         return self._running.kv_cache.reset_prefix_cache()
 
     def check(self) -> None:
-        """Recomputes all derived counts and asserts all invariants; for tests, after any operation."""
+        """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
         self._running.check()
         owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
         assert len(held) == len(self._quarantine), "the quarantine holds a finished request"
-        assert not waiting.keys() & (owners.keys() | held.keys()), "a waiting request is running or in quarantine"
+        assert not waiting.keys() & (owners.keys() | held.keys()), "a waiting request runs, or is in quarantine"
         assert {**waiting, **owners, **held} == self._requests, "a request is lost, or left over"
         for request in self._requests.values():
             request.check()

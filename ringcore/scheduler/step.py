@@ -1,4 +1,4 @@
-"""A step: planned by the scheduler, then in flight until its output is processed."""
+"""A step: planned by the scheduler, then in flight until the scheduler applies the workers' output."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NONE = int_array()
 
 
 class StepInFlight(NamedTuple):
-    """A scheduled step whose output has not been processed yet."""
+    """A step in flight, as it was scheduled."""
 
     step: int
     num_steps: int
-    version: int | None  # of the running table, if the step has all its rows, in order; else None
+    version: int | None  # of the running table, where the step has all of it, in its order; else None
     rows: np.ndarray  # [n] int32
     runs: np.ndarray  # [n] int64
     counts: np.ndarray | None  # [n] int64: tokens; None: num_steps each
@@ -47,7 +47,7 @@ class StepInFlight(NamedTuple):
 
 
 def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_num_batched_tokens: int) -> None:
-    """Asserts that the columns match the tokens and samples of `steps`, all steps in flight."""
+    """Asserts that the columns count the tokens of these steps, all that are in flight."""
     tokens, samples = dict.fromkeys(running.run.tolist(), 0), dict.fromkeys(running.run.tolist(), 0)
     for step in steps:
         step.check(max_num_batched_tokens)
@@ -56,17 +56,17 @@ def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_nu
                 if run in sums:
                     sums[run] += count
     assert (running.computed - running.confirmed).tolist() == list(tokens.values()), "tokens in flight"
-    assert (running.total - running.known).tolist() == list(samples.values()), "samples in flight"
+    assert (running.total - running.known).tolist() == list(samples.values()), "tokens that no step will sample"
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step under construction. `token_budget` is the remaining budget in tokens."""
+    """The contents of a step under construction; `token_budget` is what is left of the budget, in tokens."""
 
     token_budget: int
-    positions: np.ndarray | None = None  # [n] int64: the already running requests with a share; None: all
+    positions: np.ndarray | None = None  # [n] int64: running requests that get tokens; None: all
     counts: np.ndarray | None = None  # [n] int64: their tokens; None: one each
-    num_running: int = 0  # already running requests
+    num_running: int = 0  # before this step's new requests
     has_preempted: bool = False
     new_requests: list[NewRequest] = field(default_factory=list)
     new_counts: list[int] = field(default_factory=list)
@@ -78,12 +78,12 @@ class StepPlan:
 
     @property
     def decodes_all(self) -> bool:
-        """Whether it is a pure decode step: every running request gets one token, and no request starts."""
+        """Whether every running request gets one token and no request starts."""
         return self.positions is None and not self.new_requests
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether it contains a prefill: a request that starts, or gets more than one token."""
+        """Whether a request gets more than one token, or starts."""
         return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
 
     def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -100,7 +100,7 @@ class StepPlan:
         self.token_budget -= num_tokens
 
     def launch(self, step: int, num_steps: int, running: RunningTable) -> StepInFlight:
-        """Puts the step in flight: counts its tokens as computed and its samples in `total`."""
+        """Puts the step in flight: its tokens count as computed, and those that it will sample as existing."""
         if self.decodes_all:
             running.computed += num_steps
             running.total += num_steps
@@ -117,7 +117,7 @@ class StepPlan:
         return StepInFlight(step, num_steps, version, rows, runs, counts, samples)
 
     def _all_shares(self, num_running_now: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and tokens of all scheduled requests, the starting ones last."""
+        """Positions and token counts of all requests in the step, new ones last."""
         positions = np.arange(self.num_running) if self.positions is None else self.positions
         counts = np.ones(len(positions), dtype=np.int64) if self.counts is None else self.counts
         if self.new_counts:
@@ -126,7 +126,7 @@ class StepPlan:
         return positions, counts
 
     def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
-        """repeats_rows: whether the step's rows are those of the previous step, in the same order."""
+        """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
             step=step.step,
             num_steps=step.num_steps,

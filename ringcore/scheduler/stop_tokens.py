@@ -1,4 +1,4 @@
-"""Stop-token check of a whole step by one table lookup: finds the few tokens that may end a running request."""
+"""Detects stop tokens of running requests: one table lookup for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ class StopTokens:
             self._counts[token_id] -= 1
             self._num -= 1
 
-    def candidates(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """The indices in `token_ids` [n] of tokens that are a stop token of any running request; None without any.
-
-        The token may be a stop token of another request only: the caller checks its own.
-        """
+    def hits(self, token_ids: np.ndarray) -> np.ndarray | None:
+        """The indices in `token_ids` [n] of tokens that are a stop token of any running request; None: no hit."""
         if not self._num:
             return None
-        hits = self._counts.take(token_ids)
-        return np.flatnonzero(hits) if np.count_nonzero(hits) else None
+        counts = self._counts.take(token_ids)
+        return np.flatnonzero(counts) if np.count_nonzero(counts) else None
 
     def check(self, token_ids: Iterable[int]) -> None:
         counts = np.bincount(np.fromiter(token_ids, np.int64), minlength=len(self._counts))

@@ -1,4 +1,4 @@
-"""Validates the token ids and logprobs of requests against the vocabulary: no invalid id reaches a worker."""
+"""Validates the token ids of requests against the model's vocabulary: no other id reaches a worker."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ringcore.params.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Vocabulary"]
 
-MAX_PROMPT_LOGPROBS = 4 << 20  # entries of one prompt, over all its positions: 48 MiB of the reply message
-_MAX_BAD_WORD_TOKENS = 2048  # more than 256 characters can have
-_MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # with and without a space before
+MAX_PROMPT_LOGPROBS = 4 << 20  # of one prompt, over all its positions: 48 MiB of its message
+_MAX_BAD_WORD_TOKENS = 2048  # 256 characters have fewer
+_MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # with and without a leading space
 
 
 class Vocabulary:
-    """A model's token ids, 0 to `size` - 1, and the limit on requested logprobs per position.
+    """A model's token ids, 0 to `size` - 1, and the most logprobs that a request may ask for at one position.
 
     max_logprobs: -1 is the whole vocabulary.
     """
@@ -32,10 +32,10 @@ class Vocabulary:
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
 
     def tokens(self, field: str, token_ids: Sequence[int]) -> array[int]:
-        """The ids as array('i'), all checked to be in the vocabulary. Raises `InvalidRequestError`."""
+        """The ids as array('i'), each of them in the vocabulary. Raises `InvalidRequestError`."""
         try:
             tokens = array("i", token_ids)
-        except (TypeError, OverflowError):  # not integers, or out of the int32 range
+        except (TypeError, OverflowError):  # not integers, or wider than 32 bits
             raise self._not_in_vocabulary(field, token_ids) from None
         ids = np.frombuffer(tokens, dtype=np.int32)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.size):
@@ -45,7 +45,7 @@ class Vocabulary:
     def check(
         self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]], num_prompt_tokens: int
     ) -> None:
-        """Raises `InvalidRequestError` for parameters that do not fit the vocabulary, or mask every token."""
+        """Raises `InvalidRequestError` for what this model cannot do, or if every token is masked."""
         if params.logprobs is not None:
             self._check_num_logprobs("logprobs", params.logprobs)
         if params.prompt_logprobs is not None:
@@ -57,10 +57,10 @@ class Vocabulary:
         if params.allowed_token_ids is not None:
             self.tokens("allowed_token_ids", params.allowed_token_ids)
         if params.allowed_token_ids is not None or bad_words_token_ids:
-            self._check_some_token_allowed(params, bad_words_token_ids)
+            self._check_some_unmasked(params, bad_words_token_ids)
 
     def num_logprobs(self, asked: int) -> int:
-        """The number of top tokens that a field requests: -1 is the whole vocabulary."""
+        """The number of top logprobs that a field asks for: -1 is the whole vocabulary."""
         return self.size if asked == -1 else asked
 
     def _check_num_logprobs(self, field: str, asked: int) -> None:
@@ -82,7 +82,7 @@ class Vocabulary:
         if num_entries > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(
                 f"prompt_logprobs={asked}: for a prompt of {num_prompt_tokens} tokens these are {num_entries} numbers, "
-                f"and at most {MAX_PROMPT_LOGPROBS} are returned; "
+                f"and at most {MAX_PROMPT_LOGPROBS} are reported; "
                 f"give at most {MAX_PROMPT_LOGPROBS // (num_prompt_tokens - 1) - 1}, or a shorter prompt",
                 field="prompt_logprobs",
                 value=asked,
@@ -102,9 +102,8 @@ class Vocabulary:
             if bool in map(type, sequence):
                 raise bad_field(field, sequence, "give integers; a bool is no token id")
 
-    def _check_some_token_allowed(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-        """Checks that the first output token has an unmasked candidate; later tokens then have one too, except where a
-        bad word of several tokens masks its last one."""
+    def _check_some_unmasked(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
+        """For the first token of a completion, and so for every later one that no longer bad word masks."""
         masked = {sequence[0] for sequence in bad_words if len(sequence) == 1}
         if params.min_tokens:
             masked.update(params.stop_token_ids or [], [] if params.ignore_eos else self._eos_token_ids)

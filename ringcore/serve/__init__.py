@@ -4,7 +4,7 @@
         server = uvicorn.Server(uvicorn.Config(create_app(engine), lifespan="off"))
         await server.serve()
 
-Read `app.py` first: it names every endpoint.
+Read `app.py` first: it lists every endpoint.
 """
 
 from __future__ import annotations

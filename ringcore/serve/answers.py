@@ -1,4 +1,4 @@
-"""What clients get, in the words of OpenAI's interface and of vLLM's additions to it."""
+"""Response bodies, in the schema of OpenAI's API and of vLLM's extensions to it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class UsageInfo(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token; `text_offset` is where the token begins in the completion's text, in characters. The first
-    token of a prompt, where that is echoed, has no log-probability."""
+    """One entry per token; `text_offset` is where the token begins in the completion's text, in characters. The first
+    token of an echoed prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -105,7 +105,7 @@ class FunctionCall(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call, or what is new of one: then with its index, and its id, type and name the first time alone."""
+    """A tool call, or a delta of one: a delta has the index, and the id, type and name only the first time."""
 
     index: NotRequired[int]
     id: NotRequired[str]
@@ -209,7 +209,7 @@ class ErrorResponse(TypedDict):
 
 
 def chat_message(parsed: chat.ChatMessage) -> ChatMessage:
-    """A whole message; one of calls alone has no content."""
+    """A whole message; its content is None if it has only tool calls."""
     content = None if parsed.tool_calls and not parsed.content else parsed.content
     message = ChatMessage(role="assistant", content=content, refusal=None)
     if parsed.reasoning:
@@ -223,8 +223,8 @@ def chat_message(parsed: chat.ChatMessage) -> ChatMessage:
 
 
 def chat_delta(event: chat.ChatEvent) -> ChatMessage | None:
-    """What is new of a message; None where an event tells nothing. A call that broke off cannot be taken back: its
-    text is content too, as it is in a whole message."""
+    """The delta of a message for one event; None if the event adds nothing. A tool call that broke off cannot be
+    retracted: its text is also sent as content, as in a whole message."""
     match event:
         case chat.ContentDelta(text):
             return ChatMessage(content=text)
@@ -242,7 +242,7 @@ def chat_delta(event: chat.ChatEvent) -> ChatMessage | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Log-probabilities. Of each position the sampled token comes first, then the most likely ones, best first.
+# Log-probabilities. At each position the sampled token comes first, then the top tokens, best first.
 
 Position = dict[int, Logprob]
 
@@ -250,8 +250,8 @@ Position = dict[int, Logprob]
 def completion_logprobs(
     positions: Iterable[Position], text_offset: int, first_token: str | None = None
 ) -> CompletionLogprobs:
-    """text_offset: of the first token. Of tokens whose texts are equal (parts of a character) the likelier one is told,
-    as the form has no place for both. first_token: one before the positions, of which nothing is known."""
+    """text_offset: of the first token. Of tokens with equal texts (parts of a character) the likelier one is returned,
+    since the schema is keyed by text. first_token: a token before the positions, without log-probabilities."""
     answer = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if first_token is not None:
         answer["tokens"].append(first_token)
@@ -273,7 +273,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
-    """Of each token of a prompt, as vLLM tells them."""
+    """Of each token of a prompt, in vLLM's schema."""
     return [
         None
         if position is None
@@ -286,7 +286,7 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
 
 
 def chat_logprobs(positions: Iterable[Position], num_top: int) -> ChatLogprobs:
-    """num_top: the number of the most likely tokens to tell beside the sampled one; -1: all that there are."""
+    """num_top: the number of top tokens to return in addition to the sampled one; -1: all."""
     content = []
     for position in positions:
         sampled = next(iter(position.values()))

@@ -1,4 +1,4 @@
-"""The endpoints of a service, each one call to what does it."""
+"""The endpoints of a service; each delegates to its own module."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = ["create_app"]
 
 _Described = dict[int | str, dict[str, Any]]
 
-_SERVING = ("ready", "sleeping")  # an engine sleeps because somebody told it to
+_SERVING = ("ready", "sleeping")  # an engine sleeps only on its operator's call
 
 
 def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> FastAPI:
-    """An ASGI application that serves `engine`, which is started, and stays its owner's to close."""
+    """An ASGI application that serves `engine`, which must be started; the caller closes it."""
     options = options or ServiceOptions()
     service = Service(engine, options)
-    # FastAPI's own pages, which load scripts from elsewhere, are left out.
+    # Without FastAPI's own documentation pages, which load scripts from a CDN.
     errors: _Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
     app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
@@ -55,13 +55,14 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
-    _add_watching(app, service)
+    _add_monitoring(app, service)
     add_chat_page(app)
     return app
 
 
 def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
-    """A request meets them from the last to the first. A preflight has no key, and does not come to the `Gate`."""
+    """A request passes them from the last to the first. The CORS middleware answers preflights, which have no key,
+    before the `Gate`."""
     app.add_middleware(Gate, options=options)
     app.add_middleware(Methods)
     if options.allowed_origins:
@@ -88,7 +89,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _described(answer: Any, *media_types: str) -> _Described:
-    """For the OpenAPI document alone: answers are written as they are, and not checked again."""
+    """For the OpenAPI document only: responses are not validated against it."""
     return {200: {"model": answer, "content": {media_type: {} for media_type in media_types}}}
 
 
@@ -123,13 +124,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return json_response(card(service.model_name(name)))
 
 
-def _add_watching(app: FastAPI, service: Service) -> None:
+def _add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=_described(HealthResponse) | {503: {"model": HealthResponse}})
     async def health() -> Response:
-        """200 for an engine that is ready, or sleeps; else 503. What it died of is in the answers to requests."""
+        """200 for an engine that is ready or sleeps; else 503. The cause of its death is in the answers to requests."""
         health = await service.engine.health()
-        told = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
-        return json_response(told, 200 if health.state in _SERVING else 503)
+        body = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
+        return json_response(body, 200 if health.state in _SERVING else 503)
 
     @app.get("/version", responses=_described(VersionResponse))
     async def version() -> Response:

@@ -1,4 +1,4 @@
-"""What a browser may have been made to send by a page of another site is refused."""
+"""Protection against cross-site requests and DNS rebinding: checks the Host and Origin headers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHOWN = 100  # characters
 
 
 class BrowserGate:
-    """Lets a request in whose Host is allowed, and whose Origin is allowed, the service's own, or not there.
+    """ASGI middleware: accepts a request whose Host is allowed, and whose Origin is allowed, the service's own, or
+    absent.
 
-    A request to read without an Origin, such as one for an image, is let in wherever it is from: the page that made
-    it does not see the answer.
+    A GET without an Origin, such as one for an image, is accepted from any page: the page cannot read the answer.
     """
 
     def __init__(self, app: ASGIApp, options: ServiceOptions) -> None:
@@ -44,7 +44,7 @@ class BrowserGate:
     def _check_host(self, headers: Headers, scope: Scope) -> str | None:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"HTTP/1.1 wants one Host header and there are {len(hosts)}")
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"HTTP/1.1 requires one Host header and there are {len(hosts)}")
         if not hosts:
             return None  # HTTP/1.0, which browsers do not send
         if not self._hosts.have(hosts[0]):
@@ -62,7 +62,7 @@ class BrowserGate:
         if host is not None and is_same_origin(origin, scope["scheme"], host):
             return
         if headers.get("sec-fetch-site") == "same-origin":
-            return  # set by the browser alone: it holds also behind a proxy that changes the scheme or the host
+            return  # only browsers set it, and it stays correct after a proxy that changes the scheme or the host
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"the origin {origin[:_SHOWN]!r} is not allowed; allow it by --allowed-origin (allowed_origins)",

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: answers to conversations."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringcore.serve.answers import (
 from ringcore.serve.errors import json_response
 from ringcore.serve.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
 from ringcore.serve.schema import ChatCompletionRequest
-from ringcore.serve.service import Answer, Service, news
+from ringcore.serve.service import Answer, Service, changed_completions
 from ringcore.serve.streaming import Emit, EventStream, while_connected
 from ringcore.serve.structured import name_field
 
@@ -66,7 +66,7 @@ class _Chat:
             skip_special_tokens=body.skip_special_tokens is not False,
         )
         self._num_top = body.top_logprobs or 0
-        # Not given, an answer may be as long as there is room for.
+        # If neither is given, the answer is limited by max_model_len only.
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         self._params = body.sampling_params(
             max_tokens=max_tokens,
@@ -83,7 +83,7 @@ class _Chat:
             nonlocal last
             last = output
 
-        await self._follow(take)
+        await self._generate(take)
         assert last is not None, "an iterator ended without an output"
         answer = self._answer
         answer.count_prompt(last)
@@ -109,23 +109,23 @@ class _Chat:
                 self._answer.count_prompt(output)
                 parsers.extend(self._begin(output))
             self._answer.count_completions(output)
-            for completion in news(output, finished):
+            for completion in changed_completions(output, finished):
                 if completion.index not in begun:
                     begun.add(completion.index)
                     await emit(self._chunk(completion.index, ChatMessage(role="assistant", content="")))
-                await self._emit_news(completion, parsers[completion.index], emit)
+                await self._emit_deltas(completion, parsers[completion.index], emit)
 
-        await self._follow(take)
+        await self._generate(take)
         if self._body.wants_usage:
             await emit(self._response([], self._answer.usage()))
 
     def _begin(self, output: RequestOutput) -> list[ChoiceParser]:
         return self._parsing.begin(output.prompt_token_ids, self._params.n)
 
-    async def _emit_news(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
-        """What is new of one choice, a chunk each, and then, in a chunk of its own, its end.
+    async def _emit_deltas(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
+        """Emits each delta of one choice as a chunk, and at its end a chunk with the finish reason.
 
-        The first chunk has the log-probabilities of all tokens that came, also of those whose text is held back.
+        The first chunk has the log-probabilities of all new tokens, also of those whose text is held back.
         """
         is_last = completion.finish_reason is not None
         deltas = [delta for event in parser.take(completion.text, is_last=is_last) if (delta := chat_delta(event))]
@@ -140,9 +140,9 @@ class _Chat:
             choice["stop_reason"] = completion.stop_reason
             await emit(chunk)
 
-    async def _follow(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
+    async def _generate(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
         body = self._body
-        with self._service.places.taken([body.messages], self._params.n):
+        with self._service.concurrency.acquired([body.messages], self._params.n):
             params = await self._bounded_params()
             outputs = self._service.engine.chat(
                 self._messages,
@@ -154,10 +154,10 @@ class _Chat:
                 tools=self._tools.shown,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
-            await self._service.follow(outputs, params, take, self._form_field)
+            await self._service.consume(outputs, params, take, self._form_field)
 
     async def _bounded_params(self) -> SamplingParams:
-        """The parameters with what the answer is held to, which may hang on how the prompt ends."""
+        """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""
         if self._form is None and not self._tools.must_call:
             return self._params
         prompt_end = await self._prompt_end() if self._parsing.reasons else ""
@@ -169,7 +169,7 @@ class _Chat:
 
     @property
     def _form_field(self) -> str:
-        """The field that asks for structured outputs, if any does."""
+        """The client's field that requires structured outputs."""
         return "tools" if self._form is None else self._form.field
 
     async def _prompt_end(self) -> str:

@@ -1,4 +1,4 @@
-"""The page at `/` where a person chats with the model: files that are served as they lie in `page/`."""
+"""The chat page at `/`: static files of `page/`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FILES = {
 PAGE_PATHS = frozenset(_FILES)
 
 _HEADERS = {
-    # All it may load is its own. What a model writes can at no place become a script: texts are never parsed as HTML,
-    # and the browser refuses it where they would be.
+    # The page loads only its own files. Model output can never become a script: the page never parses text as HTML, and
+    # Trusted Types make the browser refuse it.
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
@@ -35,7 +35,7 @@ _HEADERS = {
 
 
 def add_chat_page(app: FastAPI) -> None:
-    """The page's files, read now. They are no part of the interface's document."""
+    """Adds the page's files, read once, without an entry in the OpenAPI document."""
     for path, (name, media_type) in _FILES.items():
         content = (_FOLDER / name).read_bytes()
         app.add_api_route(path, _serving(content, media_type), include_in_schema=False)

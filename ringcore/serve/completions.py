@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts that go on from prompts."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringcore.serve.answers import (
 )
 from ringcore.serve.errors import json_response
 from ringcore.serve.schema import CompletionRequest
-from ringcore.serve.service import Answer, Service, news
+from ringcore.serve.service import Answer, Service, changed_completions
 from ringcore.serve.streaming import Emit, EventStream, all_of, while_connected
 
 __all__ = ["complete"]
@@ -34,7 +34,7 @@ async def complete(service: Service, body: CompletionRequest, receive: Receive) 
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """A prompt as it stands before its completions, and what is known of its tokens but the first."""
+    """An echoed prompt: its text, and the log-probabilities of its tokens after the first."""
 
     text: str = ""
     first_token: str | None = None
@@ -42,7 +42,7 @@ class _Echo:
 
 
 class _Completions:
-    """One request: each of its prompts is one of the engine, and has n choices, numbered prompt after prompt."""
+    """One HTTP request: each of its prompts is one engine request with n choices, numbered prompt by prompt."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         service.check_n(body.num_completions)
@@ -59,8 +59,8 @@ class _Completions:
         self._answer = Answer.of("cmpl", service.model_name(body.model))
 
     def _echo_params(self) -> dict[str, int | None]:
-        """What an echo asks of the engine: the prompt's log-probabilities where tokens have theirs, and of a completion
-        of no tokens, which is the prompt alone, one that is left out."""
+        """Sampling parameters of an echo: the prompt's log-probabilities if the completion has them; and for
+        max_tokens=0, which returns the prompt only, one token that is dropped."""
         body, params = self._body, dict[str, int | None]()
         if body.echo and body.prompt_logprobs is None:
             params["prompt_logprobs"] = body.logprobs
@@ -75,14 +75,14 @@ class _Completions:
     async def whole(self) -> CompletionResponse:
         last: list[RequestOutput | None] = [None] * len(self._prompts)
 
-        async def follow(index: int) -> None:
+        async def generate_one(index: int) -> None:
             async def take(output: RequestOutput) -> None:
                 last[index] = output
 
-            await self._follow(index, take)
+            await self._generate(index, take)
 
-        with self._service.places.taken(self._prompts, self._params.n):
-            await all_of([follow(index) for index in range(len(self._prompts))])
+        with self._service.concurrency.acquired(self._prompts, self._params.n):
+            await all_of([generate_one(index) for index in range(len(self._prompts))])
         choices = []
         for index, output in enumerate(last):
             assert output is not None, "an iterator ended without an output"
@@ -91,13 +91,13 @@ class _Completions:
             echo = self._echo(output)
             choices += [self._choice(index, completion, echo)[0] for completion in output.outputs]
             if self._body.prompt_logprobs is not None:
-                told = prompt_logprobs(output.prompt_logprobs or [])
+                positions = prompt_logprobs(output.prompt_logprobs or [])
                 for choice in choices[-len(output.outputs) :]:
-                    choice["prompt_logprobs"] = told
+                    choice["prompt_logprobs"] = positions
         return self._response(choices, usage=self._answer.usage())
 
     async def stream(self, emit: Emit) -> None:
-        with self._service.places.taken(self._prompts, self._params.n):
+        with self._service.concurrency.acquired(self._prompts, self._params.n):
             await all_of([self._stream_prompt(index, emit) for index in range(len(self._prompts))])
         if self._body.wants_usage:
             await emit(self._response([], usage=self._answer.usage()))
@@ -105,7 +105,7 @@ class _Completions:
     async def _stream_prompt(self, index: int, emit: Emit) -> None:
         n = self._params.n
         is_begun, offsets, finished = [False] * n, [0] * n, set[int]()
-        waiting: list[RequestOutput] = []  # for the log-probabilities of the prompt, which one of n completions brings
+        waiting: list[RequestOutput] = []  # until the prompt's log-probabilities arrive with one of the n completions
         echo = _Echo()
 
         async def take(output: RequestOutput) -> None:
@@ -122,24 +122,24 @@ class _Completions:
 
         async def give(output: RequestOutput) -> None:
             self._count_completions(output)
-            for completion in news(output, finished):
+            for completion in changed_completions(output, finished):
                 i = completion.index
                 choice, offsets[i] = self._choice(index, completion, _Echo() if is_begun[i] else echo, offsets[i])
                 is_begun[i] = True
                 usage = self._answer.usage() if self._body.wants_usage_so_far else None
                 await emit(self._response([choice], usage))
 
-        await self._follow(index, take)
+        await self._generate(index, take)
 
     def _is_early(self, output: RequestOutput) -> bool:
-        """Whether the log-probabilities of the prompt, which stand first, are still to come."""
+        """Whether the prompt's log-probabilities, which must be sent first, have not arrived yet."""
         return self._has_echoed_logprobs and output.prompt_logprobs is None and not output.finished
 
     @property
     def _has_echoed_logprobs(self) -> bool:
         return self._body.echo and self._body.logprobs is not None
 
-    async def _follow(self, index: int, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
+    async def _generate(self, index: int, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
         outputs = self._service.engine.generate(
             self._prompts[index],
             self._params,
@@ -147,10 +147,10 @@ class _Completions:
             priority=self._body.priority,
             cache_salt=self._body.cache_salt,
         )
-        await self._service.follow(outputs, self._params, take, None if self._form is None else self._form.field)
+        await self._service.consume(outputs, self._params, take, None if self._form is None else self._form.field)
 
     def _echo(self, output: RequestOutput) -> _Echo:
-        """What stands before a completion: its prompt, where that was asked for."""
+        """The echoed prompt before a completion; empty without `echo`."""
         if not self._body.echo:
             return _Echo()
         tokenizer = self._service.engine.get_tokenizer()
@@ -165,7 +165,7 @@ class _Completions:
     def _choice(
         self, prompt_index: int, completion: CompletionOutput, echo: _Echo, text_offset: int = 0
     ) -> tuple[CompletionChoice, int]:
-        """A choice, and where the text of its tokens ends."""
+        """A choice, and the text offset after its last token."""
         if self._is_prompt_alone:
             logprobs_of_none: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
             completion = replace(

@@ -1,4 +1,4 @@
-"""The open connections of a service, and which of them gives way when there are as many as there may be."""
+"""Connection limits of a service, and the eviction of connections when a limit is reached."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _LOG_PERIOD_S = 10.0
 
 
 class State(Enum):
-    """What a connection waits for. In the order in which connections give way to new ones."""
+    """What a connection waits for, in order of eviction."""
 
-    HEADLESS = "its first head, which has not arrived whole"
+    AWAITING_HEAD = "its first head, which has not arrived whole"
     IDLE = "a further request, or its end"
     BUSY = "the answer to a request"
 
 
 class Connection(Hashable, Protocol):
     def evict(self) -> None:
-        """Closes it now. Its descriptor is free a turn of the event loop later."""
+        """Closes it. Its descriptor is free one iteration of the event loop later."""
 
 
 class _Bound:
-    """At most `limit` connections, each in one state, the oldest of a state first. `name` is the option's."""
+    """At most `limit` connections, each in one state, in LRU order per state. `name`: of the option."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit = name, limit
@@ -57,19 +57,19 @@ class _Bound:
 @dataclass(slots=True)
 class _Member:
     state: State
-    bounds: tuple[_Bound, ...]  # all that it counts for
+    bounds: tuple[_Bound, ...]  # the limits that it counts towards
     peer: str
 
 
 class Connections:
-    """Counts connections, all and by their peer's address, and makes room for new ones.
+    """Counts connections, in total and per peer address, and evicts connections for new ones.
 
-    A new connection beyond a bound takes the place of the one that has waited longest for its first head, else of the
-    one that has been idle longest, so a flood of slow heads displaces only its own connections. Where all are busy, the
-    new one goes into a small reserve, in which the oldest gives way whatever it does. Requests in the reserve are
-    refused, except those to /health and /metrics.
+    A new connection beyond a limit evicts the one that has waited longest for its first head, else the one that has
+    been idle longest, so a flood of slow heads evicts only its own connections. If all are busy, the new one goes into
+    a small reserve, which evicts its oldest connection in any state. Requests in the reserve are refused, except those
+    to /health and /metrics.
 
-    Invariant: each bound holds at most its limit, and a connection that is a member is in each of its bounds once.
+    Invariant: each bound holds at most its limit, and a member connection is in each of its bounds once.
     """
 
     def __init__(self, max_connections: int, max_connections_per_peer: int | None) -> None:
@@ -84,7 +84,7 @@ class Connections:
         return len(self._members)
 
     def admit(self, connection: Connection, peer: str) -> ApiError | None:
-        """Takes in a new connection. An error where it is in the reserve: what requests on it are answered."""
+        """Adds a new connection. Returns the error for its requests if it is in the reserve."""
         own = self._own_bound(peer)
         if own is not None and not self._make_room(own):
             refusal = _too_many_of_peer(own.limit)
@@ -94,7 +94,7 @@ class Connections:
             self._add(connection, peer, self._all)
             return None
         else:
-            self._by_peer[peer] = own  # dropped where the eviction left it empty
+            self._by_peer[peer] = own  # again: an eviction that left it empty has removed it
             self._add(connection, peer, self._all, own)
             return None
         self._make_room(self._reserve)
@@ -102,7 +102,7 @@ class Connections:
         return refusal
 
     def set_state(self, connection: Connection, state: State) -> None:
-        """Of a connection that was evicted nothing changes, nor in the reserve, where always the oldest gives way."""
+        """No effect on an evicted connection, and in the reserve, which evicts in order of arrival."""
         member = self._members.get(connection)
         if member is None or self._reserve in member.bounds:
             return
@@ -127,18 +127,18 @@ class Connections:
         return self._by_peer.get(peer) or _Bound("max_connections_per_peer", self._max_per_peer)
 
     def _add(self, connection: Connection, peer: str, *bounds: _Bound) -> None:
-        self._members[connection] = _Member(State.HEADLESS, bounds, peer)
+        self._members[connection] = _Member(State.AWAITING_HEAD, bounds, peer)
         for bound in bounds:
-            bound.put(connection, State.HEADLESS)
+            bound.put(connection, State.AWAITING_HEAD)
 
     def _make_room(self, bound: _Bound) -> bool:
-        """Whether there is room for one more, after an eviction where one is needed and possible."""
+        """Evicts a connection if the limit is reached; returns whether there is room for one more."""
         if len(bound) < bound.limit:
             return True
         self._log.warning(
             f"{bound.name}={bound.limit} connections are open: waiting ones are closed, or new ones refused"
         )
-        oldest = bound.oldest(State.HEADLESS, State.IDLE)
+        oldest = bound.oldest(State.AWAITING_HEAD, State.IDLE)
         if oldest is None:
             return False
         self.remove(oldest)

@@ -1,4 +1,4 @@
-"""Messages and tools as clients send them: checked, and as chat templates take them."""
+"""Clients' messages and tools: validation, and conversion to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MESSAGE = {
     },
     "required": ["role"],
 }
-# What the document says of it is checked by `text_messages`, which says where in a message something is wrong.
+# `text_messages` validates this schema, with errors that name the path within a message.
 Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 
 
@@ -38,8 +38,7 @@ class ToolFunction(BaseModel):
     name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    # Without effect: a call that is forced holds to `parameters` in any case, and one of tool_choice "auto" is written
-    # by the model as it likes.
+    # No effect: a forced call is always constrained to `parameters`, and one of tool_choice "auto" is unconstrained.
     strict: StrictBool | None = None
 
 
@@ -54,8 +53,8 @@ class Tool(BaseModel):
 class RequestTools:
     """The tools of a request, in OpenAI's form.
 
-    shown: to the model. callable: those of them that it may call. must_call: it has to, and to say nothing else;
-    is_single: once.
+    shown: in the prompt. callable: those that the model may call. must_call: the answer must be calls only; is_single:
+    exactly one.
     """
 
     shown: list[dict[str, Any]]
@@ -65,7 +64,7 @@ class RequestTools:
 
 
 def request_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | None = None) -> RequestTools:
-    """With the choice "none", none. Raises `InvalidRequestError`."""
+    """No tools for the choice "none". Raises `InvalidRequestError`."""
     tools = tools or []
     for i, tool in enumerate(tools):
         _check_parameters(f"tools[{i}].function.parameters", tool.function.parameters)
@@ -88,12 +87,12 @@ def request_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | 
                 raise _bad("tool_choice", f"no tool has the name {name!r}; give the name of one of tools")
             return RequestTools(shown, named, must_call=True, is_single=True)
     named_form = "{'type': 'function', 'function': {'name': ...}}"
-    raise _bad("tool_choice", f"it is none; give 'auto', 'none', 'required' or {named_form}")
+    raise _bad("tool_choice", f"invalid; give 'auto', 'none', 'required' or {named_form}")
 
 
 def _shown(function: ToolFunction) -> dict[str, Any]:
-    told = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+    given = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def _check_parameters(where: str, schema: dict[str, Any] | None) -> None:
@@ -110,17 +109,17 @@ def _check_parameters(where: str, schema: dict[str, Any] | None) -> None:
 
 
 def text_messages(messages: list[Message]) -> list[Message]:
-    """The messages with their contents as one text each and their calls' arguments as objects, which is what templates
-    of chat models take. Raises `InvalidRequestError`."""
+    """The messages with content as one text each and tool call arguments as objects, as chat templates expect. Raises
+    `InvalidRequestError`."""
     for i, message in enumerate(messages):
         _check_message(f"messages[{i}]", message)
-    return to_template_messages([_without_nothing(message) for message in messages])
+    return to_template_messages([_without_empty_fields(message) for message in messages])
 
 
 def _check_message(where: str, message: Message) -> None:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str) or not role:
-        raise _bad(f"{where}.role", "it has no role; give 'user', say")
+        raise _bad(f"{where}.role", "it has no role; give for example 'user'")
     if not (content is None or isinstance(content, str) or (isinstance(content, list) and content)):
         raise _bad(f"{where}.content", "give a string, or a list of parts of type 'text'")
     for name in ("reasoning_content", "tool_call_id"):
@@ -147,8 +146,8 @@ def _check_call(where: str, call: Any) -> None:
             raise _bad(where, "give {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': JSON text}}")
 
 
-def _without_nothing(message: Message) -> Message:
-    """Without fields that say nothing, as clients send an answer back: templates ask whether they are there."""
+def _without_empty_fields(message: Message) -> Message:
+    """Drops empty optional fields, which clients send back with an answer: templates test whether they exist."""
     optional = ("tool_calls", "reasoning_content", "refusal", "function_call", "audio", "annotations")
     said = {name: value for name, value in message.items() if value or name not in optional}
     return said | {"content": message.get("content") or ""}

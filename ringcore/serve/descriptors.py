@@ -1,4 +1,4 @@
-"""The file descriptors of a service: how many connections they allow, and what is logged when accept() lacks one."""
+"""File descriptor limits: how many connections they allow, and the log of accept() errors for lack of one."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from typing import Any
 from ringcore.errors import ConfigError
 from ringcore.serve.rate_limited_log import RateLimitedLog
 
-__all__ = ["MAX_ACCEPTS_PER_TURN", "NUM_RESERVED", "count_accept_errors", "fit_connections", "raise_descriptor_limit"]
+__all__ = [
+    "MAX_ACCEPTS",
+    "NUM_RESERVED",
+    "count_accept_errors",
+    "fit_connections",
+    "raise_descriptor_limit",
+]
 
 _log = logging.getLogger(__name__)
 
-# asyncio accepts up to so many connections a turn of its loop, and closes an evicted one some turns later.
-MAX_ACCEPTS_PER_TURN = 8
-NUM_RESERVED = 32  # connections beyond max_connections, on which /health and /metrics are answered
-_NUM_IN_FLIGHT = 4 * MAX_ACCEPTS_PER_TURN  # accepted and not counted yet, or evicted and not closed yet
+# asyncio accepts up to this many connections per loop iteration, and closes an evicted one some iterations later.
+MAX_ACCEPTS = 8
+NUM_RESERVED = 32  # connections beyond max_connections, for /health and /metrics
+_NUM_IN_FLIGHT = 4 * MAX_ACCEPTS  # accepted and not counted yet, or evicted and not closed yet
 _NUM_OWN = 64  # files, pipes to the engine and sockets that the process opens later
 _SPARE = NUM_RESERVED + _NUM_IN_FLIGHT + _NUM_OWN
 
 _LOG_PERIOD_S = 1.0
-_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # where asyncio tries again a second later
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # asyncio retries after a second
 
 
 def raise_descriptor_limit() -> None:
-    """The process's soft limit becomes its hard one."""
+    """Raises the process's soft limit to its hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # where that is more than the system allows, the limit stays as it is
+    with suppress(OSError, ValueError):  # above the system's maximum: the limit is unchanged
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def fit_connections(max_connections: int) -> int:
-    """As many of `max_connections` as the process has descriptors for. Raises `ConfigError` where that is none."""
+    """`max_connections`, limited to the process's free descriptors. Raises `ConfigError` if there are none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return max_connections
@@ -53,9 +59,9 @@ def fit_connections(max_connections: int) -> int:
 
 
 def count_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs once a second that accept() lacks descriptors or memory, where asyncio writes a traceback for each try.
+    """Logs once a second that accept() lacks descriptors or memory, in place of asyncio's traceback per attempt.
 
-    Every other error goes where it went before.
+    Other errors go to the previous exception handler.
     """
     before, log = loop.get_exception_handler(), RateLimitedLog(_log, _LOG_PERIOD_S)
 

@@ -1,4 +1,4 @@
-"""The HTTP server of `ringcore serve`: it ends with its engine, and its engine with it."""
+"""The HTTP server of `ringcore serve`: server and engine shut down together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["EngineServer"]
 
 _log = logging.getLogger(__name__)
 
-_INTERRUPTED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ended
+_INTERRUPTED = 128 + signal.SIGINT  # the shells' exit code for Ctrl-C
 
 
 class EngineServer(HttpServer):
-    """Serves until SIGTERM, Ctrl-C, or the death of the engine when none is to follow it.
+    """Serves until SIGTERM, Ctrl-C, or the death of the engine without a restart.
 
-    The end: no connection is taken any more, what runs has `drain_s` seconds, then it is aborted, and the engine is
-    closed. A second Ctrl-C does not wait. Of an engine that died the requests have had their errors by then.
+    Shutdown: the server accepts no more connections, unfinished requests have `drain_s` seconds and are then aborted,
+    and the engine is closed. A second Ctrl-C does not wait. When a dead engine ends the service, its requests have
+    failed already.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
@@ -35,7 +36,7 @@ class EngineServer(HttpServer):
 
     @property
     def exit_code(self) -> int:
-        """0 where it was asked to end, and did so in order; 1 where the engine died; 130 after a second Ctrl-C."""
+        """0 after an orderly shutdown; 1 if the engine died; 130 after a second Ctrl-C."""
         if self._has_died:
             return 1
         return _INTERRUPTED if self.force_exit else 0
@@ -64,13 +65,13 @@ class EngineServer(HttpServer):
             await asyncio.gather(draining, return_exceptions=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, but for this: the signal is not raised again in the end, which would be the exit code."""
+        """Like uvicorn's, but does not raise the signal again after shutdown, which would set the exit code."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
 
 def _report(error: RingcoreError) -> None:
-    """With the last lines of the process that ended."""
-    said = "".join(f"\n  {line}" for line in error.details.get("last_log") or [])
-    _log.error("ringcore: the engine died, and the service ends: %s%s", error.message, said)
+    """Logs the cause, with the last log lines of the process that died."""
+    last_log = "".join(f"\n  {line}" for line in error.details.get("last_log") or [])
+    _log.error("ringcore: the engine died, and the service ends: %s%s", error.message, last_log)

@@ -1,4 +1,4 @@
-"""Every error as a client of OpenAI's interface expects it: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringcore.errors import (
     WorkerDiedError,
 )
 
-__all__ = ["ApiError", "add_error_handlers", "api_error_of", "json_response", "over_limit", "starting_again"]
+__all__ = ["ApiError", "add_error_handlers", "api_error_of", "engine_restarting", "json_response", "over_limit"]
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -33,7 +33,7 @@ _MAX_ALTERNATIVES = 4
 
 @dataclass(slots=True, eq=False)
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     status: int
     message: str
@@ -53,9 +53,9 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def over_limit(num_under_way: int, limit: int) -> ApiError:
+def over_limit(num_in_flight: int, limit: int) -> ApiError:
     return _too_many(
-        f"{num_under_way} completions are under way and the service takes {limit} at once; try again in a second"
+        f"{num_in_flight} completions are in flight and the service allows {limit} at once; try again in a second"
     )
 
 
@@ -69,10 +69,10 @@ def _too_many(message: str) -> ApiError:
     )
 
 
-def starting_again() -> ApiError:
+def engine_restarting() -> ApiError:
     return ApiError(
         HTTPStatus.SERVICE_UNAVAILABLE,
-        "the engine died, and is being started again; try again in some seconds",
+        "the engine died and is restarting; try again in some seconds",
         _SERVER,
         code="engine_starting",
         headers={"Retry-After": "5"},
@@ -80,7 +80,7 @@ def starting_again() -> ApiError:
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Any error as a client may see it. Of what is no error of ours not even the text: it may hold anything."""
+    """The response for any error. The text of a foreign exception is not sent: it may contain secrets."""
     match error:
         case ApiError():
             return error
@@ -101,7 +101,7 @@ def api_error_of(error: Exception) -> ApiError:
         case RingcoreError():
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, _first_line(error), _SERVER, code="engine_error")
         case _:
-            message = "the service failed at this request; its log says why"
+            message = "the service failed at this request; see its log"
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, _SERVER, code="internal_error")
 
 
@@ -110,7 +110,7 @@ def _unavailable(error: RingcoreError, code: str, headers: dict[str, str] | None
 
 
 def _first_line(error: RingcoreError) -> str:
-    """Further lines are of the log of a process that died."""
+    """Further lines are the log of a dead process."""
     return error.message.partition("\n")[0]
 
 
@@ -119,7 +119,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RingcoreError, _answer)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(Exception, _answer)  # after which Starlette raises it to the server, which logs it
+    app.add_exception_handler(Exception, _answer)  # Starlette then raises it again, and the server logs it
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -127,7 +127,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
-    """What the router raises: no such path, no such method, a body that is no JSON."""
+    """Errors of the router: unknown path, wrong method, a body that is not JSON."""
     assert isinstance(error, HTTPException)
     type_ = _INVALID if error.status_code < HTTPStatus.INTERNAL_SERVER_ERROR else _SERVER
     message = f"{request.method} {request.url.path}: {error.detail}"
@@ -135,7 +135,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """What pydantic found. Several findings on one field are the forms that it could have had."""
+    """Errors of pydantic. Several errors for one field are the alternatives of a union."""
     assert isinstance(error, RequestValidationError)
     found = error.errors()
     field_ = _field(found[0])
@@ -147,9 +147,9 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
 
 
 def _field(finding: Mapping[str, Any]) -> str | None:
-    """The name of the body's field, with the path within it where it is a list; None for the body itself.
+    """The name of the body's field, with the path within it if it is a list; None for the body itself.
 
-    Of other fields the path has words of pydantic's own, for the forms that the field could have had.
+    For other fields the path has pydantic's own names of union alternatives, which are dropped.
     """
     where = finding["loc"][1:]
     if finding["type"] == "json_invalid" or not where:

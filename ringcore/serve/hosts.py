@@ -1,4 +1,4 @@
-"""The names by which a service may be called, and the origins of the pages that may call it."""
+"""Allowed hosts (against DNS rebinding) and allowed origins (CORS)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 class AllowedHosts:
     """A list of names ("example.com", "*.example.com"), addresses and networks ("10.0.0.0/8"), or "*" for every host.
 
-    Raises `ConfigError` for what is none of these.
+    Raises `ConfigError` for any other entry.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class AllowedHosts:
                 self._names.add(host.lower())
 
     def have(self, header: str) -> bool:
-        """Whether a Host header, with a port or without, is of a host in the list."""
+        """Whether a Host header, with or without a port, matches the list."""
         found = _HOST.fullmatch(header)
         if self.are_all or found is None:
             return self.are_all
@@ -53,10 +53,10 @@ class AllowedHosts:
 
 
 def hosts_of_listener(host: str, address: str, hosts: Sequence[str], *, has_keys: bool) -> tuple[str, ...]:
-    """The hosts that a service takes which listens at `address`, found by the name `host`; () for all.
+    """The allowed hosts of a service that listens at `address`, which the name `host` resolved to; () for all.
 
-    A page of another site reaches a service as its own only by a name that it let point there (DNS rebinding). So
-    where no key is asked for, names have to be known: those of loopback, `host`, and `hosts`, which were given.
+    A page of another site can make the service same-origin only by pointing its own DNS name at it (DNS rebinding). So
+    without API keys only known names are allowed: those of loopback, `host`, and the user's `hosts`.
     """
     if has_keys and not hosts:
         return ()
@@ -66,9 +66,9 @@ def hosts_of_listener(host: str, address: str, hosts: Sequence[str], *, has_keys
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raises `ConfigError` for what no browser sends as an Origin."""
+    """Raises `ConfigError` for a value that no browser sends as an Origin."""
     for origin in origins:
-        if origin != ANY and not (_ORIGIN.fullmatch(origin) and origin == _shortest(origin)):
+        if origin != ANY and not (_ORIGIN.fullmatch(origin) and origin == _normalized(origin)):
             raise ConfigError(
                 f"allowed_origins={origin!r}: give an origin as browsers send it, such as 'https://example.com' or "
                 "'http://localhost:3000' (in lower case, without a path or the scheme's own port), or '*' for any",
@@ -78,11 +78,11 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def is_same_origin(origin: str, scheme: str, host: str) -> bool:
-    """Whether a page of `origin` is the service's own, which was called by this scheme and Host header."""
-    return _shortest(origin) == _shortest(f"{scheme}://{host}")
+    """Whether `origin` is the service's own, as called by this scheme and Host header."""
+    return _normalized(origin) == _normalized(f"{scheme}://{host}")
 
 
-def _shortest(origin: str) -> str:
+def _normalized(origin: str) -> str:
     lower = origin.lower()
     return lower.removesuffix(_DEFAULT_PORTS.get(lower.partition(":")[0], ":"))
 

@@ -1,13 +1,13 @@
-"""HTTP on one connection: uvicorn's protocol with deadlines, a bound on heads, and errors in OpenAI's form.
+"""HTTP on one connection: uvicorn's protocol with timeouts, a limit of the request head, and errors in OpenAI's form.
 
-| state of a connection | begins with | ends at the latest |
+| state of a connection | begins with | deadline |
 |---|---|---|
-| waits for its first head | the connection | after `header_timeout_s`; in the reserve after 2 s |
-| waits for a further head | a byte that follows an answer | after `header_timeout_s` |
-| busy | a whole head | as the application decides |
-| idle | the end of an answer | after `keep_alive_timeout_s` |
-| an answer waits to be sent | a full buffer, or the end | when the peer has taken nothing for `send_timeout_s` |
-| refused | an error that this protocol answers itself | after `_LINGER_S`, in which the peer may read it |
+| waits for its first head | the connection | `header_timeout_s`; in the reserve 2 s |
+| waits for another head | the first byte after a response | `header_timeout_s` |
+| busy | a complete head | set by the application |
+| idle (keep-alive) | the end of a response | `keep_alive_timeout_s` |
+| unsent bytes (back-pressure) | a full buffer, or the end of the response | `send_timeout_s` without progress |
+| refused | an error that this protocol answers itself | `_LINGER_S`, for the peer to read it |
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ringcore.serve.connections import Connections, State
 from ringcore.serve.errors import ApiError
-from ringcore.serve.limits import WATCH_PATHS
+from ringcore.serve.limits import MONITORING_PATHS
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["HttpProtocol"]
 
 _RESERVED_HEAD_S = 2.0
 _LINGER_S = 2.0
-_MAX_PIPELINED = 16  # requests that wait for the answer to the one before
+_MAX_PIPELINED = 16  # pipelined requests that wait for earlier responses
 _METHODS = "GET, HEAD, POST, OPTIONS"
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+(?= |$)")
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection of a service. Whatever is wrong with what it receives is told to the peer, and not logged."""
+    """One connection of a service. Protocol errors are answered to the peer and not logged."""
 
     def __init__(self, *args: Any, connections: Connections, options: ServiceOptions, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connections = connections
         self._options = options
-        self._refusal: ApiError | None = None  # of all requests but those that watch: it is in the reserve
+        self._refusal: ApiError | None = None  # set in the reserve: the answer to all but monitoring requests
         self._deadline: asyncio.TimerHandle | None = None
-        self._sending: asyncio.TimerHandle | None = None  # while the peer is slow to take an answer
+        self._send_timer: asyncio.TimerHandle | None = None  # while the peer is slow to read a response
         self._is_refused = False
-        self._num_head_bytes = 0  # received since the last byte of a body, or the last request's end
+        self._num_head_bytes = 0  # received since the last byte of a body, or the end of the last request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,8 +55,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
-        self._forget_sending()
+        self._cancel_deadline()
+        self._cancel_send_timeout()
         self._connections.remove(self)
         super().connection_lost(exc)
 
@@ -85,13 +85,13 @@ class HttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                rest = rest[upgrade.args[0] :]  # another protocol is only offered: HTTP goes on
+                rest = rest[upgrade.args[0] :]  # ignore the offered upgrade and continue with HTTP
 
-    # Callbacks of the parser: what they raise, `_parse` raises as the context of an `HttpParserCallbackError`.
+    # Callbacks of the parser: `_parse` raises their errors as the context of an `HttpParserCallbackError`.
 
     def on_headers_complete(self) -> None:
         self._check_head()
-        self._forget_deadline()
+        self._cancel_deadline()
         super().on_headers_complete()
         self._connections.set_state(self, State.BUSY)
         if self._refusal is not None:
@@ -111,46 +111,46 @@ class HttpProtocol(HttpToolsProtocol):
             raise self._head_too_large()
         if self.parser.get_method() == b"CONNECT":
             raise _method_not_allowed("CONNECT")
-        if self._refusal is not None and self.url.partition(b"?")[0].decode("latin-1") not in WATCH_PATHS:
+        if self._refusal is not None and self.url.partition(b"?")[0].decode("latin-1") not in MONITORING_PATHS:
             raise self._refusal
         if len(self.pipeline) >= _MAX_PIPELINED:
-            raise _bad_request(f"more than {_MAX_PIPELINED} requests wait for an answer on one connection")  # it ends
+            raise _bad_request(f"more than {_MAX_PIPELINED} requests wait for an answer on one connection")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_busy():
             self._connections.set_state(self, State.IDLE)
         if self.transport.is_closing():
-            self._watch_sending()
+            self._arm_send_timeout()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._watch_sending()
+        self._arm_send_timeout()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_sending()
+        self._arm_send_timeout()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._forget_sending()
+            self._cancel_send_timeout()
 
     def _is_busy(self) -> bool:
-        """Whether an answer is under way; `cycle` is the last request, which is answered last."""
+        """Whether a response is incomplete; `cycle` is the last request, which is answered last."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self) -> None:
         seconds = self._options.header_timeout_s
-        self._arm(min(seconds, _RESERVED_HEAD_S) if self._refusal else seconds, self._head_is_late)
+        self._set_deadline(min(seconds, _RESERVED_HEAD_S) if self._refusal else seconds, self._head_timed_out)
 
-    def _head_is_late(self) -> None:
+    def _head_timed_out(self) -> None:
         if self._refusal is not None:
             self._refuse(self._refusal)
         elif self._num_head_bytes:
             text = f"the head did not arrive within header_timeout_s={self._options.header_timeout_s}; send it faster"
             self._refuse(ApiError(HTTPStatus.REQUEST_TIMEOUT, text))
-        else:  # nothing was asked
+        else:  # no request has begun
             self.transport.abort()
 
     def _head_too_large(self) -> ApiError:
@@ -160,23 +160,23 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ApiError) -> None:
-        """The last answer on this connection. It is closed once the peer has had the time to read it."""
+        """Sends the last response on this connection, and closes it after the linger time."""
         self._is_refused = True
-        self._forget_deadline()
+        self._cancel_deadline()
         self._connections.set_state(self, State.IDLE)
         if self._is_busy():
-            if self.cycle.response_started or self.pipeline:  # what is written now would be a part of an answer
+            if self.cycle.response_started or self.pipeline:  # the error would be part of another response
                 self.transport.abort()
                 return
-            self.cycle.disconnected = True  # its answer is this one
+            self.cycle.disconnected = True  # this error replaces its response
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return
-        self.transport.write(self._written(error))
+        self.transport.write(self._encode_error(error))
         self.transport.write_eof()
-        self._arm(_LINGER_S, self.transport.abort)
+        self._set_deadline(_LINGER_S, self.transport.abort)
 
-    def _written(self, error: ApiError) -> bytes:
+    def _encode_error(self, error: ApiError) -> bytes:
         content = msgspec.json.encode(error.body())
         headers = [
             *self.server_state.default_headers,
@@ -189,25 +189,26 @@ class HttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
         return b"".join([head, *(b"%b: %b\r\n" % header for header in headers), b"\r\n", content])
 
-    def _watch_sending(self, num_unsent: int | None = None) -> None:
-        """While nothing is added to what is to be sent. num_unsent: the bytes that were left `send_timeout_s` ago."""
-        self._forget_sending()
+    def _arm_send_timeout(self, num_unsent: int | None = None) -> None:
+        """Aborts the connection if the peer reads nothing for `send_timeout_s`, while the write buffer does not grow.
+        num_unsent: the buffer's bytes at the previous check."""
+        self._cancel_send_timeout()
         num_left = self.transport.get_write_buffer_size()
         if num_unsent is not None and num_left >= num_unsent:
             self.transport.abort()
         elif num_left:
-            self._sending = self.loop.call_later(self._options.send_timeout_s, self._watch_sending, num_left)
+            self._send_timer = self.loop.call_later(self._options.send_timeout_s, self._arm_send_timeout, num_left)
 
-    def _forget_sending(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
+    def _cancel_send_timeout(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
-    def _arm(self, seconds: float, act: Callable[[], None]) -> None:
-        self._forget_deadline()
+    def _set_deadline(self, seconds: float, act: Callable[[], None]) -> None:
+        self._cancel_deadline()
         self._deadline = self.loop.call_later(seconds, act)
 
-    def _forget_deadline(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -219,13 +220,13 @@ def _refusal_of(error: httptools.HttpParserError, data: bytes) -> ApiError:
     method = _METHOD.match(data)
     if isinstance(error, httptools.HttpParserInvalidMethodError) and method is not None:
         return _method_not_allowed(method[0][:32].decode("ascii"))
-    if isinstance(error, httptools.HttpParserCallbackError):  # of uvicorn's: the target is no URL
-        return _bad_request("the target of the request is no valid URL")
+    if isinstance(error, httptools.HttpParserCallbackError):  # from uvicorn: the target is not a URL
+        return _bad_request("the target of the request is not a valid URL")
     return _bad_request(str(error))
 
 
 def _bad_request(reason: str) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, f"what was received is no request of HTTP/1.1: {reason}")
+    return ApiError(HTTPStatus.BAD_REQUEST, f"not a valid HTTP/1.1 request: {reason}")
 
 
 def _method_not_allowed(method: str) -> ApiError:

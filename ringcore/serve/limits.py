@@ -1,4 +1,4 @@
-"""What stands before the endpoints: the API key, the size of a body, and how many completions are under way."""
+"""Admission of HTTP requests: the API key, the size of the body, and the number of concurrent completions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ringcore.serve.chat_page import PAGE_PATHS
 from ringcore.serve.errors import ApiError, over_limit
 from ringcore.serve.options import ServiceOptions
 
-__all__ = ["OPEN_PATHS", "WATCH_PATHS", "Gate", "Places"]
+__all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
 
-# What watches a service has no key, and the page, which holds no secret, asks for one.
-WATCH_PATHS = frozenset({"/health", "/metrics"})
-OPEN_PATHS = WATCH_PATHS | PAGE_PATHS
+# Monitoring needs no key; the chat page has no secrets and asks the user for a key.
+MONITORING_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = MONITORING_PATHS | PAGE_PATHS
 
 
 class Gate:
-    """Lets a request in that brings a key, and whose body has arrived whole within the bounds.
+    """ASGI middleware: admits a request that has a valid key and whose complete body is within the limits.
 
-    So the application never waits for a body, and what it receives afterwards is only that the client has left.
+    So the application never waits for a body; the only message it can still receive is the client's disconnect.
     """
 
     def __init__(self, app: ASGIApp, options: ServiceOptions) -> None:
@@ -55,7 +55,7 @@ class Gate:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip().encode(errors="replace"))
-        # Digests are compared, all of them: the time taken tells nothing of a key, nor of its length.
+        # Constant time: comparing the digests of all keys reveals nothing about a key or its length.
         matches = [hmac.compare_digest(given, digest) for digest in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
@@ -71,7 +71,7 @@ class Gate:
             raise self._too_large()
 
     async def _read_body(self, receive: Receive) -> bytes | None:
-        """The whole body; None where the client left before it was sent."""
+        """The whole body; None if the client disconnected before."""
         chunks, num_bytes = [], 0
         try:
             async with asyncio.timeout(self._options.body_timeout_s):
@@ -104,7 +104,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body at once, and then what comes."""
+    """A `receive` that returns the body first, and then delegates."""
     is_given = False
 
     async def replay() -> Message:
@@ -117,31 +117,31 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class Places:
-    """The completions that may be under way at once.
+class ConcurrencyLimit:
+    """Limits the completions in flight (back-pressure by 429).
 
-    Invariant: 0 <= num_taken <= the limit; whoever took places gives back exactly these, however it ends.
+    Invariant: 0 <= num_in_flight <= the limit; a request releases exactly its own share, on success and on error.
     """
 
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
-        self.num_taken = 0
+        self.num_in_flight = 0
 
     @contextmanager
-    def taken(self, prompts: Sequence[object], n: int) -> Iterator[None]:
-        """Places for n completions of each prompt; raises 429 where there are too few now, and 400 for ever."""
+    def acquired(self, prompts: Sequence[object], n: int) -> Iterator[None]:
+        """Counts n completions of each prompt; raises 429 if too many are in flight, 400 if they can never fit."""
         num, limit = len(prompts) * n, self._options.max_concurrent_requests
         if num > limit:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"{len(prompts)} prompts with n={n} are {num} completions and the service takes {limit} at once; "
+                f"{len(prompts)} prompts with n={n} are {num} completions and the service allows {limit} at once; "
                 "send fewer, or raise max_concurrent_requests",
                 param="prompt",
             )
-        if self.num_taken + num > limit:
-            raise over_limit(self.num_taken, limit)
-        self.num_taken += num
+        if self.num_in_flight + num > limit:
+            raise over_limit(self.num_in_flight, limit)
+        self.num_in_flight += num
         try:
             yield
         finally:
-            self.num_taken -= num
+            self.num_in_flight -= num

@@ -1,4 +1,4 @@
-"""HEAD and OPTIONS, for every endpoint."""
+"""HEAD and OPTIONS for every endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Methods"]
 
 
 class Methods:
-    """HEAD is answered as GET without the body. OPTIONS tells the methods that a path takes, as a 405 does."""
+    """ASGI middleware: answers HEAD as GET without the body, and OPTIONS with the path's methods, as a 405 does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class Methods:
 
 
 class _Answer:
-    """An answer of the application's on its way out."""
+    """Rewrites one response of the application."""
 
     def __init__(self, send: Send, *, has_body: bool = True, is_options: bool = False) -> None:
         self._send = send
@@ -46,7 +46,7 @@ class _Answer:
         await self._send(message)
 
     def _with_methods(self, message: Message) -> Message:
-        """Of the router, which knows of GET and POST alone."""
+        """Completes the `Allow` header of the router, which handles only GET and POST."""
         methods = Headers(raw=message["headers"]).get("allow", "").split(", ")
         also = ["HEAD", "OPTIONS"] if "GET" in methods else ["OPTIONS"]
         allow = ", ".join([*methods, *also])

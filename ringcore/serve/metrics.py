@@ -1,6 +1,6 @@
-"""What Prometheus reads: the engine's state at the moment of asking, and what the service has seen of its requests.
+"""Prometheus metrics: the engine's state at the time of the scrape, and statistics of the service's requests.
 
-The names are vLLM's where it has the same figure, so that its dashboards work.
+The names are vLLM's for the metrics that it has too, so that its dashboards work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HISTOGRAMS = {
 
 
 class ServiceMetrics:
-    """The metrics of one service, in a registry of their own."""
+    """The metrics of one service, in a separate registry."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._model_name = model_name
@@ -93,7 +93,7 @@ class ServiceMetrics:
 
 
 class RequestRecord:
-    """What the metrics are told of one prompt, from its first output to its end."""
+    """Records the metrics of one prompt, from its first output to its end."""
 
     def __init__(self, metrics: ServiceMetrics, n: int, *, is_streamed: bool) -> None:
         self._metrics, self._n, self._is_streamed = metrics, n, is_streamed
@@ -101,8 +101,8 @@ class RequestRecord:
         self._ended: set[int] = set()  # completions
         self._last_output_s: float | None = None
 
-    def saw(self, output: RequestOutput) -> None:
-        """Takes in an output that has only what is new since the one before."""
+    def record(self, output: RequestOutput) -> None:
+        """Records a delta output (only what is new since the previous one)."""
         metrics, now = self._metrics, time.monotonic()
         if self._num_tokens == 0 and output.outputs:
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
@@ -121,7 +121,7 @@ class RequestRecord:
             self._observe_times(output.metrics, len(output.prompt_token_ids))
 
     def ended_early(self, reason: str) -> None:
-        """The completions that had not ended did so now: "abort" or "error"."""
+        """Counts the unfinished completions as ended, by "abort" or "error"."""
         self._metrics.ended[reason].inc(self._n - len(self._ended))
 
     def _observe_times(self, times: RequestMetrics, num_prompt_tokens: int) -> None:
@@ -172,7 +172,7 @@ class _EngineCollector(Collector):
     def _kv_cache_usage(self, stats: EngineStats) -> float:
         try:
             return 1 - stats.num_free_blocks / self._engine.ready.num_blocks
-        except RingcoreError:  # the engine is being started again
+        except RingcoreError:  # the engine is restarting
             return 0.0
 
     def _gauge(self, name: str, doc: str, value: float, prefix: str = "vllm") -> Metric:

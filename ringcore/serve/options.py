@@ -1,4 +1,4 @@
-"""What a service allows its clients."""
+"""Options of a service: names, keys, allowed hosts and origins, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def _option(default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """The bounds of a service, and who may use it. Raises `ConfigError`.
+    """The limits and access rules of a service. Raises `ConfigError`.
 
-    served_model_names: what clients may call the model; the first one is what answers say. None given: the name by
-        which the engine was given its model.
-    api_keys: a client has to bring one of these as "Authorization: Bearer KEY", but for /health and /metrics. None
-        given: everybody may do everything.
-    allowed_hosts: what a Host header may name: names ("example.com", "*.example.com"), addresses, networks
-        ("10.0.0.0/8"), or "*" for all. None given: all; `ringcore serve` then computes a list unless there are keys.
+    served_model_names: names by which clients may request the model; responses have the first one. Default: the
+        engine's `model` option.
+    api_keys: a client must send one of these as "Authorization: Bearer KEY", except for /health and /metrics. Default:
+        every client has access.
+    allowed_hosts: allowed values of the Host header: names ("example.com", "*.example.com"), addresses, networks
+        ("10.0.0.0/8"), or "*" for all. Default: all; `ringcore serve` then computes a list unless there are keys.
     allowed_origins: pages of these origins ("https://example.com", or "*" for all) may call the service from a browser,
-        beside the service's own. Requests with another Origin are answered 403.
-    tool_call_parser, reasoning_parser: the format of the model's calls of tools, and of its reasoning: a key of
-        `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`. "auto" goes by the chat template; with None
-        nothing is parsed, and requests with tools are refused.
+        in addition to the service's own. Requests with another Origin are answered 403.
+    tool_call_parser, reasoning_parser: the format of the model's tool calls, and of its reasoning: a key of
+        `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`. "auto" detects it from the chat template; with
+        None nothing is parsed, and requests with tools are refused.
     """
 
     served_model_names: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class ServiceOptions:
     body_timeout_s: float = _option(60.0, "seconds that a client has to send a body, until it is answered 408")
     max_n: int = _option(16, "the most completions of one prompt")
     max_concurrent_requests: int = _option(
-        1024, "completions under way at once, n of each prompt; what goes beyond is answered 429"
+        1024, "completions in flight at once, n of each prompt; requests beyond that are answered 429"
     )
-    # Of `ringcore serve`: an application under another server has that server's bounds.
+    # Only for `ringcore serve`: another ASGI server has its own limits.
     max_connections: int = _option(
         4096, "open connections, at most as many as RLIMIT_NOFILE allows; beyond, waiting ones are closed, or it is 503"
     )
@@ -74,7 +74,7 @@ class ServiceOptions:
                 raise _bad("served_model_names", name, "give names that are not empty")
         for key in self.api_keys:
             if not isinstance(key, str) or not key or not key.isascii() or any(c.isspace() for c in key):
-                raise ConfigError(  # which does not show the key
+                raise ConfigError(  # the error must not show the key
                     "api_keys: a key is made of ASCII characters without spaces; give another one", option="api_keys"
                 )
 
@@ -90,7 +90,7 @@ class ServiceOptions:
 
     @classmethod
     def bounds(cls) -> list[Any]:
-        """The fields that are numbers, each described by its metadata's "option"."""
+        """The numeric fields, each described by its metadata's "option"."""
         return [f for f in fields(cls) if "option" in f.metadata]
 
 

@@ -1,4 +1,4 @@
-"""The texts of chat answers, taken apart into content, reasoning and calls of tools."""
+"""Parsing of chat answers into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ringcore.serve.structured import TextForm
 
 __all__ = ["PROMPT_END_CHARS", "ChoiceParser", "RequestParsing", "choose_parsing"]
 
-PROMPT_END_CHARS = 32  # what a parser looks at of a prompt
-_PROMPT_END_TOKENS = 32  # what these characters have at most
+PROMPT_END_CHARS = 32  # the last characters of the prompt, which a parser inspects
+_PROMPT_END_TOKENS = 32  # upper bound of their tokens
 
 
 def choose_parsing(tokenizer: Tokenizer, options: ServiceOptions) -> ChatFormat:
@@ -35,12 +35,12 @@ def choose_parsing(tokenizer: Tokenizer, options: ServiceOptions) -> ChatFormat:
 
 
 class RequestParsing:
-    """How one request's choices are parsed. Without tools nothing in them is a call.
+    """The parsing of one request's choices. Without tools no text is parsed as a call.
 
-    Where a marker of the format is a special token of the model's, texts have to come with special tokens written out
-    (`skip_special_tokens` is false); the others are taken out here then, unless the client wants them.
+    If a marker of the format is a special token of the model, the text must be detokenized with special tokens
+    (`skip_special_tokens` is false); this module then removes the others, unless the client wants them.
 
-    Raises `InvalidRequestError` for tools where no format of calls is known.
+    Raises `InvalidRequestError` for tools if the service has no tool call format.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RequestParsing:
     ) -> None:
         if tools.shown and chat_format.tool_calls is None:
             raise InvalidRequestError(
-                "tools: not served with this model: the form of its calls is not known; leave them out, or start the "
+                "tools: not served with this model: its tool call format is unknown; leave them out, or start the "
                 "service with a tool_call_parser",
                 field="tools",
             )
@@ -67,12 +67,12 @@ class RequestParsing:
         self._left_out = special - self._format.markers if skip_special_tokens and is_marked else frozenset()
 
     def begin(self, prompt_token_ids: Sequence[int], n: int) -> list[ChoiceParser]:
-        """Parsers of n choices behind this prompt."""
+        """Parsers of n choices after this prompt."""
         end = self._tokenizer.decode(prompt_token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
         return [ChoiceParser(self._parser(end), self._left_out, is_parallel=self._is_parallel) for _ in range(n)]
 
     def _parser(self, prompt_end: str) -> ChatParser | None:
-        """None where there is nothing to look for."""
+        """None if the format has neither tool calls nor reasoning."""
         return None if self._format == ChatFormat() else ChatParser(self._format, self._tools.callable, prompt_end)
 
     @property
@@ -80,7 +80,7 @@ class RequestParsing:
         return self._format.reasoning is not None
 
     def structured_outputs(self, form: TextForm | None, prompt_end: str) -> StructuredOutputsParams | None:
-        """What the choices are held to: the form of their text, calls that have to be made, and what goes before."""
+        """The grammar of the choices: the form of their text, forced tool calls, and the reasoning before them."""
         if form is not None and self._tools.must_call:
             raise InvalidRequestError(
                 f"{form.field}: with this tool_choice an answer is calls alone; leave one of them out", field=form.field
@@ -96,29 +96,29 @@ class RequestParsing:
         )
 
     def _marker_ids(self) -> dict[str, int]:
-        """Of the markers that are one token."""
+        """Token ids of the markers that are a single token."""
         ids = {marker: self._tokenizer.encode(marker, add_special_tokens=False) for marker in self._format.markers}
         return {marker: of[0] for marker, of in ids.items() if len(of) == 1}
 
 
 class ChoiceParser:
-    """Parses the text of one choice as it comes.
+    """Parses the text of one choice incrementally.
 
-    A model cannot be kept from calling a second tool: where calls are not to be parallel, those behind the first
-    complete one are left out.
+    With tool_choice "auto" a model cannot be kept from calling a second tool: without parallel calls, the parser drops
+    those after the first complete one.
     """
 
     def __init__(self, parser: ChatParser | None, left_out: frozenset[str], *, is_parallel: bool) -> None:
         self._parser = parser
-        self._left_out = _LeftOut(left_out) if left_out else None
+        self._special_token_filter = _SpecialTokenFilter(left_out) if left_out else None
         self._is_parallel = is_parallel
-        self._is_too_many = False  # of the call at the position
+        self._is_too_many = False  # of the current call
         self._num_complete = self._num_incomplete = 0
 
     def take(self, text: str, *, is_last: bool) -> list[ChatEvent]:
-        """The events that more text releases. Nothing may be given after the last."""
-        if self._left_out is not None:
-            text = self._left_out.feed(text, is_last=is_last)
+        """The events that can be released after more text. The text with `is_last` must be the last."""
+        if self._special_token_filter is not None:
+            text = self._special_token_filter.feed(text, is_last=is_last)
         if self._parser is None:
             return [ContentDelta(text)] if text else []
         events = self._parser.feed(text)
@@ -127,7 +127,7 @@ class ChoiceParser:
         return [event for event in events if self._keeps(event)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """ "tool_calls" for a choice that ended by itself and whose calls, at least one, can all be made."""
+        """ "tool_calls" for a choice that stopped and has at least one call, all of them complete."""
         is_called = self._num_complete > 0 and self._num_incomplete == 0
         return "tool_calls" if reason == "stop" and is_called else reason
 
@@ -147,10 +147,10 @@ class ChoiceParser:
                 return True
 
 
-class _LeftOut:
-    """Takes special tokens out of a text that arrives in pieces; an ordinary text of the same letters goes too.
+class _SpecialTokenFilter:
+    """Removes special tokens from a text that arrives in pieces, by their text: equal ordinary text is removed too.
 
-    `_held` may be the beginning of one: a stop string can cut a token's text.
+    `_held` is text that may be the beginning of a special token: a stop string can split a token's text.
     """
 
     def __init__(self, tokens: frozenset[str]) -> None:
@@ -168,7 +168,7 @@ class _LeftOut:
 
     def _held_from(self, text: str) -> int:
         for i in range(max(0, len(text) - self._max_held), len(text)):
-            # Models have hundreds of these tokens, and nearly every text has none of their first letters.
+            # Fast path: models have hundreds of these tokens, but text rarely has one of their first characters.
             if text[i] in self._beginnings and any(token.startswith(text[i:]) for token in self._tokens):
                 return i
         return len(text)

@@ -1,4 +1,4 @@
-"""Warnings that come in floods, logged once in a while with their number."""
+"""Rate limiting of repeated log warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["RateLimitedLog"]
 
 
 class RateLimitedLog:
-    """One kind of warning. The first is logged at once; those of the next `period_s` are counted in the next line."""
+    """One kind of warning. The first is logged at once; the next line has the count of those of the next `period_s`."""
 
     def __init__(self, log: logging.Logger, period_s: float) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""What clients send, in the words of OpenAI's interface and of vLLM's additions to it."""
+"""Request bodies, in the schema of OpenAI's API and of vLLM's extensions to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "TokenizeRequest",
 ]
 
-TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # of a million wrong ids the first is enough
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # report only the first of many wrong ids
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 _SAMPLING_PARAMS = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}
 
@@ -30,14 +30,14 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False  # vLLM's: with include_usage, what it comes to so far in every chunk
-    include_obfuscation: StrictBool = False  # of OpenAI's own; nothing is added here
+    continuous_usage_stats: StrictBool = False  # vLLM's: with include_usage, the usage so far in every chunk
+    include_obfuscation: StrictBool = False  # OpenAI's; no effect here
 
 
 class SamplingRequest(BaseModel):
-    """What completions and chat have in common. None is "not given" throughout, and means `SamplingParams`'s default.
+    """The common fields of completions and chat. None means not given: `SamplingParams`'s default applies.
 
-    A field that nobody knows is refused: a misspelt one would otherwise be ignored.
+    Unknown fields are refused, since a misspelt one would otherwise be ignored.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,11 +66,11 @@ class SamplingRequest(BaseModel):
     allowed_token_ids: TokenIds | None = None
     bad_words: Strings | None = None
     prompt_logprobs: StrictInt | None = None
-    vllm_xargs: dict[str, Any] | None = None  # for logits processors of the engine's owner
+    vllm_xargs: dict[str, Any] | None = None  # for user-defined logits processors
     structured_outputs: StructuredOutputs | None = None
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
-    # Without effect here.
+    # No effect.
     user: StrictStr | None = None
     metadata: dict[str, Any] | None = None
     store: StrictBool | None = None
@@ -85,19 +85,19 @@ class SamplingRequest(BaseModel):
     guided_grammar: StrictStr | None = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        """Raises `InvalidRequestError`; `others` take the place of fields of the same name."""
-        self._refuse_unsupported()
+        """Raises `InvalidRequestError`; `others` override fields of the same name."""
+        self._reject_unsupported()
         given = self.model_dump(include={*_SAMPLING_PARAMS, "vllm_xargs"}, exclude_none=True)
         given["extra_args"] = given.pop("vllm_xargs", None)
         for name in ("logit_bias", "bad_words", "extra_args"):
-            if not given.get(name):  # an empty one asks for nothing
+            if not given.get(name):  # empty means not given
                 given.pop(name, None)
-        if given.get("top_k") == -1:  # vLLM's way to say all
+        if given.get("top_k") == -1:  # vLLM's value for all tokens
             given["top_k"] = 0
         return SamplingParams(**{**given, "n": self.num_completions, **others})
 
     def text_form(self) -> TextForm | None:
-        """The form that the answer's text has to have."""
+        """The structured output that constrains the answer's text, if any."""
         guided = {name: self.__dict__[name] for name in type(self).model_fields if name.startswith("guided_")}
         return TextForm.of(self.response_format, self.structured_outputs, guided)
 
@@ -107,19 +107,19 @@ class SamplingRequest(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Of a stream: a last chunk with the usage."""
+        """Whether a stream ends with a chunk with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_usage_so_far(self) -> bool:
-        """Of a stream: in each chunk the usage up to it."""
+        """Whether each chunk of a stream has the usage so far."""
         return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        """The fields that are not served, each with the values that ask for nothing."""
+        """The unsupported fields, each with its neutral values, which are accepted."""
         return {}
 
-    def _refuse_unsupported(self) -> None:
+    def _reject_unsupported(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options: only of use with stream=true; leave it out", field="stream_options"
@@ -165,7 +165,7 @@ class ChatCompletionRequest(SamplingRequest):
     tools: list[Tool] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
-    # Refused, but for values that ask for nothing.
+    # Refused, except for neutral values.
     functions: list[dict[str, Any]] | None = None
     function_call: StrictStr | dict[str, Any] | None = None
     modalities: list[StrictStr] | None = None

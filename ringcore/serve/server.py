@@ -1,4 +1,4 @@
-"""uvicorn as `ringcore serve` runs it: connections under the service's bounds."""
+"""uvicorn as configured for `ringcore serve`, with the service's connection limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 
 from ringcore.serve.connections import Connections
-from ringcore.serve.descriptors import MAX_ACCEPTS_PER_TURN, count_accept_errors
+from ringcore.serve.descriptors import MAX_ACCEPTS, count_accept_errors
 from ringcore.serve.http_protocol import HttpProtocol
 from ringcore.serve.options import ServiceOptions
 
@@ -23,10 +23,10 @@ _BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """A server of connections that wait in the kernel's queue, and are accepted a few at a time.
+    """A server with a long listen backlog in the kernel, which accepts few connections per iteration of the loop.
 
-    asyncio has one number for both: the length of that queue, and how often it calls accept() in a turn of its loop,
-    also where accept() fails for lack of descriptors. The config's `backlog` is the second.
+    asyncio uses one number for both: the length of the backlog, and the number of accept() calls per iteration, also
+    when accept() fails for lack of descriptors. The config's `backlog` is the second; `startup` sets the first.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_config(app: ASGIApp, options: ServiceOptions, **settings: Any) -> uvicorn.Config:
-    """settings: further ones of uvicorn's."""
+    """settings: further settings of uvicorn."""
     connections = Connections(options.max_connections, options.max_connections_per_peer)
     protocol = partial(HttpProtocol, connections=connections, options=options)
     return uvicorn.Config(
@@ -45,8 +45,8 @@ def http_config(app: ASGIApp, options: ServiceOptions, **settings: Any) -> uvico
         http=cast("type[asyncio.Protocol]", protocol),
         ws="none",
         lifespan="off",
-        backlog=MAX_ACCEPTS_PER_TURN,
+        backlog=MAX_ACCEPTS,
         server_header=False,
-        timeout_keep_alive=cast("int", options.keep_alive_timeout_s),  # which it hands to call_later
+        timeout_keep_alive=cast("int", options.keep_alive_timeout_s),  # a float works: uvicorn passes it to call_later
         **settings,
     )

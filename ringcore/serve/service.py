@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the bounds, the metrics, and how a prompt is followed to its end."""
+"""Shared state of the endpoints: the engine, the limits, the metrics; and the loop that consumes a prompt's outputs."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from ringcore.host.file_names import as_utf8
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.serve.answers import PromptTokensDetails, UsageInfo
-from ringcore.serve.errors import ApiError, starting_again
-from ringcore.serve.limits import Places
+from ringcore.serve.errors import ApiError, engine_restarting
+from ringcore.serve.limits import ConcurrencyLimit
 from ringcore.serve.metrics import RequestRecord, ServiceMetrics
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.parsing import choose_parsing
 from ringcore.serve.structured import name_field
 
-__all__ = ["Answer", "Service", "news", "unix_seconds"]
+__all__ = ["Answer", "Service", "changed_completions", "unix_seconds"]
 
 
 class Service:
-    """An engine with what its clients may do."""
+    """An engine with the options and limits of its clients."""
 
     def __init__(self, engine: AsyncEngine, options: ServiceOptions) -> None:
         self.engine = engine
         self.options = options
         self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
-        self.places = Places(options)
+        self.concurrency = ConcurrencyLimit(options)
         self.metrics = ServiceMetrics(engine, self.model_names[0])
         self.max_model_len = engine.ready.max_model_len
         self.chat_format = choose_parsing(engine.get_tokenizer(), options)
         self.started_at = unix_seconds()
 
     def check_started(self) -> None:
-        """Raises 503 while the engine is started again: a client shall not wait for that as long as it may take."""
+        """Raises 503 while the engine restarts, since that may take long."""
         if self.engine.is_starting:
-            raise starting_again()
+            raise engine_restarting()
 
     def model_name(self, asked: str | None) -> str:
-        """The name that an answer says. Raises 404 for a model that is not served."""
+        """The model's name in a response. Raises 404 for a model that is not served."""
         if asked is None:
             return self.model_names[0]
         if asked not in self.model_names:
@@ -54,7 +54,8 @@ class Service:
         return asked
 
     def check_messages(self, messages: Sequence[object]) -> None:
-        """Each takes a token at least; a hundred thousand of them take the event loop a third of a second."""
+        """Each message has at least one token, so there cannot be more than max_model_len; checked first, since 100,000
+        messages would block the event loop for a third of a second."""
         if len(messages) > self.max_model_len:
             raise InvalidRequestError(
                 f"messages: there are {len(messages)}, and max_model_len is {self.max_model_len} tokens; send fewer",
@@ -66,28 +67,28 @@ class Service:
         _check_bounds("n", n, 1, self.options.max_n, "max_n")
 
     def check_logprobs(self, field: str, num_logprobs: int | None) -> None:
-        """-1, the whole vocabulary, is for engines without a bound."""
+        """-1, the whole vocabulary, is allowed only if the engine's max_logprobs is unlimited."""
         limit = self.engine.config.scheduler.max_logprobs
         if num_logprobs is not None and limit >= 0:
             _check_bounds(field, num_logprobs, 0, limit, "max_logprobs")
 
-    async def follow(
+    async def consume(
         self,
         outputs: OutputStream,
         params: SamplingParams,
         take: Callable[[RequestOutput], Awaitable[None]],
         form_field: str | None = None,
     ) -> None:
-        """Hands each output of one prompt to `take`; raises what the request failed of. Cancelled, it aborts the
-        request in the engine. form_field: the client's field behind the structured outputs."""
+        """Passes each output of one prompt to `take`; raises the request's error. Cancellation aborts the request in
+        the engine. form_field: the client's field that requires the structured outputs."""
         record = RequestRecord(self.metrics, params.n, is_streamed=params.output_kind == "delta")
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    record.saw(output)
+                    record.record(output)
                     await take(output)
         except UnknownOptionError:
-            raise  # it never began
+            raise  # the request was never sent
         except InvalidRequestError as error:
             raise name_field(error, form_field) from error  # likewise
         except BaseException as error:
@@ -97,7 +98,7 @@ class Service:
 
 @dataclass(slots=True)
 class Answer:
-    """The head of one answer, and the tokens counted for it so far."""
+    """The id, time and model of one response, and its token counts so far."""
 
     id: str
     created: int
@@ -126,15 +127,15 @@ class Answer:
         )
 
 
-def news(output: RequestOutput, finished: set[int]) -> Iterator[CompletionOutput]:
-    """The completions of a delta that have something to tell. `finished`: those that have told their end."""
+def changed_completions(output: RequestOutput, finished: set[int]) -> Iterator[CompletionOutput]:
+    """The completions of a delta output that have something to send. `finished`: those whose end was sent."""
     for completion in output.outputs:
         if completion.index in finished:
             continue
         if completion.finish_reason is not None:
             finished.add(completion.index)
         elif not completion.text and not completion.logprobs:
-            continue  # a token that is part of a character, say
+            continue  # for example a token that is part of a character
         yield completion
 
 
@@ -148,5 +149,5 @@ def _check_bounds(field: str, value: int, low: int, high: int, option: str) -> N
 
 
 def unix_seconds() -> int:
-    """For people to read; nothing is measured with it."""
+    """Wall-clock time for display; durations use the monotonic clock."""
     return int(datetime.now(UTC).timestamp())

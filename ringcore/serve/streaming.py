@@ -1,4 +1,4 @@
-"""Answers that end when their client leaves, and server-sent events."""
+"""Cancellation of responses when their client disconnects, and server-sent events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 
 
 class ClientLeftError(ApiError):
-    """Answered to nobody."""
+    """The client has disconnected; this error is never sent."""
 
     def __init__(self) -> None:
-        super().__init__(_CLIENT_CLOSED_REQUEST, "the client left")
+        super().__init__(_CLIENT_CLOSED_REQUEST, "the client disconnected")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. It is cancelled as soon as the client leaves: `ClientLeftError`."""
+    """The result of `work`. A disconnect of the client cancels it and raises `ClientLeftError`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_client_leaves(receive))
     try:
@@ -52,7 +52,7 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all; the first failure cancels the others and is raised."""
+    """Runs all concurrently; the first failure cancels the others and is raised."""
     if len(works) == 1:
         await works[0]
         return
@@ -65,9 +65,9 @@ async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:
 
 
 class EventStream(Response):
-    """What `produce` emits, as server-sent events, to a client that stays.
+    """Sends what `produce` emits as server-sent events, until the client disconnects.
 
-    An error before the first event is an answer with its own status; a later one is an event, and the last.
+    An error before the first event is a response with its own status; a later one is sent as the last event.
     """
 
     media_type = "text/event-stream"
@@ -82,11 +82,11 @@ class EventStream(Response):
 
 
 class _Events:
-    """The events of one answer. Several tasks may emit: each event goes out whole, the head of the answer first."""
+    """The events of one response. Several tasks may emit: events are not interleaved, and the head is sent first."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._is_started = False
 
     async def run(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
@@ -98,13 +98,13 @@ class _Events:
             await self._emit(api_error_of(error).body())
             await self._end()
             if not isinstance(error, RingcoreError | ApiError):
-                raise  # a bug of ours, which the server logs
+                raise  # our bug: the server logs it
             return
         await self._end()
 
     async def _emit(self, value: Any) -> None:
         event = b"data: " + msgspec.json.encode(value) + b"\n\n"
-        async with self._sending:  # waits where the client reads slowly: the engine merges what comes meanwhile
+        async with self._send_lock:  # back-pressure: waits for a slow client, while the front end merges outputs
             if not self._is_started:
                 self._is_started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

@@ -1,5 +1,5 @@
-"""The form of an answer's text, in the ways that clients ask for it: OpenAI's `response_format`, vLLM's
-`structured_outputs`, and the `guided_*` fields that it had before."""
+"""Structured outputs in the forms that clients use: OpenAI's `response_format`, vLLM's `structured_outputs`, and its
+older `guided_*` fields."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class JsonSchema(BaseModel):
     name: StrictStr
     description: StrictStr | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: StrictBool | None = None  # without effect: the schema is held to in any case
+    strict: StrictBool | None = None  # no effect: the schema is always enforced
 
 
 class JsonSchemaFormat(BaseModel):
-    """JSON of a schema."""
+    """JSON that conforms to a schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class StructuredOutputs(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """What is asked for, and the request's field that asks for it."""
+    """The structured output of a request, and the request's field that requires it."""
 
     field: str
     params: StructuredOutputsParams
@@ -79,8 +79,8 @@ class TextForm:
         structured_outputs: StructuredOutputs | None,
         guided: dict[str, Any],
     ) -> TextForm | None:
-        """None where any text will do. guided: by the name of the field. Raises `InvalidRequestError` for two forms,
-        and for what is wrong with one."""
+        """None if the text is unconstrained. guided: by the name of the field. Raises `InvalidRequestError` for two
+        forms, and for an invalid one."""
         asked: dict[str, dict[str, Any]] = {}
         match response_format:
             case JsonObjectFormat():
@@ -102,7 +102,7 @@ class TextForm:
 
 
 def name_field(error: InvalidRequestError, field: str | None) -> InvalidRequestError:
-    """The error of a structured output with the name of the field that the client gave it in; any other as it is."""
+    """Renames the field of a structured output's error to the client's field; returns other errors unchanged."""
     name = error.details.get("field")
     if field is None or field == "structured_outputs" or not str(name).startswith("structured_outputs"):
         return error

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: between texts and the model's token ids."""
+"""POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
     wants_texts = bool(body.return_token_strs)
     if body.prompt is not None:
         if body.tools:
-            raise InvalidRequestError("tools: shown to a model with messages alone; leave them out", field="tools")
+            raise InvalidRequestError("tools: only of use with messages; leave them out", field="tools")
         return service.engine.encode_job(
             body.prompt, body.add_special_tokens is not False, return_token_texts=wants_texts
         )

@@ -203,12 +203,12 @@ class BlockTable:
 
     def start(self, row: int, ids: np.ndarray, num_computed_tokens: int, num_cached_tokens: int) -> None:
         num_shared, rest = divmod(num_cached_tokens, self._block_size)
-        num_out_of_window = 0
+        num_null_blocks = 0
         if isinstance(self._spec, SlidingWindowSpec):
-            num_out_of_window = self._spec.first_live_token(num_computed_tokens) // self._block_size
+            num_null_blocks = self._spec.first_live_token(num_computed_tokens) // self._block_size
         else:
             assert not rest, f"a cached prefix of {num_cached_tokens} tokens ends within a block"
-        held = ids[num_out_of_window:]
+        held = ids[num_null_blocks:]
         self._check_ids(held, len(ids))
         if self._num_users is not None:
             assert num_shared <= len(ids), "blocks of the cached prefix are missing"

@@ -30,10 +30,6 @@ class LogHistogram:
         buckets = np.log(np.maximum(values, _SMALLEST) / _SMALLEST) / _LOG_RATIO
         np.add.at(self.counts, np.minimum(buckets, _NUM_BUCKETS - 1).astype(np.int64), 1)
 
-    def add_many(self, value: float, count: int) -> None:
-        """The same value `count` times."""
-        self.counts[_bucket(value)] += count
-
     def add_run(self, first: float, growth: float, num_values: int, count: int) -> None:
         """first, first + growth, first + 2 growth, ..., each `count` times; growth >= 0."""
         low, high = _bucket(first), _bucket(first + growth * (num_values - 1))

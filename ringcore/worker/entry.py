@@ -1,6 +1,6 @@
-"""The door between the columns: what an executor loads by name, in the process that is to be the worker.
+"""The worker's entry point, which an executor loads by name in the worker process: the only link between the columns.
 
-torch is imported when a worker is made, and not with this module: a GPU can be woken meanwhile.
+torch is imported when a worker is created, not with this module, so that the GPU's context is created concurrently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["create_worker"]
 
 
 def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Worker:
-    """The worker of one rank, with the user's `worker_extension` mixed in; nothing is set up yet.
+    """The worker of one rank, with the user's `worker_extension` mixed in; no stage has run yet.
 
     Raises `ConfigError` where the extension cannot be found or mixed in.
     """
@@ -28,7 +28,7 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
         begin_gpu_context(rank)
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:  # torch has taken that one in itself
+    if "OMP_NUM_THREADS" not in os.environ:  # else torch has applied it
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.parallel.tensor_parallel_size))
     return _worker_class(config.parallel.worker_extension)(config, rank, rendezvous)

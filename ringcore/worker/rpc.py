@@ -1,8 +1,8 @@
-"""The methods of a worker that can be called from outside it, and how a call reaches one.
+"""The worker's RPC methods: their declaration, lookup and dispatch.
 
-A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations. One that
-is declared with `@rpc(scope="engine")` is called by the engine alone. This module loads no torch, since whoever has no
-device may still want to know what can be called.
+A method can be called only if it is declared with `@rpc`; its arguments are checked against its annotations. Only the
+engine may call a method that is declared with `@rpc(scope="engine")`. This module does not import torch, so that
+processes without a device can list the methods.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ def rpc(*, read_only: bool = False, scope: DeclaredScope | None = None) -> Calla
 def rpc(method: Any = None, *, read_only: bool = False, scope: DeclaredScope | None = None) -> Any:
     """Declares that a worker's method may be called by name: `@rpc`, or `@rpc(read_only=True)`.
 
-    A read-only method touches nothing that a step changes: another thread of the worker may execute it while a step
-    runs.
+    A read-only method uses nothing that a step changes: the worker's side thread may execute it while a step runs.
 
-    scope: what an admin client's key needs for it: "read", "call" or "lifecycle" (see `ringcore.protocol.scopes`);
-    by default "read" for a read-only method, else "call". "engine": the engine alone calls it, and every call from
-    outside is refused. In a subclass, an extension too, it stays the engine's whatever is declared there.
+    scope: the scope that an admin client's key needs: "read", "call" or "lifecycle" (see `ringcore.protocol.scopes`);
+    by default "read" for a read-only method, else "call". "engine": only the engine may call it, and every call from
+    outside is refused. Overriding such a method in a subclass or extension does not change its scope.
 
     Raises TypeError for another scope and for anything but a public function.
     """
@@ -69,15 +68,15 @@ def rpc(method: Any = None, *, read_only: bool = False, scope: DeclaredScope | N
 
 
 def rpc_methods(worker: object) -> dict[str, RpcMethod]:
-    """The methods that are declared, those that only the engine calls among them, by name and sorted."""
+    """The declared methods, including those of scope "engine", sorted by name."""
     names = sorted({name for cls in type(worker).__mro__ for name in vars(cls)})
     declared = {name: found for name in names if (found := _declared(worker, name)) is not None}
     return {name: RpcMethod.of(function, "workers", *kind) for name, (function, kind) in declared.items()}
 
 
 def _declared(worker: object, name: str) -> tuple[Callable[..., Any], _Declaration] | None:
-    """The declared function of this name. The first class in the resolution order that has the name decides, but for
-    what is the engine's: that it stays."""
+    """The declared function of this name. The first class in the method resolution order that has the name decides,
+    except that a method of scope "engine" in any class keeps that scope."""
     found = [vars(cls)[name] for cls in type(worker).__mro__ if name in vars(cls)]
     kinds = [vars(one).get(_DECLARATION) if inspect.isfunction(one) else None for one in found]
     if not found or kinds[0] is None:
@@ -87,8 +86,8 @@ def _declared(worker: object, name: str) -> tuple[Callable[..., Any], _Declarati
 
 
 def find_rpc(worker: object, method: str, by_engine: bool = False) -> types.MethodType:
-    """The declared method, bound. Raises `InvalidRequestError` where there is none, and names those that there are; and
-    for one that is the engine's, unless the call is made `by_engine`."""
+    """The declared method, bound. Raises `InvalidRequestError` for an undeclared name, listing the declared ones, and
+    for a method of scope "engine" unless `by_engine`."""
     found = _declared(worker, method)
     if found is None:
         raise unknown_method(method, (one.name for one in rpc_methods(worker).values() if one.scope != "engine"))
@@ -105,15 +104,15 @@ def call_rpc(
     kwargs: Mapping[str, Any] | None = None,
     by_engine: bool = False,
 ) -> Any:
-    """Calls a declared method with arguments as they come off the wire: builtins, numpy arrays, `HostTensor`.
+    """Calls a declared method with arguments from the wire: builtins, numpy arrays, `HostTensor`.
 
-    by_engine: whether the engine itself makes the call.
+    by_engine: whether the engine makes the call.
 
     Every `HostTensor` becomes a torch tensor. Then each argument is converted to its annotation (msgspec, strict). For
-    `np.ndarray`, an array is passed as it is, and made of a tensor, a list or the bytes of int32; for `torch.Tensor`,
-    a tensor is passed as it is, and made of an array. An argument without an annotation, or of `object`, is passed as
-    it is. Raises `InvalidRequestError` as `find_rpc` does and for arguments that do not fit, before the method runs;
-    then whatever the method raises.
+    `np.ndarray`, an array is passed unchanged, and a tensor, a list or the bytes of int32 are converted; for
+    `torch.Tensor`, a tensor is passed unchanged, and an array is converted. An argument without an annotation, or of
+    `object`, is passed unchanged. Raises `InvalidRequestError` as `find_rpc` does and for arguments that do not fit,
+    before the method runs; afterwards whatever the method raises.
     """
     bound_method = find_rpc(worker, method, by_engine)
     function = bound_method.__func__
@@ -139,18 +138,18 @@ def call_rpc(
     return bound_method(*bound.args, **bound.kwargs)
 
 
-# To look a function over costs more than to call it, so that is done once for each.
+# Inspecting a signature costs more than the call, so the results are cached per function.
 
 
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The method's signature as its caller sees it: without the worker itself."""
+    """The method's signature without `self`."""
     return inspect.signature(types.MethodType(function, object()))
 
 
 @functools.cache
 def _annotation(function: Callable[..., Any], name: str) -> Any:
-    """The parameter's annotation as a type. One at a time: a return type imported for checkers alone does no harm."""
+    """The parameter's annotation as a type. Resolved one by one: a return type under TYPE_CHECKING does no harm."""
     annotation = _signature(function).parameters[name].annotation
     if not isinstance(annotation, str):
         return annotation
@@ -177,11 +176,11 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _convert_extra(kind: Any, value: Any) -> Any:
-    """What msgspec knows nothing of: arrays and tensors."""
+    """Converts to the types that msgspec does not support: arrays and tensors."""
     wanted = typing.get_origin(kind) or kind
     if isinstance(value, wanted):
         return value
-    torch = sys.modules.get("torch")  # who never loaded it has neither a tensor nor a wish for one
+    torch = sys.modules.get("torch")  # not imported: no argument and no annotation can be a tensor
     if wanted is np.ndarray:
         return value.numpy() if torch is not None and isinstance(value, torch.Tensor) else _array_of(value)
     if torch is not None and wanted is torch.Tensor and isinstance(value, np.ndarray):
@@ -190,7 +189,7 @@ def _convert_extra(kind: Any, value: Any) -> Any:
 
 
 def _array_of(value: Any) -> np.ndarray:
-    """A numpy array of plain data, as `ringcore.protocol` has them: integers are int32."""
+    """A numpy array of plain data; integers are int32, as in `ringcore.protocol`."""
     if isinstance(value, bytes):
         return np.frombuffer(value, dtype=np.int32)
     array = np.asarray(value)

@@ -1,4 +1,5 @@
-"""Takes the memory of a rank's weights and KV cache away and puts it back: a transaction, under fixed addresses."""
+"""Sleep and wake: frees and restores the memory of a rank's weights and KV cache under fixed addresses, in two
+phases."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ __all__ = ["RESIDENT", "RankMemory", "begin_host_store"]
 
 RESIDENT, OFFLOADED, DISCARDED = "resident", "offloaded", "discarded"
 
-# In the order in which memory is mapped: what has to be copied comes first. Each piece of it is on its way as soon as
-# its memory is there, while the rest is mapped.
+# In mapping order: weights first, since their pieces are copied as soon as they are mapped, while the rest is being
+# mapped.
 _STATES: Mapping[str, tuple[str, ...]] = {
     "weights": (RESIDENT, OFFLOADED, DISCARDED),
     "kv_cache": (RESIDENT, DISCARDED),
@@ -29,47 +30,47 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 class RankMemory:
-    """The arenas of a rank, by tag, and where the contents are of those that have no memory.
+    """The arenas of a rank by tag, and the state of each.
 
     state      | its arena | the host store
     resident   | mapped    | empty
     offloaded  | unmapped  | the contents; weights only
     discarded  | unmapped  | empty
 
-    A change has two phases. `prepare` does all that can fail for want of memory, and loses nothing: meanwhile an arena
-    that is to go is still mapped, and a copy that is not needed any more is still there. Then `commit` lets go, or
-    `roll_back` gives back what `prepare` took.
+    A change has two phases. `prepare` does everything that can run out of memory, and loses no contents: an arena that
+    is to be unmapped stays mapped, and a host copy that is no longer needed is kept. Then `commit` frees them, or
+    `roll_back` frees what `prepare` allocated.
     """
 
     def __init__(self, platform: Platform, store: HostStore) -> None:
-        """store: of the bytes that the weights use. It is its maker's to close, as the arenas are the platform's."""
+        """store: of the size of the weights; the caller closes it, and the platform its arenas."""
         self._platform, self._store = platform, store
         self._arenas: Mapping[str, Arena] = platform.arenas
         assert self._arenas.keys() >= _STATES.keys(), sorted(self._arenas)
-        # Replaced as a whole: other threads read it.
+        # Replaced, never mutated: the side thread reads it.
         self._states: Mapping[str, str] = dict.fromkeys(_STATES, RESIDENT)
-        self._changes: dict[str, str] | None = None  # by tag, what is prepared; None: nothing
+        self._changes: dict[str, str] | None = None  # the prepared change by tag; None: none
 
     @property
     def states(self) -> dict[str, str]:
-        """By tag, as they were before a change that is only prepared."""
+        """The committed states by tag."""
         return dict(self._states)
 
     @property
     def is_resident(self) -> bool:
-        """Whether everything has its memory, and nothing is about to change."""
+        """Whether every tag is resident, and no change is prepared."""
         return self._changes is None and all(state == RESIDENT for state in self._states.values())
 
     def prepare(self, target: Mapping[str, str]) -> dict[str, float]:
-        """Takes what it needs to bring the tags of `target` into these states; -> "copied_bytes", "copy_s",
-        "mapped_bytes", "map_s", of that "weights_map_s" and "kv_cache_map_s", and "host_store_s" (waited for room),
-        those that there are.
+        """Copies and maps what the states of `target` need; -> those that apply of "copied_bytes", "copy_s",
+        "mapped_bytes", "map_s", its parts "weights_map_s" and "kv_cache_map_s", and "host_store_s" (the wait for the
+        host store's memory).
 
-        What is mapped again holds its contents, zeros where it is the KV cache, and anything where weights were
-        discarded. "map_s" is what mapping took, without what was begun in between; "copy_s" is from the first copy's
-        begin to the last one's end. Copies go on while memory is mapped: both together may be more than it all took.
+        A mapped arena holds its restored contents, zeros for the KV cache, or arbitrary bytes for discarded weights.
+        "map_s" is the time of mapping alone; "copy_s" is from the start of the first copy to the end of the last.
+        Copies and mapping overlap, so their sum may exceed the elapsed time.
 
-        Raises `CapacityError` with the bytes needed and free; whatever it raises, nothing is changed then.
+        Raises `CapacityError` with the bytes needed and free; on any error nothing has changed.
         """
         assert self._changes is None, "a change is prepared already"
         changes = self._check(target)
@@ -86,7 +87,7 @@ class RankMemory:
         return report
 
     def _check(self, target: Mapping[str, str]) -> dict[str, str]:
-        """-> those that change anything."""
+        """Checks the target; -> the tags whose state changes."""
         for tag, state in target.items():
             if tag not in _STATES or state not in _STATES[tag]:
                 known = ", ".join(f"{tag}: {' or '.join(states)}" for tag, states in _STATES.items())
@@ -148,7 +149,7 @@ class RankMemory:
         report[f"{tag}_map_s"] = map_s
 
     def _try_to_map(self, tag: str, fill: PieceUse, taken: int) -> None:
-        """taken: bytes that this change has mapped before."""
+        """taken: bytes that this change has already mapped."""
         try:
             self._arenas[tag].map(fill)
         except CapacityError as error:
@@ -158,9 +159,9 @@ class RankMemory:
             raise CapacityError(f"{error.message}; the other tags took {format_bytes(taken)}", **details) from error
 
     def commit(self) -> dict[str, float]:
-        """Goes through with what is prepared; -> by tag what was unmapped, "weights_freed_bytes" and
-        "kv_cache_freed_bytes", and "unmap_s"; if anything was, "cached_freed_bytes" of the allocators and "cached_s",
-        and "residue_bytes", what this process still has of the device, where that is known, and "residue_s"."""
+        """Commits the prepared change; -> "weights_freed_bytes" and "kv_cache_freed_bytes" of the unmapped tags, and
+        "unmap_s"; if any was unmapped, also "cached_freed_bytes" of the allocators and "cached_s", and "residue_bytes",
+        the device memory that this process still uses, where that is known, and "residue_s"."""
         assert self._changes is not None, "no change is prepared"
         report: dict[str, float] = {}
         for tag in self._changes:
@@ -182,7 +183,7 @@ class RankMemory:
         return report
 
     def roll_back(self) -> None:
-        """Everything is as it was before `prepare`. Where nothing is prepared, nothing happens."""
+        """Undoes `prepare`. A no-op where nothing is prepared."""
         changes, self._changes = self._changes, None
         for tag, state in (changes or {}).items():
             if state == RESIDENT:
@@ -192,9 +193,10 @@ class RankMemory:
 
 
 def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) -> HostStore:
-    """When the weights are allocated, and may yet have to be read: room for them is made in the background from now on.
+    """Creates the host store of the weights, whose memory is then allocated in the background. Called when the weights
+    are allocated, before they are read.
 
-    directory: where it is to be a file; None: in host memory. num_ranks: of this host.
+    directory: of a file store; None: host memory. num_ranks: of this host.
     """
     num_bytes, link = platform.arenas["weights"].used_bytes, platform.host_link()
     store: HostStore
@@ -202,7 +204,7 @@ def begin_host_store(platform: Platform, directory: str | None, num_ranks: int) 
         store = MemoryStore(num_bytes, link, HostBudget(Host().free_memory_bytes, num_ranks))
     else:
         store = FileStore(num_bytes, directory, link)
-    store.make_ahead()
+    store.allocate_in_background()
     return store
 
 

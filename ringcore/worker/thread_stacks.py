@@ -1,4 +1,4 @@
-"""Where each thread of this process is in its code."""
+"""The Python stacks of this process's threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["thread_stacks"]
 
 
 def thread_stacks() -> str:
-    """The Python stack of every thread, by name, innermost call last. No thread is stopped for it."""
+    """The Python stack of every thread, by name, innermost call last. Does not stop the threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     blocks = []

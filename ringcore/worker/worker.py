@@ -1,4 +1,4 @@
-"""One rank: the methods by which an executor brings it up, runs it and asks after it."""
+"""The worker of one rank: the RPC methods by which an executor starts, runs and monitors it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ringcore.worker.weights.weight_group import BroadcastGroup
 from ringcore.worker.weights.weight_sources import WeightReceiver
 
 if TYPE_CHECKING:
-    from ringcore.worker.start_up.kernels_ahead import KernelsAhead
+    from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp
 
 __all__ = ["Worker"]
 
@@ -40,12 +40,12 @@ _Stage = TypeVar("_Stage")
 class Worker:
     """Rank `rank` of `config.parallel.tensor_parallel_size`.
 
-    It comes up in stages, each made by the method of its name and needed by the next:
+    It starts in stages, one method each; every stage requires the previous one:
     init_device -> load_model -> get_kv_cache_spec, determine_available_memory -> initialize_from_config -> steps.
     """
 
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
-        """`rendezvous`: the file by which the ranks find each other; None for one rank."""
+        """rendezvous: the file of the process group's rendezvous; None for one rank."""
         self.config = config
         self.rank = rank
         self._rendezvous = rendezvous
@@ -53,23 +53,23 @@ class Worker:
         self._tp: TensorParallel | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
-        self._host_store: HostStore | None = None  # where memory can be given back, as the next
+        self._host_store: HostStore | None = None  # in sleep mode, as the next
         self._rank_memory: RankMemory | None = None
         self._new_weights = WeightReceiver()
-        self._grammars = model_grammars(config)  # the runner's too
-        self._peaks: StepPeaks | None = None  # until they are measured, where they are
+        self._grammars = model_grammars(config)  # shared with the runner
+        self._peaks: StepPeaks | None = None  # None until measured; stays None on a CPU
         self._kv_cache_bytes = 0
-        self._counts = 0, 0  # steps, tokens: one object, so that no other thread sees the one without the other
+        self._counts = 0, 0  # (steps, tokens): one object, so that other threads read both consistently
 
     @rpc(scope="engine")
     def init_device(self) -> dict[str, float]:
-        """Takes hold of the device and meets the other ranks; -> the seconds of each. Raises `ConfigError`, and
-        RuntimeError if a rank is absent."""
+        """Initializes the device and the process group; -> the seconds of each. Raises `ConfigError`, and RuntimeError
+        if a rank is missing."""
         started = time.monotonic()
         device = self.config.device
         self._platform = choose_platform(device.device, self.rank, device.device_memory, device.enable_sleep_mode)
         self.config = self.config.on_device(self._platform.device.type)
-        self._platform.synchronize()  # by now the device has its context
+        self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
         self._tp = self._connect(self._platform)
         return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
@@ -86,36 +86,36 @@ class Worker:
 
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
-        """-> "weights_bytes", and the seconds of what goes on at the same time: "weights_s", "kernels_s" where there
-        are kernels to compile. Raises `ModelLoadError`."""
-        platform, tp = _made(self._platform, "init_device"), _made(self._tp, "init_device")
+        """-> "weights_bytes", and the seconds of two concurrent jobs: "weights_s", and "kernels_s" (kernel warm-up)
+        where the device has kernels. Raises `ModelLoadError`."""
+        platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
         kernels = _compile_kernels(self.config, platform, tp)
         try:
             begin_store = self._begin_store if self.config.device.enable_sleep_mode else None
             self._loaded = LoadedModel.load(self.config, platform, tp, begin_store)
         finally:
             kernels_s = None if kernels is None else kernels.finish()
-        told = {"weights_bytes": float(self._loaded.weights_bytes), "weights_s": self._loaded.load_s}
-        return told if kernels_s is None else told | {"kernels_s": kernels_s}
+        report = {"weights_bytes": float(self._loaded.weights_bytes), "weights_s": self._loaded.load_s}
+        return report if kernels_s is None else report | {"kernels_s": kernels_s}
 
     def _begin_store(self) -> None:
-        """Before anything else that takes long, so that the first sleep finds it made."""
+        """Called before the weights are read, so that the host store is ready for the first sleep."""
         size, directory = self.config.parallel.tensor_parallel_size, self.config.device.sleep_directory
-        self._host_store = begin_host_store(_made(self._platform, "init_device"), directory, size)
+        self._host_store = begin_host_store(_require(self._platform, "init_device"), directory, size)
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer stores, by the layer's name."""
-        return _made(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
+        """The KV cache spec of each attention layer, by the layer's name."""
+        return _require(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
 
     @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
-        """The memory table in bytes; `available_kv_cache_bytes` is what the KV cache may have. See `worker.memory`.
+        """The memory table in bytes; `available_kv_cache_bytes` is the KV cache's share. See `memory_budget`.
 
-        Where the device measures steps it runs some, together with the other ranks. Raises `CapacityError`.
+        A platform that measures steps does its profile run here, on all ranks together. Raises `CapacityError`.
         """
-        loaded = _made(self._loaded, "load_model")
-        platform = _made(self._platform, "init_device")
+        loaded = _require(self._loaded, "load_model")
+        platform = _require(self._platform, "init_device")
         specs = self.get_kv_cache_spec()
         if platform.measures_steps:
             from ringcore.worker.start_up.profile_run import profile_steps  # with the kernels, which a CPU may not have
@@ -127,11 +127,11 @@ class Worker:
 
     @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float]:
-        """Allocates the pages as planned and warms up; -> the seconds of each, and "graphs_left", how often
-        `capture_graph` has something to do. Raises `CapacityError` or `ConfigError`."""
+        """Allocates the KV cache as planned and warms up; -> the seconds of each, and "graphs_left", the number of CUDA
+        graphs that `capture_graph` can still capture. Raises `CapacityError` or `ConfigError`."""
         started = time.monotonic()
-        loaded = _made(self._loaded, "load_model")
-        platform = _made(self._platform, "init_device")
+        loaded = _require(self._loaded, "load_model")
+        platform = _require(self._platform, "init_device")
         self._runner = _runner_class(platform)(self.config, loaded, kv_cache_config, platform, self.rank)
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
@@ -144,15 +144,15 @@ class Worker:
 
     @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
-        """One step, or the several of one message; what they sampled on rank 0, None on the others. On a GPU they are
-        launched, and what they sampled comes later."""
+        """Executes the one or several steps of a message; -> their output on rank 0, None on the others. On a GPU the
+        steps are launched asynchronously, and the output is pending."""
         output = self._awake_runner().execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
         return output
 
     def _awake_runner(self) -> ModelRunner:
-        runner = _made(self._runner, "initialize_from_config")
+        runner = _require(self._runner, "initialize_from_config")
         if self._rank_memory is not None and not self._rank_memory.is_resident:
             away = [tag for tag, state in self._rank_memory.states.items() if state != RESIDENT]
             raise SleepingError("the memory of weights or KV cache was given back; call wake_up() first", tags=away)
@@ -160,26 +160,26 @@ class Worker:
 
     @rpc(scope="engine")
     def capture_graph(self) -> int:
-        """Captures one of the CUDA graphs that are not there, which else the first step of its size has to do; -> how
-        many are left. The engine calls it while it has nothing to do. All ranks must be called together."""
+        """Captures one missing CUDA graph, which the first step of its size would capture otherwise; -> how many are
+        left. The engine calls it on all ranks together while it is idle."""
         runner = self._awake_runner()
         runner.capture_graph()
         return runner.num_graphs_left
 
     @rpc(scope="engine")
     def reset_rows(self) -> None:
-        """Forgets every row, as if all had finished."""
-        _made(self._runner, "initialize_from_config").rows.clear()
+        """Clears every row, as if all requests had finished."""
+        _require(self._runner, "initialize_from_config").rows.clear()
 
-    # The engine calls these: it knows whether the contents are what they should be, and tells all ranks the same.
+    # Sleep and wake: the engine tracks whether the contents are valid, and calls all ranks alike.
 
     @rpc(scope="engine")
     def prepare_memory(self, target: dict[str, str]) -> dict[str, float]:
-        """Takes what it needs to bring "weights" and "kv_cache" into these states: "resident", "offloaded" (weights
-        only) or "discarded"; -> what that came to, see `RankMemory`. Loses nothing: `commit_memory` or
-        `roll_back_memory` follows. Raises `CapacityError`, and has changed nothing then."""
+        """First phase of bringing "weights" and "kv_cache" into these states: "resident", "offloaded" (weights only) or
+        "discarded"; -> bytes and seconds, see `RankMemory`. Loses no contents: `commit_memory` or `roll_back_memory`
+        must follow. Raises `CapacityError`, and has changed nothing then."""
         if self._rank_memory is None:
-            _made(self._runner, "initialize_from_config")
+            _require(self._runner, "initialize_from_config")
             raise InvalidRequestError(
                 "enable_sleep_mode=False: this engine keeps its memory; start it with enable_sleep_mode=True",
                 field="enable_sleep_mode",
@@ -189,70 +189,71 @@ class Worker:
 
     @rpc(scope="engine")
     def commit_memory(self) -> dict[str, float]:
-        """Goes through with what is prepared; -> the bytes that were freed, and what is left, see `RankMemory`."""
+        """Commits the prepared change; -> the bytes freed, and those still in use, see `RankMemory`."""
         assert self._rank_memory is not None, "no change is prepared"
         return self._rank_memory.commit()
 
     @rpc(scope="engine")
     def roll_back_memory(self) -> None:
-        """Undoes `prepare_memory`. Where nothing is prepared, nothing happens."""
+        """Undoes `prepare_memory`. A no-op where nothing is prepared."""
         if self._rank_memory is not None:
             self._rank_memory.roll_back()
 
     @rpc(read_only=True)
     def memory_states(self) -> dict[str, str]:
-        """By tag: "resident", "offloaded" or "discarded"."""
+        """The state of each tag: "resident", "offloaded" or "discarded"."""
         memory = self._rank_memory
         return dict.fromkeys(("weights", "kv_cache"), RESIDENT) if memory is None else memory.states
 
     @rpc(scope="engine")
     def start_weight_update(self) -> None:
-        """Begins to replace the weights, in place; an update that was begun is given up. Raises `InvalidRequestError`
-        where they are packed for the CPU's kernels."""
-        self._new_weights.start(_made(self._loaded, "load_model"))
+        """Starts a weight update in place; an unfinished update is abandoned. Raises `InvalidRequestError` where the
+        weights are packed for the CPU's kernels."""
+        self._new_weights.start(_require(self._loaded, "load_model"))
 
     @rpc(scope="engine")
     def update_weights(self, source: dict[str, Any]) -> dict[str, float]:
-        """One chunk of an update, of any number: tensors by their names in a checkpoint, and whole; this rank takes its
-        slices. source: a `FilesSource`, `IpcSource` or `GroupSource` of `weight_sources`, as a dict.
+        """Applies one of any number of chunks of an update: whole tensors by their checkpoint names, of which this rank
+        copies its slices. source: a `FilesSource`, `IpcSource` or `GroupSource` of `weight_sources`, as a dict.
 
-        -> "num_tensors", "num_bytes" that were written on this rank, "seconds". Raises `InvalidRequestError` for what
-        does not fit the model: of that tensor nothing is written.
+        -> "num_tensors", "num_bytes" written on this rank, "seconds". Raises `InvalidRequestError` for a tensor that
+        does not fit the model, before any of it is written.
         """
-        return self._new_weights.receive(source, _made(self._platform, "init_device"))
+        return self._new_weights.receive(source, _require(self._platform, "init_device"))
 
     @rpc(scope="engine")
     def finish_weight_update(self, require_all: bool) -> dict[str, float]:
-        """Ends an update: what is derived from the weights is made anew. -> "num_tensors" of the whole update, and
-        "seconds". require_all: raises `InvalidRequestError` that names what has not come."""
-        loaded, platform = _made(self._loaded, "load_model"), _made(self._platform, "init_device")
+        """Ends an update and recomputes what is derived from the weights. -> "num_tensors" of the whole update, and
+        "seconds". require_all: raises `InvalidRequestError` that names a missing tensor."""
+        loaded, platform = _require(self._loaded, "load_model"), _require(self._platform, "init_device")
         return self._new_weights.finish(require_all, loaded, platform)
 
     @rpc(scope="lifecycle")
     def join_weight_group(
         self, address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float
     ) -> None:
-        """Joins the group of a trainer, its rank 0 (`ringcore.weights.WeightGroup`), and leaves the one before.
+        """Joins the broadcast group of a trainer, which is its rank 0 (`ringcore.weights.WeightGroup`), and leaves the
+        previous one.
 
-        rank: of this engine's first worker; the others follow in their order, so all are given the same. backend:
-        "nccl", or "gloo" by way of the host. timeout_s: of joining, and later of each piece of a tensor. Raises
-        `InvalidRequestError`.
+        rank: of this engine's first worker; the others get the following ranks in order, so all are called with the
+        same value. backend: "nccl", or "gloo" via the host. timeout_s: of joining, and later of each chunk of a tensor.
+        Raises `InvalidRequestError`.
         """
-        device = _made(self._platform, "init_device").device
-        mine = rank + self.rank
-        self._new_weights.join(BroadcastGroup(address, port, world_size, mine, backend, timeout_s, device))
+        device = _require(self._platform, "init_device").device
+        group_rank = rank + self.rank
+        self._new_weights.join(BroadcastGroup(address, port, world_size, group_rank, backend, timeout_s, device))
 
     @rpc(scope="lifecycle")
     def leave_weight_group(self) -> None:
-        """Leaves the group that was joined. Idempotent."""
+        """Leaves the joined group. Idempotent."""
         self._new_weights.leave()
 
-    # Read-only methods run on another thread, also while one of the above runs. Each reads an attribute once and goes
-    # on with what it got; what they read of the model and the device is fixed once it is there.
+    # Read-only methods run on the side thread, concurrently with the methods above. Each reads an attribute once into a
+    # local; the parts of model and device that they read are immutable after creation.
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:
-        """Counts since the start, the CUDA graphs that are not there yet, and the process's resident bytes."""
+        """Counters since the start, the CUDA graphs not captured yet, and the process's resident bytes."""
         num_steps, num_tokens = self._counts
         runner = self._runner
         return {
@@ -265,8 +266,8 @@ class Worker:
 
     @rpc(read_only=True)
     def memory(self) -> dict[str, int]:
-        """The table of `worker.memory` as it would be now, in bytes, and what the process has: `resident_bytes`, and
-        `kv_cache_bytes`, the pages. Before the model is loaded, only those two."""
+        """The memory table recomputed now, in bytes, with the process's `resident_bytes` and the allocated
+        `kv_cache_bytes`. Before the model is loaded, only those two."""
         loaded, platform, kv_cache_bytes = self._loaded, self._platform, self._kv_cache_bytes
         table = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
         if loaded is None or platform is None:
@@ -276,7 +277,7 @@ class Worker:
 
     @rpc(read_only=True, scope="engine")
     def compile_grammar(self, spec: StructuredOutputsParams) -> None:
-        """Makes the grammar of coming requests ready, while steps go on. Raises `InvalidRequestError`."""
+        """Compiles the grammar of coming requests, concurrently with steps. Raises `InvalidRequestError`."""
         self._grammars.compile(spec)
 
     @rpc(read_only=True)
@@ -286,17 +287,17 @@ class Worker:
 
     @rpc(read_only=True)
     def health(self) -> dict[str, Any]:
-        """Who answers, how far it has come ("new", "device", "model" or "ready"), and on what device: "cuda" or "cpu",
-        None while it is new."""
+        """Rank, pid, start-up stage ("new", "device", "model" or "ready"), and device type ("cuda" or "cpu"; None while
+        new)."""
         platform = self._platform
         stages = {"ready": self._runner, "model": self._loaded, "device": platform}
-        stage = next((name for name, made in stages.items() if made is not None), "new")
+        stage = next((name for name, part in stages.items() if part is not None), "new")
         device = None if platform is None else platform.device.type
         return {"rank": self.rank, "pid": os.getpid(), "stage": stage, "device": device}
 
     @rpc(scope="engine")
     def shutdown(self) -> None:
-        """Gives back the pages, the weights and the connections. Idempotent."""
+        """Frees the KV cache, the weights and the connections. Idempotent."""
         self._rank_memory = None
         store, self._host_store = self._host_store, None
         if store is not None:
@@ -312,14 +313,14 @@ class Worker:
             platform.close()
 
 
-def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelsAhead | None:
-    """In a thread; None where there are none."""
+def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelWarmUp | None:
+    """Starts kernel warm-up in a thread; None where the device has no kernels."""
     if not ops.has_kernels(platform.device):
         return None
-    from ringcore.worker.start_up.kernels_ahead import KernelsAhead  # with the kernels, which a CPU may not have
+    from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
     dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-    return KernelsAhead(config, platform, tp, dtype, _runner_class(platform))
+    return KernelWarmUp(config, platform, tp, dtype, _runner_class(platform))
 
 
 def _runner_class(platform: Platform) -> type[ModelRunner]:
@@ -334,7 +335,7 @@ def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _made(stage: _Stage | None, method: str) -> _Stage:
+def _require(stage: _Stage | None, method: str) -> _Stage:
     if stage is None:
-        raise InvalidRequestError(f"the worker is not that far; call {method} first", field="method", value=method)
+        raise InvalidRequestError(f"the worker is not ready; call {method} first", field="method", value=method)
     return stage

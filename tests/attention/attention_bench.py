@@ -50,7 +50,7 @@ class Bench:
     """A pool full of old numbers, sequences in it, and a backend that is driven step by step."""
 
     def __init__(
-        self, name: str, spec: KVCacheSpec, num_heads: int, neighbours: Iterable[KVCacheSpec] = (), seed: int = 0
+        self, name: str, spec: KVCacheSpec, num_heads: int, sharing_specs: Iterable[KVCacheSpec] = (), seed: int = 0
     ) -> None:
         self.spec = spec
         self.window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 10**9
@@ -60,7 +60,7 @@ class Bench:
         self.device = CPU if self.is_interpreted else torch.device(RUNS_ON[name])
         if reason := refusal(name, spec):
             pytest.skip(f"{name} refuses: {reason}")
-        self.backend: AttentionBackend = BACKENDS[name](spec, num_heads, list(neighbours))
+        self.backend: AttentionBackend = BACKENDS[name](spec, num_heads, list(sharing_specs))
         self.random = torch.Generator().manual_seed(seed)
         self.order = np.random.default_rng(seed)
 
@@ -112,7 +112,7 @@ class Bench:
         plan = self.plan(metadata)
         got = [self.forward(q, k, v, metadata, plan) for _ in range(2)]
         assert torch.equal(got[0], got[1]), "a plan serves every layer of its step"
-        if self.backend.takes_written_kv:
+        if self.backend.accepts_prewritten_kv:
             self._write(k, v, metadata.slot_mapping)
             assert torch.equal(got[0], self.forward(q, None, None, metadata, plan)), (
                 "it does not matter who wrote the keys and values"
@@ -180,8 +180,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: in
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
-    behind = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # how far a key is behind
-    scores.masked_fill_(((behind < 0) | (behind >= window)).to(q.device), -torch.inf)
+    distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # from query to key
+    scores.masked_fill_(((distance < 0) | (distance >= window)).to(q.device), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 

@@ -133,7 +133,7 @@ def test_decode_padding_never_lets_old_numbers_through(name: str) -> None:
     bench.check([(0, 1), (1, 1)])
 
 
-# Sliding windows. In every step, blocks that a window has left behind hold NaN, and their places ids or zeros.
+# Sliding windows. In every step, blocks that the window has passed hold NaN, and their table entries ids or zeros.
 
 WINDOWS = {
     "triton": [(16, 1), (16, 15), (16, 16), (16, 17), (16, 33), (48, 20), (64, 70)],

@@ -41,8 +41,8 @@ def test_decoding_sequences_of_like_length_share_a_batch() -> None:
     """2, 3 and 4 blocks: 3 blocks of padding. 100 blocks: 96 and more of padding for each of them."""
     lens = [30, 48, 1600, 64]
     tables = [blocks_of(-(-n // 16), 200 * i + 1, False) for i, n in enumerate(lens)]
-    parts = TorchSdpaBackend(SPEC, 4).plan(metadata([1] * 4, lens, tables))
-    long, batch = parts
+    items = TorchSdpaBackend(SPEC, 4).plan(metadata([1] * 4, lens, tables))
+    long, batch = items
     assert isinstance(long, DecodeOne)
     assert (long.token, long.context.num_tokens) == (2, 1600)
     assert isinstance(batch, DecodeBatch)
@@ -70,16 +70,16 @@ def test_a_step_of_decoding_alone_needs_no_picking() -> None:
 
 def test_neighbouring_prompts_of_one_length_share_a_call() -> None:
     query_lens = [7, 7, 5, 7, 1]
-    parts = TorchSdpaBackend(SPEC, 4).plan(metadata(query_lens, [7, 7, 5, 7, 9], [[1], [2], [3], [4], [5]]))
-    assert [p for p in parts if isinstance(p, Prompts)] == [Prompts(0, 2, 7), Prompts(14, 1, 5), Prompts(19, 1, 7)]
+    items = TorchSdpaBackend(SPEC, 4).plan(metadata(query_lens, [7, 7, 5, 7, 9], [[1], [2], [3], [4], [5]]))
+    assert [p for p in items if isinstance(p, Prompts)] == [Prompts(0, 2, 7), Prompts(14, 1, 5), Prompts(19, 1, 7)]
 
 
 def test_chunks_share_one_mask_of_bounded_height() -> None:
     query_lens, seq_lens = [600, 3], [1000, 50]
     tables = [blocks_of(63, 1, False), blocks_of(4, 100, True)]
-    parts = TorchSdpaBackend(SPEC, 4).plan(metadata(query_lens, seq_lens, tables))
-    assert all(isinstance(part, Chunk) for part in parts)
-    masks = {id(part.mask): part.mask for part in parts if isinstance(part, Chunk)}
+    items = TorchSdpaBackend(SPEC, 4).plan(metadata(query_lens, seq_lens, tables))
+    assert all(isinstance(item, Chunk) for item in items)
+    masks = {id(item.mask): item.mask for item in items if isinstance(item, Chunk)}
     (mask,) = masks.values()
     assert mask.shape == (256, 1000)
     assert (mask[-1] == 0).all()
@@ -119,8 +119,8 @@ def test_a_long_window_with_consecutive_blocks_is_read_in_place() -> None:
 
 def test_prompts_that_a_window_hides_nothing_of_are_one_call() -> None:
     query_lens = [40, 40, 41]
-    parts = TorchSdpaBackend(WINDOW, 4).plan(metadata(query_lens, query_lens, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
-    whole, tiled = parts
+    items = TorchSdpaBackend(WINDOW, 4).plan(metadata(query_lens, query_lens, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
+    whole, tiled = items
     assert whole == Prompts(0, 2, 40)
     assert isinstance(tiled, Chunk)
     assert (tiled.first_token, tiled.query_len, tiled.context) == (80, 41, None)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from ringcore.attention.backends import fused_prompts
 from ringcore.attention.backends import triton as triton_backend
-from ringcore.attention.backends.fused_prompts import Prompts, neighbours_of_one_length
+from ringcore.attention.backends.fused_prompts import Prompts, batches_of_equal_length
 from ringcore.attention.metadata import AttentionMetadata
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -96,7 +96,7 @@ def test_what_long_fresh_prompts_need_is_set_up(monkeypatch, num_tokens, max_len
     monkeypatch.setattr(fused_prompts, "can_fuse", lambda spec, device: True)
     monkeypatch.setattr(fused_prompts, "attend_prompts", attend)
     backend = Bench("triton", spec_of(16, 2), 4).backend
-    backend.set_up(num_tokens, max_len, torch.device("cpu"))
+    backend.warm_up(num_tokens, max_len, torch.device("cpu"))
     assert attended == expected
 
 
@@ -120,11 +120,11 @@ def test_no_fused_attention_where_cudnn_has_none() -> None:
 
 def test_only_whole_prompts_are_worth_it() -> None:
     query_lens, seq_lens = np.array([2048, 2047, 4000, 1]), np.array([2048, 2047, 4001, 1])
-    assert fused_prompts.is_worth_it(query_lens, seq_lens).tolist() == [True, False, False, False]
+    assert fused_prompts.is_profitable(query_lens, seq_lens).tolist() == [True, False, False, False]
 
 
 def test_neighbours_of_one_length_share_a_call() -> None:
-    assert neighbours_of_one_length(7, [5, 5, 9, 5]) == [Prompts(7, 2, 5), Prompts(17, 1, 9), Prompts(26, 1, 5)]
+    assert batches_of_equal_length(7, [5, 5, 9, 5]) == [Prompts(7, 2, 5), Prompts(17, 1, 9), Prompts(26, 1, 5)]
 
 
 def test_lengths_are_rounded_up_to_few() -> None:

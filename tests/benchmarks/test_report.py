@@ -9,7 +9,7 @@ import pytest
 from benchmarks.__main__ import _shown_command, main
 from benchmarks.driver import ROOT, BenchmarkError
 from benchmarks.machine import shown_path
-from benchmarks.report import number, outdated, read_results, render, replace_tables, update
+from benchmarks.report import outdated, read_results, render, replace_tables, update
 from benchmarks.result import (
     FAILED,
     Check,
@@ -21,6 +21,7 @@ from benchmarks.result import (
     read_result,
     write_result,
 )
+from benchmarks.stats import number
 
 EMPTY = """# Title
 

@@ -22,8 +22,8 @@ _FAKE = "chaos_engine:ChaosWorker"
 _WRITE = "ringcore.executor.ring_buffer:RingWriter.try_write"
 _READ = "ringcore.executor.ring_buffer:RingReader.try_read"
 _RELEASE = "ringcore.executor.ring_buffer:RingReader.release"
-_SEND_MEMFD = "ringcore.executor.memfd_channel:MemfdSender.try_send"
-_RECEIVE_MEMFD = "ringcore.executor.memfd_channel:MemfdReceiver.receive"
+_SEND_LARGE = "ringcore.executor.side_channel:SideSender.try_send"
+_RECEIVE_LARGE = "ringcore.executor.side_channel:SideReceiver.receive"
 _EXECUTOR = "ringcore.executor.multiproc:MultiprocExecutor"
 _GROUP = "ringcore.executor.worker_group:WorkerGroup"
 _CORE = "ringcore.engine_core.core:EngineCore"
@@ -133,11 +133,11 @@ def _calls() -> list[Point]:
         call("call begins on worker 1", WORKER_1, f"{_FAKE}.echo"),
         call("call done on worker 0", WORKER_0, f"{_FAKE}.echo", "return"),
         call("read-only call on worker 1", WORKER_1, f"{_FAKE}.stats"),
-        call("large call, before its memory is sent", ENGINE, _SEND_MEMFD),
-        call("large call, sent to one of two", ENGINE, _SEND_MEMFD, "line 14"),
-        call("large call, before worker 1 receives it", WORKER_1, _RECEIVE_MEMFD),
-        call("large reply of worker 0 half-sent", WORKER_0, _SEND_MEMFD, "line 10"),
-        call("large reply, before the engine receives it", ENGINE, _RECEIVE_MEMFD),
+        call("large call, before its memory is sent", ENGINE, _SEND_LARGE),
+        call("large call, sent to one of two", ENGINE, _SEND_LARGE, "line 14"),
+        call("large call, before it is received by worker 1", WORKER_1, _RECEIVE_LARGE),
+        call("large reply of worker 0 half-sent", WORKER_0, _SEND_LARGE, "line 10"),
+        call("large reply, before the engine receives it", ENGINE, _RECEIVE_LARGE),
     ]
 
 

@@ -24,7 +24,7 @@ class Scenario:
     """Who sends what through which ring.
 
     messages: for each its parts' sizes in bytes, of up to 12 parts.
-    asked: the messages before which the writer asks `has_room`, as before a large message over the memfd channel.
+    asked: the messages before which the writer asks `has_room`, as before a large one of the side channel.
     start_line: where in its first lap the ring is, with nothing in it, when the model begins.
     leaving: after how many messages a reader closes, where it does not stay to the end.
     may_spin: whether readers spin more than once.

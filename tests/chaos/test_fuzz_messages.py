@@ -13,7 +13,7 @@ from fuzzing import Watch, mutated, mutated_parts, owned
 
 from ringcore import SamplingParams
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed
-from ringcore.engine_core.transport.framing import lay_out
+from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import RingcoreError
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.value_codec import (
@@ -204,7 +204,9 @@ def test_streams(num_malformed, seed, side, caplog):
     while watch.num_attempts < num_malformed:
         body = rng.choice(frames)
         whole = b"".join(
-            lay_out(mutated(body, rng) if rng.random() < 0.7 else body, [b"x"] * rng.choice([0, 0, 2]), FrameLimits())
+            encode_frame(
+                mutated(body, rng) if rng.random() < 0.7 else body, [b"x"] * rng.choice([0, 0, 2]), FrameLimits()
+            )
         )
         data = mutated(whole, rng) if rng.random() < 0.3 else whole
         stream.peer.send(data[: 100 << 10])

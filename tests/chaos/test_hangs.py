@@ -156,7 +156,7 @@ def test_an_engine_stopped_for_ever_is_ended_by_its_client(model_folder, how, ca
 def test_a_turn_of_the_engines_loop_that_does_not_end(model_folder, caplog):
     """Its heartbeat goes on."""
     with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S, executor=HangingMultiproc) as client:
-        with pytest.raises(EngineDeadError, match="a turn of its loop did not end"):
+        with pytest.raises(EngineDeadError, match="an iteration of its loop did not end"):
             client.collective_rpc("hang_the_engine")
         assert "in forward" in caplog.text, "the stack"
 

@@ -14,14 +14,14 @@ from chaos_plan import FRONT_END
 from kill_points import GROUP, Point, all_points
 from scenarios import FrontEnd
 
-SHORT_KILLS, LONG_KILLS = 200, 1000
+SHORT_KILLS, LONG_KILLS = 134, 1000
 NUM_AT_ONCE = 3
 MAX_FAILURES = 60  # it is not the first that tells the most
 
 
 def plan_kills(num_kills: int, rng: random.Random) -> list[tuple[Point, str, int]]:
     """Every point with some of its victims, of which there is one more at a time until the number is reached: the
-    short form has each point about three times, the long one has each with each victim several times."""
+    short form has each point twice, the long one has each with each victim several times."""
     rows = [(point, rng.sample(point.victims, len(point.victims))) for point in all_points()]
     kills = []
     for turn in itertools.count():

@@ -82,7 +82,7 @@ def test_sampling_options_of_several_parts(capsys, folder):
     ("flags", "says"),
     [
         (["--logit-bias", '{"a": 1}'], "give a JSON object with int keys"),
-        (["--logit-bias", "5"], "it is no object"),
+        (["--logit-bias", "5"], "not an object"),
         (["--extra-args", "{"], "give a JSON object with str keys"),
         (["--structured-outputs", '{"regexp": "a"}'], "unknown structured output 'regexp'; did you mean 'regex'?"),
         (["--structured-outputs", '{"choice": []}'], "structured_outputs.choice=0: give a list of 1 to 1024"),

@@ -139,9 +139,7 @@ def test_preempting_by_priority_needs_priorities(folder):
     scheduler = make(folder, scheduling_policy="priority", preempt_lower_priority=True).scheduler
     assert scheduler.preempt_lower_priority
     assert not make(folder, scheduling_policy="priority").scheduler.preempt_lower_priority
-    with pytest.raises(
-        ConfigError, match="'fcfs' knows no priorities; give scheduling_policy='priority' too"
-    ) as caught:
+    with pytest.raises(ConfigError, match="'fcfs' has no priorities; give scheduling_policy='priority' too") as caught:
         make(folder, preempt_lower_priority=True)
     assert caught.value.details["option"] == "preempt_lower_priority"
 

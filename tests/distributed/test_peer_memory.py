@@ -110,7 +110,7 @@ def test_every_rank_sees_the_memory_of_every_other(size):
     for memory in ranks:
         memory.close()
         memory.close()
-    assert [own for _, own in machine.views.values()] == [True] * size  # nobody frees what another may still see
+    assert [own for _, own in machine.views.values()] == [True] * size  # no rank frees what another may still map
 
 
 class Unreachable(FakeDriver):

@@ -129,23 +129,23 @@ class ScriptedFuture:
 
 
 class ScriptedCore:
-    """`do` has a function called in the loop's next turn, by its thread; what it returns is what the turn put out."""
+    """`do` has the loop's thread call a function in its next iteration; the return value is that iteration's output."""
 
     def __init__(self, allow_callables: bool = False) -> None:
         self.config = SimpleNamespace(parallel=SimpleNamespace(allow_callables=allow_callables))
         self.ready = ready(1)
-        self.num_steps_taken = self.num_steps_launched = self.num_in_flight = 0
+        self.num_steps_completed = self.num_steps_launched = self.num_in_flight = 0
         self.fds = [os.eventfd(0, os.EFD_NONBLOCK)]
         self.script: deque = deque()
         self.calls: list[tuple[EncodedCall, ScriptedFuture]] = []
         self.outcomes: deque = deque()  # of the next calls
         self.on_check = lambda: None
-        self.num_turns = 0
+        self.num_iterations = 0
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
         self.is_operating = False
         self.is_idle = True
-        self.captures: list[tuple[int, ScriptedFuture]] = []  # calls for a graph: in which turn, and the reply
+        self.captures: list[tuple[int, ScriptedFuture]] = []  # calls for a graph: in which iteration, and the reply
         self.captured_at: list[float] = []  # monotonic seconds of these calls
         self.is_lost = False
         self.operations: list = []
@@ -168,7 +168,7 @@ class ScriptedCore:
     def capture_graph(self):
         future = ScriptedFuture(None)
         self.captured_at.append(time.monotonic())
-        self.captures.append((self.num_turns, future))
+        self.captures.append((self.num_iterations, future))
         return future
 
     def reply(self, outcome) -> None:
@@ -179,7 +179,7 @@ class ScriptedCore:
         os.eventfd_write(self.fds[-1], 1)
 
     def advance(self):
-        self.num_turns += 1
+        self.num_iterations += 1
         return self.script.popleft()() if self.script else None
 
     def check_workers(self) -> None:

@@ -23,7 +23,7 @@ from admin_peers import (
 )
 
 from ringcore.engine_core.admin import endpoint as admin
-from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, AdminEndpoint
+from ringcore.engine_core.admin.endpoint import MAX_CALLS_IN_FLIGHT, AdminEndpoint
 from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
@@ -61,12 +61,12 @@ def test_the_descriptor_wakes_for_each_of_many_calls(endpoint, peer):
 
 
 def test_as_many_replies_as_calls_may_be_under_way_are_not_lost(endpoint, peer):
-    for call_id in range(MAX_CALLS_UNDER_WAY):
+    for call_id in range(MAX_CALLS_IN_FLIGHT):
         peer.call(echo(call_id))
-    calls = [receive(endpoint) for _ in range(MAX_CALLS_UNDER_WAY)]
+    calls = [receive(endpoint) for _ in range(MAX_CALLS_IN_FLIGHT)]
     for got in calls:
         endpoint.send(got.identity, RpcResult(got.call.call_id, [1]), [bytes(100_000)])
-    assert [peer.receive()[0].call_id for _ in calls] == list(range(MAX_CALLS_UNDER_WAY))
+    assert [peer.receive()[0].call_id for _ in calls] == list(range(MAX_CALLS_IN_FLIGHT))
     assert endpoint.num_lost_replies == 0
 
 
@@ -115,17 +115,17 @@ def test_a_stranger_gets_no_answer_and_does_no_harm(endpoint, peer, keys, who):
         assert stranger.receive(SILENCE_S) is None
         assert endpoint.num_dropped == 0
         assert served(endpoint, peer)
-    assert endpoint.num_refused == (1 if who == "an unknown key" else 0)  # the others fail before they show a key
+    assert endpoint.num_rejected == (1 if who == "an unknown key" else 0)  # the others fail before they show a key
 
 
 def test_a_refused_key_is_logged(endpoint, keys, caplog):
     with caplog.at_level(logging.WARNING), RawPeer(endpoint.address, keys, secret=zmq.curve_keypair()[1]) as stranger:
         stranger.knock(echo())
-        wait_until(lambda: "refused 1 connections to the admin endpoint, the last one from 127.0.0.1" in caplog.text)
-    assert endpoint.num_refused == 1
+        wait_until(lambda: "refused 1 connections to the admin endpoint, the last from 127.0.0.1" in caplog.text)
+    assert endpoint.num_rejected == 1
 
 
-def test_without_a_gatekeeper_nobody_gets_in(monkeypatch, keys):
+def test_without_a_zap_handler_every_connection_is_refused(monkeypatch, keys):
     class Absent:
         def __init__(self, context, clients) -> None:
             pass
@@ -133,7 +133,7 @@ def test_without_a_gatekeeper_nobody_gets_in(monkeypatch, keys):
         def join(self) -> None:
             pass
 
-    monkeypatch.setattr(admin, "Gatekeeper", Absent)
+    monkeypatch.setattr(admin, "ZapHandler", Absent)
     endpoint = open_endpoint(keys)
     try:
         with RawPeer(endpoint.address, keys) as peer:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
-from ringcore.engine_core.admin import gatekeeper as admin_gatekeeper
-from ringcore.engine_core.admin.endpoint import MAX_CALLS_UNDER_WAY, MAX_TIMEOUT_S
+from ringcore.engine_core.admin import zap_handler
+from ringcore.engine_core.admin.endpoint import MAX_CALLS_IN_FLIGHT, MAX_TIMEOUT_S
 from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value
 from ringcore.protocol.codec import encoder
@@ -75,7 +75,7 @@ def test_a_message_above_the_limit_is_refused(keys):
 
 def test_a_flood_is_logged_once_a_second(endpoint, peer, caplog, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(admin_gatekeeper.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(zap_handler.time, "monotonic", lambda: clock[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             peer.send(b"garbage")
@@ -127,7 +127,7 @@ def test_a_flood_does_not_hold_the_engine_up(endpoint, peer):
         (RpcCall(1, "workers", "shutdown", timeout_s=1.0), "only the engine itself calls it on its workers; close its"),
         (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of finish_weight_update, "),
         (RpcCall(1, "executor", "echo", timeout_s=1.0), "target='executor': give one of engine, workers"),
-        (RpcCall(1, "workers", "pause", timeout_s=1.0), "the engine itself has it, its workers do not; call it by pau"),
+        (RpcCall(1, "workers", "pause", timeout_s=1.0), "it is a method of the engine, not of its workers; call it"),
     ],
 )
 def test_what_may_not_be_asked_is_that_calls_error(endpoint, peer, call, says):
@@ -143,14 +143,14 @@ def test_what_may_not_be_asked_is_that_calls_error(endpoint, peer, call, says):
 def test_the_calls_of_a_key_are_bounded_over_all_its_connections(endpoint, peer, keys):
     with RawPeer(endpoint.address, keys) as second:
         calls = []
-        for call_id in range(MAX_CALLS_UNDER_WAY):
+        for call_id in range(MAX_CALLS_IN_FLIGHT):
             (peer if call_id % 2 else second).call(echo(call_id))
             calls.append(receive(endpoint))
         peer.call(echo(100))
         assert receive(endpoint, SILENCE_S) is None
         result, _ = peer.receive()
         assert result.call_id == 100
-        assert f"{MAX_CALLS_UNDER_WAY} calls with the key 'client' are under way" in result.error.message
+        assert f"{MAX_CALLS_IN_FLIGHT} calls with the key 'client' are in flight" in result.error.message
         endpoint.send(calls[0].identity, RpcResult(calls[0].call.call_id))
         peer.call(echo(101))
         assert receive(endpoint).call.call_id == 101

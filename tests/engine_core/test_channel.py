@@ -14,7 +14,7 @@ import pytest
 
 from ringcore.engine_core.transport import channel as channel_module
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, FrameLimits, StreamClosed, channel_pair
-from ringcore.engine_core.transport.framing import lay_out
+from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import AbortRequests, AddRequests, EngineDead, RpcCall, RpcResult, Shutdown
@@ -221,7 +221,7 @@ def test_what_cannot_be_encoded_is_the_callers_error(ends, method):
 )
 def test_too_large_a_message_is_refused_before_it_is_sent(make_ends, message, buffers):
     ends = make_ends(LIMITS)
-    with pytest.raises(InvalidRequestError, match=r"above the limit of 100.*send less at once"):
+    with pytest.raises(InvalidRequestError, match=r"above the limit of 100.*send less per call"):
         ends.client.send(message, buffers)
     ends.client.send(RpcCall(2, "workers", "m"), [bytes(9_999), b"x"])
     assert receive(ends.engine).message.call_id == 2
@@ -263,7 +263,7 @@ def test_a_message_that_is_none_is_counted_and_dropped(ends, end):
     if end == "client":
         frames[5] = (encoder().encode(Shutdown()), [])
     for message, buffers in frames:
-        for view in lay_out(message, buffers, FrameLimits()):
+        for view in encode_frame(message, buffers, FrameLimits()):
             other.sendall(view)
     if end == "engine":
         ends.client.send(AbortRequests(["good"]))
@@ -281,7 +281,7 @@ def test_drops_are_logged_once_a_second_with_their_number(ends, caplog, monkeypa
 
     def drop(num):
         for _ in range(num):
-            for view in lay_out(b"\xff", [], FrameLimits()):
+            for view in encode_frame(b"\xff", [], FrameLimits()):
                 ends.raw_client.sendall(view)
         assert ends.engine.receive() is None
 
@@ -415,7 +415,7 @@ def test_a_message_that_is_cut_off_goes_on_with_what_it_was(ends):
 
 def test_hanging_up(ends):
     ends.client.send(AbortRequests(["a"]))
-    ends.client.hang_up(Shutdown(), 1.0)
+    ends.client.shutdown_write(Shutdown(), 1.0)
     with pytest.raises(StreamClosed):
         ends.client.send(AbortRequests(["b"]))
     assert [receive(ends.engine).message for _ in range(2)] == [AbortRequests(["a"]), Shutdown()]
@@ -430,7 +430,7 @@ def test_hanging_up_where_nothing_more_can_be_sent(ends):
     sending, outcome = in_thread(ends.client.send, AbortRequests(["a"]))
     sending.join(0.1)
     os.eventfd_write(ends.closing, 1)
-    ends.client.hang_up(Shutdown(), WAIT_S)
+    ends.client.shutdown_write(Shutdown(), WAIT_S)
     sending.join(WAIT_S)
     assert [type(error) for error in outcome] == [StreamClosed]
     with pytest.raises(StreamClosed):
@@ -439,7 +439,7 @@ def test_hanging_up_where_nothing_more_can_be_sent(ends):
 
 def test_hanging_up_on_an_engine_that_is_gone(ends):
     ends.engine.close()
-    ends.client.hang_up(Shutdown(), 1.0)
+    ends.client.shutdown_write(Shutdown(), 1.0)
     ends.client.close()
     ends.client.close()
     with pytest.raises(StreamClosed):

@@ -96,7 +96,7 @@ def test_as_many_steps_in_flight_as_configured(folder, depth):
     core.add_request(request("a", [5, 6], max_tokens=8))
     assert core.step(block=False).outputs == []
     assert core.num_in_flight == depth
-    assert core.step(block=False).outputs == []  # nothing is finished: nothing is taken in, nothing more launched
+    assert core.step(block=False).outputs == []  # nothing is finished: no output is applied, no step launched
     assert core.num_in_flight == len(core._executor.steps) == depth
     core._executor.steps[0].finish()
     assert tokens(core.step(block=False).outputs, "a") == [next_token([5, 6])]

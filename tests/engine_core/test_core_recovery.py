@@ -200,10 +200,10 @@ class TestRefusal:
         core = make_core(folder, holds=True, steps_in_flight=2)
         core.add_request(request("a", [1] * 3))
         core.step(block=False)
-        assert (core.num_steps_taken, core.num_steps_launched) == (0, 2)
+        assert (core.num_steps_completed, core.num_steps_launched) == (0, 2)
         core._executor.die()
         core.check_workers()
-        assert (core.num_steps_taken, core.num_steps_launched) == (2, 2)
+        assert (core.num_steps_completed, core.num_steps_launched) == (2, 2)
 
     def test_a_recovery_is_something_that_happened(self, folder):
         """An event loop must not go to sleep after it."""

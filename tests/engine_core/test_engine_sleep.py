@@ -306,7 +306,7 @@ class TestStates:
         core = make_core(folder, holds=True)
         add_all(core)
         operation = core.submit_operation("sleep", (1, "wait"), timeout=0.0)
-        with pytest.raises(RpcTimeoutError, match=r"'sleep' took longer than 0.0 s; the engine goes on with it"):
+        with pytest.raises(RpcTimeoutError, match=r"'sleep' took longer than 0.0 s; the engine still finishes it"):
             operation.result()
         drain(core)
         assert core.health().memory["weights"] == "offloaded"
@@ -479,10 +479,10 @@ class TestUpdates:
     def test_no_two_at_a_time(self, folder):
         core = make_core(folder)
         core.start_weight_update()
-        with pytest.raises(InvalidRequestError, match="under way"):
+        with pytest.raises(InvalidRequestError, match="in progress"):
             core.start_weight_update()
         core.reload_weights("2")  # gives the first one up
-        with pytest.raises(InvalidRequestError, match="no update"):
+        with pytest.raises(InvalidRequestError, match="no weight update"):
             core.finish_weight_update()
         check_serves(core, 2)
 

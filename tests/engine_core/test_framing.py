@@ -18,7 +18,7 @@ from ringcore.engine_core.transport.framing import (
     FrameReader,
     FrameWriter,
     StreamClosed,
-    lay_out,
+    encode_frame,
     recorded,
 )
 
@@ -37,7 +37,7 @@ def pair():
 
 
 def raw(message, buffers=(), limits=LIMITS):
-    return b"".join(lay_out(message, buffers, limits))
+    return b"".join(encode_frame(message, buffers, limits))
 
 
 def contents(frame):
@@ -85,7 +85,7 @@ def test_a_frame_byte_by_byte(pair):
 
 
 @pytest.mark.parametrize(
-    ("message", "buffers", "excess"),
+    ("message", "buffers", "limit_error"),
     [
         (100, [], None),
         (101, [], "a message of 101 bytes is above the limit of 100"),
@@ -95,19 +95,19 @@ def test_a_frame_byte_by_byte(pair):
         (1, [0, 0, 0, 0], "4 buffers is above the limit of 3"),
     ],
 )
-def test_limits_at_both_ends(pair, message, buffers, excess):
+def test_limits_at_both_ends(pair, message, buffers, limit_error):
     a, b = pair
     reader = FrameReader(b, LIMITS)
     made = bytes(message), [bytes(n) for n in buffers]
-    if excess is None:
+    if limit_error is None:
         a.send(raw(*made))
         assert contents(reader.read()) == made
         return
-    with pytest.raises(ValueError, match=excess):
-        lay_out(*made, LIMITS)
+    with pytest.raises(ValueError, match=limit_error):
+        encode_frame(*made, LIMITS)
     a.send(raw(*made, FrameLimits()))  # a peer that has no limits
     for _ in range(2):
-        with pytest.raises(FrameError, match=excess):
+        with pytest.raises(FrameError, match=limit_error):
             reader.read()
 
 
@@ -177,9 +177,9 @@ def test_one_read_takes_a_bounded_part(pair):
     a, b = pair
     limits = FrameLimits()
     a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    writer, reader = FrameWriter(a), FrameReader(b, limits, bytes_a_read=50_000)
+    writer, reader = FrameWriter(a), FrameReader(b, limits, bytes_per_read=50_000)
     payload = random.Random(1).randbytes(2_000_000)
-    writer.push(lay_out(b"big", [payload], limits))
+    writer.push(encode_frame(b"big", [payload], limits))
     num_reads = 0
     while (frame := reader.read()) is None:
         writer.write()
@@ -199,7 +199,7 @@ def test_what_the_socket_does_not_take_waits(pair):
     sent = []
     for i in range(300):
         message, buffers = bytes([i % 256]) * (i * 331 % 9000), [bytes([i % 7]) * (i * 977 % 20_000)] * (i % 3)
-        writer.push(lay_out(message, buffers, limits))
+        writer.push(encode_frame(message, buffers, limits))
         sent.append((message, buffers))
         writer.write()
     assert writer.has_backlog
@@ -221,10 +221,10 @@ def test_buffers_are_not_copied_unless_that_is_asked_for(pair):
     limits = FrameLimits()
     writer, reader = FrameWriter(a), FrameReader(b, limits)
     array = np.zeros(4_000_000, np.uint8)
-    writer.push(lay_out(b"", [memoryview(array)], limits))
+    writer.push(encode_frame(b"", [memoryview(array)], limits))
     assert not writer.write()
     array[-1] = 1  # seen: it is still the caller's memory
-    writer.own_backlog()
+    writer.copy_backlog()
     array[-2] = 1  # not seen
     while (frame := reader.read()) is None:
         writer.write()
@@ -235,7 +235,7 @@ def test_writing_to_nobody(pair):
     a, b = pair
     b.close()
     writer = FrameWriter(a)
-    writer.push(lay_out(b"x", [], LIMITS))
+    writer.push(encode_frame(b"x", [], LIMITS))
     with pytest.raises(StreamClosed):
         writer.write()
 
@@ -303,9 +303,9 @@ def test_an_interrupt_at_any_point_of_a_write_tears_nothing(pair, in_parts):
     while True:
         number += 1
         writer, reader = FrameWriter(a), FrameReader(b, limits)
-        writer.push(lay_out(*FIRST, limits))
+        writer.push(encode_frame(*FIRST, limits))
         was_interrupted = interrupted_at(number, writer.write)
-        writer.push(lay_out(*SECOND, limits))
+        writer.push(encode_frame(*SECOND, limits))
         got = []
         while len(got) < 2:
             writer.write()
@@ -324,11 +324,11 @@ def test_an_interrupted_push_is_done_or_not(pair):
     num_whole = num_interrupts = 0
     while True:
         writer, reader = FrameWriter(a), FrameReader(b, limits)
-        frame = lay_out(b"maybe", [b"buffer"], limits)
+        frame = encode_frame(b"maybe", [b"buffer"], limits)
         if not interrupted_at(num_interrupts + 1, lambda w=writer, f=frame: w.push(f)):
             break
         num_interrupts += 1
-        writer.push(lay_out(*SECOND, limits))
+        writer.push(encode_frame(*SECOND, limits))
         writer.write()
         first = contents(reader.read())
         if first == (b"maybe", [b"buffer"]):
@@ -354,9 +354,9 @@ def test_an_interrupted_read_goes_on_where_it_was(pair):
     while was_interrupted:
         number += 1
         got.clear()
-        reader = FrameReader(b, limits, bytes_a_read=4000)
+        reader = FrameReader(b, limits, bytes_per_read=4000)
         for frame in (FIRST, SECOND):
-            writer.push(lay_out(*frame, limits))
+            writer.push(encode_frame(*frame, limits))
         assert writer.write()
         was_interrupted = interrupted_at(number, lambda reader=reader: read_all(reader))
         read_all(reader)

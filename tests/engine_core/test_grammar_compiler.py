@@ -1,4 +1,4 @@
-"""The process that compiles grammars: its verdicts, and all the ways in which it ends; alone, and within an engine."""
+"""The grammar compiler process: its results, and all the ways in which it ends; alone, and within an engine."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def compiler(folder):
     assert made.fds == []
 
 
-def verdict(compiler):
+def result_of(compiler):
     """Waits for it, as the engine's loop does."""
     deadline = time.monotonic() + WAIT_S
     while (found := compiler.poll()) is None:
-        assert time.monotonic() < deadline, "no verdict"
+        assert time.monotonic() < deadline, "no result"
         select.select(compiler.fds, [], [], TICK_S)
     return found.error
 
@@ -73,7 +73,7 @@ def stop(pid: int) -> None:
 def ready(compiler) -> int:
     """The pid of a process that has compiled a grammar."""
     compiler.compile(GOOD)
-    assert verdict(compiler) is None
+    assert result_of(compiler) is None
     return compiler.pid
 
 
@@ -83,13 +83,13 @@ def test_verdicts_in_turn_by_one_process(compiler):
     assert not compiler.is_busy
     assert compiler.fds == []
     compiler.compile(StructuredOutputsParams(regex="(a"))
-    error = verdict(compiler)
+    error = result_of(compiler)
     assert isinstance(error, InvalidRequestError)
     assert error.details["field"] == "structured_outputs.regex"
     compiler.compile(StructuredOutputsParams(json={"enum": ["é🙂" * 8000]}))  # more than a socket takes at once
-    assert verdict(compiler) is None
+    assert result_of(compiler) is None
     compiler.compile(StructuredOutputsParams(choice=["é", "\u2028\x00"]))
-    verdict(compiler)
+    result_of(compiler)
     assert compiler.pid == pid
 
 
@@ -107,7 +107,7 @@ def test_a_grammar_that_takes_too_long_costs_the_process_and_nobody_else(compile
     compiler.compile(GOOD)
     assert compiler.poll() is None
     compiler._due = 0.0
-    error = verdict(compiler)
+    error = result_of(compiler)
     assert isinstance(error, InvalidRequestError)
     assert "took longer than 60 s" in error.message
     assert ready(compiler) != pid
@@ -118,7 +118,7 @@ def test_a_grammar_of_which_compiling_takes_long_is_refused_in_time(folder):
     compiler = GrammarCompiler(make_config(folder, structured_outputs_timeout_s=0.05))
     try:
         compiler.compile(StructuredOutputsParams(grammar="root ::= " + " ".join(["[a-z]{1,9999}"] * 4000)))
-        assert "structured_outputs_timeout_s" in verdict(compiler).message
+        assert "structured_outputs_timeout_s" in result_of(compiler).message
     finally:
         compiler.close()
 
@@ -131,7 +131,7 @@ def test_a_crash_is_the_error_of_the_grammar_at_work(compiler, number):
     compiler.compile(GOOD)
     os.kill(pid, number)
     os.kill(pid, signal.SIGCONT)
-    error = verdict(compiler)
+    error = result_of(compiler)
     assert isinstance(error, InvalidRequestError)
     assert signal.Signals(number).name in error.message
     assert ready(compiler) != pid
@@ -148,13 +148,13 @@ def test_a_start_that_fails_says_why(folder, tmp_path, compiler):
     config = make_config(folder, tokenizer=str(tmp_path))
     broken = GrammarCompiler(config)
     broken.compile(GOOD)
-    error = verdict(broken)
+    error = result_of(broken)
     assert isinstance(error, RingcoreError)
     assert str(tmp_path) in error.message
     broken.close()
     compiler.compile(GOOD)
     os.kill(compiler.pid, signal.SIGKILL)
-    assert "did not start" in verdict(compiler).message
+    assert "did not start" in result_of(compiler).message
 
 
 def test_cancelled(compiler):
@@ -163,7 +163,7 @@ def test_cancelled(compiler):
     compiler.compile(GOOD)
     compiler.cancel()
     assert not compiler.is_busy
-    until(lambda: compiler.poll() is None and not compiler.is_ending)
+    until(lambda: compiler.poll() is None and not compiler.has_unreaped)
     assert not Path(f"/proc/{pid}").exists()
     ready(compiler)
 

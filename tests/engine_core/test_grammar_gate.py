@@ -11,21 +11,21 @@ from mortal_executor import MortalExecutor, WorkerKilled
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import grammar_gate
-from ringcore.engine_core.grammar_compiler import Verdict
+from ringcore.engine_core.grammar_compiler import CompileResult
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.requests import EngineCoreRequest
 
 
 class FakeCompiler:
-    """Gives its verdict when the test says so. It fails as the real one would where it is used otherwise."""
+    """Returns its result when the test says so. It fails as the real one would where it is used otherwise."""
 
     def __init__(self) -> None:
         self.specs: list[StructuredOutputsParams] = []  # all it was given, in order
         self.num_cancelled = self.num_closed = 0
         self.start_errors: deque[RingcoreError] = deque()
-        self._verdict: Verdict | None = None
-        self.is_busy = self.is_ending = False
+        self._result: CompileResult | None = None
+        self.is_busy = self.has_unreaped = False
         self._fd = os.eventfd(0)
 
     @property
@@ -41,15 +41,15 @@ class FakeCompiler:
 
     def decide(self, error: RingcoreError | None = None) -> None:
         assert self.is_busy
-        self._verdict = Verdict(error)
+        self._result = CompileResult(error)
         os.eventfd_write(self._fd, 1)
 
-    def poll(self) -> Verdict | None:
-        verdict, self._verdict = self._verdict, None
-        if verdict is not None:
+    def poll(self) -> CompileResult | None:
+        result, self._result = self._result, None
+        if result is not None:
             self.is_busy = False
             os.eventfd_read(self._fd)
-        return verdict
+        return result
 
     def cancel(self) -> None:
         assert self.is_busy
@@ -254,7 +254,7 @@ def test_an_abort_ends_one_that_waits(make):
 
 
 def test_known_grammars_are_bounded(make, monkeypatch):
-    monkeypatch.setattr(grammar_gate, "MAX_KEPT", 3)
+    monkeypatch.setattr(grammar_gate, "MAX_CACHED", 3)
     core, compiler = make()
     for number in range(4):
         core.add_request(request("a", f"x{number}"))

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from ringcore.engine_core.heartbeat import EngineWatch
+from ringcore.engine_core.heartbeat import EngineWatchdog
 from ringcore.executor.status_board import StatusBoard, StatusLine, create_board
 from ringcore.executor.unchanged import UnchangedFor
 
@@ -44,23 +44,25 @@ class Watched:
         fd = create_board(1)
         self.process, self.line = PaperProcess(), StatusLine(fd, 0)
         self._board = StatusBoard(fd, 1)
-        self.watch = EngineWatch(self.process, self._board, TIMEOUT_S)
-        self.watch.stop()  # its own thread looks no more
+        self.watchdog = EngineWatchdog(self.process, self._board, TIMEOUT_S)
+        self.watchdog.stop()  # its own thread makes no more checks
         self._now = 0.0
         os.close(fd)
 
-    def look(self, num_looks: int = 1, after_s: float = PERIOD_S, *, beats: bool = True, turns: bool = False) -> None:
+    def look(
+        self, num_looks: int = 1, after_s: float = PERIOD_S, *, beats: bool = True, iterations: bool = False
+    ) -> None:
         for _ in range(num_looks):
             self._now += after_s
             if beats:
                 self.line.beat()
-            if turns:
+            if iterations:
                 self.line.turn()
-            self.watch.look(self._board.read(0), self._now)
+            self.watchdog.check(self._board.read(0), self._now)
 
     @property
     def error(self):
-        return self.watch.killed_for
+        return self.watchdog.killed_for
 
 
 @pytest.fixture
@@ -95,18 +97,18 @@ def test_a_client_that_was_away_itself_does_not_count_that(watched):
     assert watched.error is None
 
 
-def test_a_turn_that_does_not_end(watched):
+def test_an_iteration_that_does_not_end(watched):
     watched.line.end()
     watched.line.turn()
     watched.look(9)
-    assert "a turn of its loop did not end for 8.0 s" in watched.error.message
+    assert "an iteration of its loop did not end for 8.0 s" in watched.error.message
 
 
-def test_turns_that_end_and_waits_within_them(watched):
+def test_iterations_that_end_and_waits_within_them(watched):
     watched.line.end()
-    watched.look(20, turns=True)
+    watched.look(20, iterations=True)
     watched.line.end()
-    watched.line.go_on()  # of a loop that sleeps, which is no turn
+    watched.line.go_on()  # of a loop that sleeps, which is no iteration
     watched.look(20)
     for _ in range(20):
         watched.line.turn()

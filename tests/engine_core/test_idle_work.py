@@ -35,10 +35,10 @@ def serve_with_graphs(num_left: int) -> Served:
 
 
 def is_asleep(core, seconds=IDLE_S) -> bool:
-    """Whether it has taken no turn for a while."""
-    turns = core.num_turns
+    """Whether the loop has not iterated for a while."""
+    iterations = core.num_iterations
     time.sleep(seconds)
-    return core.num_turns == turns
+    return core.num_iterations == iterations
 
 
 def test_graphs_are_captured_one_after_the_other_until_none_is_left():
@@ -101,8 +101,8 @@ def test_no_graph_is_captured_while_a_call_is_under_way():
             core.ready = ready(2, 5)
 
         core.do(new_workers)
-        turns = core.num_turns
-        wait_until(lambda: core.num_turns > turns + 3)
+        iterations = core.num_iterations
+        wait_until(lambda: core.num_iterations > iterations + 3)
         assert core.captures == []
         core.settle()
         wait_until(lambda: core.captures)
@@ -133,7 +133,7 @@ def test_messages_are_looked_for_between_two_graphs():
         core.reply([4])
         wait_until(lambda: len(core.captures) == 2)
         (first, _), (second, _) = core.captures
-        assert second - first >= 2  # the turn of the reply ends without a call
+        assert second - first >= 2  # the iteration of the reply ends without a call
 
 
 def test_an_error_ends_the_capturing_and_nothing_else(caplog):
@@ -143,7 +143,7 @@ def test_an_error_ends_the_capturing_and_nothing_else(caplog):
         with caplog.at_level("WARNING"):
             core.reply(RingcoreError("CUDA out of memory"))
             wait_until(lambda: "CUDA out of memory" in caplog.text)
-        assert "captured as they are met" in caplog.text
+        assert "steps capture the missing ones" in caplog.text
         core.do(lambda: came(output(1)))
         assert served.receive().message.others == [output(1)]
         wait_until(lambda: is_asleep(core))
@@ -254,10 +254,10 @@ def test_the_loop_wakes_up_for_it_by_itself(set_quiet, do):
         wait_until(lambda: len(core.captures) == 2)
         began = do(served)
         core.reply([1])
-        turns = core.num_turns
+        iterations = core.num_iterations
         wait_until(lambda: len(core.captures) == 3)
         assert core.captured_at[2] - began >= quiet_s
-        assert core.captures[2][0] - turns < 10, "it sleeps meanwhile"
+        assert core.captures[2][0] - iterations < 10, "it sleeps meanwhile"
         core.reply([0])
         wait_until(lambda: core.captures[2][1].is_taken)
         do(served)
@@ -298,31 +298,31 @@ def test_quiet_begins_anew_with_everything_that_is_done(set_quiet):
     core, clock = IdleCore(3), Clock()
     work = IdleWork(core, clock)
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     assert (core.num_calls, work.wait_s()) == (1, None)  # the reply is what to wake up for
     core.reply = [2]
-    assert work.go_on()
+    assert work.advance()
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     work.postpone()
     assert work.wait_s() is None
     core.reply = [1]
-    assert work.go_on(), "a reply is taken in at any time"
+    assert work.advance(), "a reply is applied at any time"
     for _ in range(3):
-        assert not work.go_on()
+        assert not work.advance()
         assert work.wait_s() == 8
         clock.now += 4
-        assert not work.go_on()
+        assert not work.advance()
         assert work.wait_s() == 4
         work.postpone()
     clock.now += 8
     assert work.wait_s() == 0
-    assert not work.go_on()
+    assert not work.advance()
     assert core.num_calls == 3
     core.reply = [0]
-    assert work.go_on()
+    assert work.advance()
     work.postpone()
-    assert not work.go_on()
+    assert not work.advance()
     assert work.wait_s() is None, "none is left"
 
 

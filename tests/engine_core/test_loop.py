@@ -14,7 +14,7 @@ from served_loop import RECOVERING, ScriptedCore, Served, came, output, ready, s
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.engine_core import loop as loop_module
 from ringcore.engine_core.transport.channel import FrameLimits, StreamClosed
-from ringcore.engine_core.transport.framing import lay_out
+from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
@@ -43,7 +43,7 @@ class Future:
     def done(self) -> bool:
         if not self.is_settled:
             self._executor.asked()
-            self._executor.take_in()
+            self._executor.poll_replies()
         return self.is_settled
 
     def result(self, timeout=None):
@@ -59,7 +59,7 @@ class Future:
 class SurprisingExecutor(Executor):
     """Replies arrive all at once, in the middle of the `arrive_at`-th question, and at once from then on.
 
-    As in the real one, a question takes in the replies of every future and empties the eventfd. Where the loop
+    As in the real one, checking a future drains the replies of every future and empties the eventfd. Where the loop
     sleeps before that question, `arrive` is called from outside.
     """
 
@@ -117,7 +117,7 @@ class SurprisingExecutor(Executor):
             self._arrived.append(self._on_the_way.popleft())
             os.eventfd_write(self._wake_fd, 1)
 
-    def take_in(self) -> None:
+    def poll_replies(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -132,7 +132,7 @@ class SurprisingExecutor(Executor):
         return {}
 
     def check(self) -> None:
-        self.take_in()
+        self.poll_replies()
 
     def health(self):
         return []
@@ -173,7 +173,7 @@ def request(request_id, max_tokens=1):
 @pytest.fixture
 def no_tick(monkeypatch):
     """What is executed in order needs no tick to be answered."""
-    monkeypatch.setattr(loop_module, "_CALL_TICK_S", 1e6)
+    monkeypatch.setattr(loop_module, "_CALL_POLL_S", 1e6)
 
 
 @pytest.mark.usefixtures("no_tick")
@@ -502,15 +502,15 @@ def test_a_client_that_does_not_read_does_not_hold_the_engine_up():
         while len(outputs) < num + 1:
             outputs += served.receive().message.others
         assert [o.new_token_ids[0] for o in outputs[:num]] == list(range(num))
-        turns = core.num_turns
+        iterations = core.num_iterations
         time.sleep(0.1)
-        assert core.num_turns - turns < 5  # and it sleeps again
+        assert core.num_iterations - iterations < 5  # and it sleeps again
 
 
 def test_frames_that_are_none_change_nothing():
     with serve() as served:
         for _ in range(200):
-            served.raw.sendall(b"".join(lay_out(b"\xff\xfe", [], FrameLimits())))
+            served.raw.sendall(b"".join(encode_frame(b"\xff\xfe", [], FrameLimits())))
         served.client.send(AbortRequests(["x"]))
         assert served.receive().message.others[0].request_id == "x"
 

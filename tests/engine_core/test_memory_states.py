@@ -51,7 +51,7 @@ def test_changes(changes, weights, kv_cache):
     is_away = {weights, kv_cache} & {"offloaded", "discarded"}
     assert states.is_sleeping == bool(is_away)
     assert states.serves == (weights == kv_cache == "resident")
-    assert states.away().keys() == {tag for tag, state in states.as_dict().items() if state in is_away}
+    assert states.not_resident().keys() == {tag for tag, state in states.as_dict().items() if state in is_away}
 
 
 def test_a_change_that_was_made_has_nothing_left_to_do():
@@ -67,7 +67,7 @@ def test_weights_come_before_pages():
 
 def test_the_lightest_sleep_is_a_hold():
     states = MemoryStates()
-    states.is_held = True
+    states.is_stopped = True
     assert states.is_sleeping
     assert not states.serves
     states.check_takes_requests()  # they queue
@@ -110,7 +110,7 @@ def test_requests_are_refused_with_the_remedy(make, remedy, tags):
 def test_requests_are_refused_in_an_update():
     states = MemoryStates()
     states.begin_update()
-    with pytest.raises(SleepingError, match=r"under way: call finish_weight_update\(\) first"):
+    with pytest.raises(SleepingError, match=r"in progress: call finish_weight_update\(\) first"):
         states.check_takes_requests()
 
 

@@ -77,8 +77,8 @@ def say_goodbye(running):
     running.channel.send(Shutdown())
 
 
-def hang_up(running):
-    running.channel.hang_up(Shutdown(), 1.0)
+def shutdown_write(running):
+    running.channel.shutdown_write(Shutdown(), 1.0)
 
 
 def vanish(running):
@@ -89,7 +89,7 @@ def talk_nonsense(running):
     running.socket.sendall(b"nonsense, and more of it than a header has")
 
 
-@pytest.mark.parametrize("end", [say_goodbye, hang_up, vanish, talk_nonsense])
+@pytest.mark.parametrize("end", [say_goodbye, shutdown_write, vanish, talk_nonsense])
 def test_its_client_ends_it_and_its_workers(start, end):
     running = start()
     ready = running.receive()
@@ -145,7 +145,7 @@ def test_last_words_of_every_kind(error, kind, says):
     engine = EngineChannel(theirs.detach())
     client = ClientChannel(ours, -1, -1)
     try:
-        process_module._send_last_words(engine, None, error)
+        process_module._send_fatal_error(engine, None, error)
         last = client.receive().message
         assert isinstance(last, EngineDead)
         assert last.error.type == kind

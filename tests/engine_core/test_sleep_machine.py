@@ -265,7 +265,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def fail_to_update(self) -> None:
-        with pytest.raises(InvalidRequestError, match="the weights are stale" if self.is_updating else "no update"):
+        with pytest.raises(InvalidRequestError, match="the weights are stale" if self.is_updating else "no weight"):
             self.core.update_weights({"kind": "ipc", "number": -1, "count": 10})
         self.is_updating = False
 

@@ -235,7 +235,7 @@ class FakeWorker:
         return bytes(num_bytes)
 
     @rpc(read_only=True)
-    def leave_aside(self) -> None:
+    def exit_in_control_thread(self) -> None:
         raise SystemExit(3)
 
     @rpc

@@ -306,4 +306,4 @@ def test_read_only_calls_make_no_step_younger(table, driver, clock):
     late = table.open_call(driver, "peek", None, is_control=True)
     clock.now += 1
     assert table.age_s(late) == 1
-    assert table.under_way() == [step, late]
+    assert table.in_flight() == [step, late]

@@ -115,7 +115,7 @@ def test_a_call_between_two_steps_waits_for_the_one_before_it(device):
     with started("multiproc", device) as executor:
         first, call, last = executor.execute_model(step(1)), executor.submit("count"), executor.execute_model(step(2))
         device.wait_for("launched 1.0")
-        assert executor.collective_rpc("peek")[0]["counter"] == 0, "the control thread still answers"
+        assert executor.collective_rpc("peek")[0]["counter"] == 0, "the side thread goes on"
         time.sleep(SOON_S)
         assert not call.done()
         assert not device.has("launched 2.0")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.executor import memfd_channel, message_queue, ring_memory
+from ringcore.executor import message_queue, ring_memory, side_channel
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE, RingCorruptError
@@ -74,12 +74,12 @@ def test_large_and_small_messages_keep_their_order(queue):
     rng = random.Random(3)
     received: list[list[list[bytes]]] = [[], []]
     sent: list[list[bytes]] = []
-    num_aside = 0
+    num_large = 0
     parts: list[bytes] = []
     while len(sent) < 1500:
         if queue.writer.try_send(parts):
             sent.append(parts)
-            num_aside += sum(map(len, parts)) > CAPACITY // 2
+            num_large += sum(map(len, parts)) > CAPACITY // 2
             parts = [rng.randbytes(rng.choice([0, 1, 64, 65, 5000, CAPACITY])) for _ in range(rng.randint(0, 4))]
             continue
         for index in (0, 1):
@@ -90,7 +90,7 @@ def test_large_and_small_messages_keep_their_order(queue):
         while (message := queue.receive(index)) is not None:
             received[index].append(message)
     assert received == [sent, sent]
-    assert num_aside > 100
+    assert num_large > 100
 
 
 @pytest.mark.parametrize("size", [100, 4 * CAPACITY])
@@ -153,7 +153,7 @@ def test_large_messages_under_way_are_bounded(queue):
 
 
 def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
-    send_fds, num_calls = memfd_channel.socket.send_fds, 0
+    send_fds, num_calls = side_channel.socket.send_fds, 0
 
     def failing(*args):
         nonlocal num_calls
@@ -162,7 +162,7 @@ def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
             raise BlockingIOError
         return send_fds(*args)
 
-    monkeypatch.setattr(memfd_channel.socket, "send_fds", failing)
+    monkeypatch.setattr(side_channel.socket, "send_fds", failing)
     assert not queue.writer.try_send([b"x" * CAPACITY])
     assert queue.writer.try_send([b"y" * CAPACITY])
     assert queue.receive(0) == [b"y" * CAPACITY]
@@ -170,7 +170,7 @@ def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
 
 
 def test_a_stub_without_its_descriptor_is_corrupt(queue):
-    queue.writer._ring.try_write(message_queue._MEMFD, [struct.pack("<QQ", 1, 10)])
+    queue.writer._ring.try_write(message_queue._LARGE, [struct.pack("<QQ", 1, 10)])
     with pytest.raises(RingCorruptError, match="did not come"):
         queue.receive(0)
 
@@ -185,9 +185,9 @@ def test_a_stub_without_its_descriptor_is_corrupt(queue):
     ],
 )
 def test_a_message_whose_lengths_cannot_be_is_corrupt(queue, payload):
-    queue.writer._memfd_channel.try_send([payload, bytes(8)], len(payload) + 8)
+    queue.writer._side.try_send([payload, bytes(8)], len(payload) + 8)
     stub = struct.pack("<QQ", 1, len(payload) + 8)
-    queue.writer._ring.try_write(message_queue._MEMFD, [stub])
+    queue.writer._ring.try_write(message_queue._LARGE, [stub])
     with pytest.raises(RingCorruptError):
         queue.receive(0)
 
@@ -305,7 +305,7 @@ def test_waits_end_with_the_other_sides_close():
 
 
 def test_a_blocked_sender_goes_on_as_the_reader_takes():
-    """Both ends sleep and are woken thousands of times; every tenth message goes over the memfd channel."""
+    """Both ends sleep and are woken thousands of times; every tenth message goes by the side channel."""
     queue = Queue(capacity=4 * PAGE)
     received = []
 

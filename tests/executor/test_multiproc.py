@@ -117,7 +117,7 @@ def test_read_only_calls_with_large_arguments_and_many_at_once(pair):
 
 def test_a_side_thread_that_ends_takes_its_worker_along():
     with running() as executor, pytest.raises(EngineDeadError, match="exit code 1") as caught:
-        executor.collective_rpc("leave_aside")
+        executor.collective_rpc("exit_in_control_thread")
     assert any("SystemExit: 3" in line for line in caught.value.details["last_log"])
 
 

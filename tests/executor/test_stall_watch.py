@@ -62,7 +62,7 @@ class PaperGroup:
     def __init__(self) -> None:
         self.children, self.replies = [PaperChild()], [PaperReader()]
         self.killed_for = None
-        self.expiry_fd = -1
+        self.due_fd = -1
 
     def statuses(self):
         return [RankStatus(0, None, 1, "", 5)]
@@ -86,7 +86,7 @@ class Watched:
 
     def look_at(self, now: float) -> None:
         self.now = now
-        self.watch.inspect(self.table)
+        self.watch.look(self.table)
 
 
 def test_a_warning_at_each_doubling_of_the_age(caplog):
@@ -98,10 +98,7 @@ def test_a_warning_at_each_doubling_of_the_age(caplog):
             watched.look_at(now)
             counts.append(len(caplog.records))
     assert counts == [0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5]
-    assert (
-        "calls in flight: 1; the oldest, for 10.0 s, is 'load_model' (call 1), missing replies of ranks 0"
-        in caplog.text
-    )
+    assert "calls in flight: 1; the oldest, for 10.0 s, is 'load_model' (call 1), missing ranks: 0" in caplog.text
     assert "rank 0 (pid 4711): idle, sleeping, heartbeat 0.5 s ago, 5 calls executed" in caplog.text
     assert "    in a file, at a line" in caplog.text
 
@@ -235,7 +232,7 @@ def test_a_slow_call_is_diagnosed_while_another_thread_waits_for_it(caplog, tmp_
         assert executor.collective_rpc("echo", [1]) == [1, 1]
     last = warnings()[1]
     assert "the oldest, for " in last
-    assert "missing replies of ranks 1" in last
+    assert "missing ranks: 1" in last
     assert "in wait_for_file" in last, "the stack"
 
 

@@ -376,7 +376,7 @@ def body_of(*heads, code=1):
         (("int8", [1], b"x", 0), "length 3"),
         (("int8", [1], "x"), "Expected `int | bytes`"),
         (("int8", [1], None), "Expected"),
-        (("int8", [1], 0), "buffer 0 is out of order: 0 of 0 were used"),
+        (("int8", [1], 0), "buffer 0 is referenced after 0 of 0 buffers"),
         (("int8", [1], -1), "buffer -1"),
         (("int8", [1], 2**63), "buffer 9223372036854775808"),
         (("int8", [1], True), "Expected"),

@@ -88,7 +88,7 @@ def test_the_methods_that_can_be_called(client):
     )
     assert methods["engine", "pause"].signature == "(mode: PauseMode = 'new') -> None"
     assert methods["engine", "sleep"].signature == "(level: int = 1, mode: SleepMode = 'abort') -> MemoryReport"
-    assert methods["engine", "sleep"].summary.startswith("Gives the device's memory back")
+    assert methods["engine", "sleep"].summary.startswith("Releases device memory")
     assert ("workers", "shutdown") not in methods
 
 
@@ -101,7 +101,7 @@ def test_calls_of_the_engine_itself(client, engine):
 def test_a_key_without_the_scope_is_told_so(tmp_path):
     keys = make_keys(tmp_path, "read")
     with EchoEngine(keys) as engine, AdminClient(engine.address, keys) as client:
-        with pytest.raises(PermissionDeniedError, match="method='echo': it takes the scope 'call', the key") as caught:
+        with pytest.raises(PermissionDeniedError, match="method='echo': it needs the scope 'call', the key") as caught:
             client.collective_rpc("echo")
         remedy = 'write scope = "read call" into the metadata of '
         assert f"{remedy}{keys}/clients/client.key, and restart the engine" in caught.value.message
@@ -135,7 +135,7 @@ def test_functions_are_not_sent(client, engine):
 def test_what_cannot_be_sent_is_said_before_anything_is(client, engine):
     with pytest.raises(InvalidRequestError, match="the arguments of 'echo' cannot be sent"):
         client.collective_rpc("echo", [object()])
-    with pytest.raises(InvalidRequestError, match="above the limit of 67108864; send less at once"):
+    with pytest.raises(InvalidRequestError, match="above the limit of 67108864; send less per call"):
         client.collective_rpc("echo", [np.zeros(64 << 20, np.uint8)])
     assert engine.calls == []
     assert client.health() == HEALTH
@@ -195,7 +195,7 @@ def pending(client, engine, method="slow"):
 
 def test_another_threads_call_does_not_outlast_the_deadline(client, engine):
     thread, outcome = pending(client, engine)
-    with pytest.raises(RpcTimeoutError, match="other calls of this client were under way"):
+    with pytest.raises(RpcTimeoutError, match="other calls of this client were in flight"):
         client.collective_rpc("echo", timeout=0.1)
     engine.release.set()
     thread.join(WAIT_S)
@@ -242,7 +242,7 @@ time.sleep(60)
 @pytest.mark.parametrize("while_calling", [True, False])
 def test_a_killed_engine_ends_every_call(keys, while_calling):
     process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, keys, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENGINE, keys, str(Path(__file__).parents[1])], stdout=subprocess.PIPE, text=True
     )
     try:
         with AdminClient(process.stdout.readline().strip(), keys) as client:
@@ -319,7 +319,7 @@ def test_an_unknown_key_is_refused(engine, keys):
     secret = zmq.curve_keypair()[1]
     with pytest.raises(ConfigError, match="the engine does not know this key; put its public key into clients/"):
         AdminClient(engine.address, server_key=read_client_keys(keys).server, client_secret_key=secret)
-    assert engine.endpoint.num_refused == 1
+    assert engine.endpoint.num_rejected == 1
     assert engine.calls == []
 
 

@@ -193,7 +193,7 @@ def test_a_request_id_that_is_under_way(engine):
     async def scenario():
         first = engine.generate([SLOW, 1], SamplingParams(max_tokens=100), request_id="x")
         await anext(first)
-        with pytest.raises(InvalidRequestError, match="request_id='x' is under way"):
+        with pytest.raises(InvalidRequestError, match="request_id='x' is in use"):
             await anext(engine.generate("b", request_id="x"))
         assert len((await anext(first)).outputs[0].token_ids) > 1  # it goes on
         await first.aclose()

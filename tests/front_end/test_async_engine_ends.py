@@ -266,7 +266,7 @@ def test_a_failure_of_our_own_in_the_receiver_is_told_too(folder, monkeypatch, c
                 await anext(engine.generate("a"))
 
     run(scenario())
-    assert "cannot go on" in caplog.text
+    assert "receives from the engine failed" in caplog.text
 
 
 def test_in_the_engines_own_process_alone(folder):

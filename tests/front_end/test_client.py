@@ -153,7 +153,7 @@ def test_a_call_that_takes_too_long_spoils_nothing(shared):
 
 def test_values_too_large_for_the_ring_and_arguments_too_large_for_any(shared):
     assert shared.collective_rpc("zeros", [70 << 20], timeout=60) == [bytes(70 << 20)]
-    with pytest.raises(InvalidRequestError, match=r"above the limit.*send less at once"):
+    with pytest.raises(InvalidRequestError, match=r"above the limit.*send less per call"):
         shared.collective_rpc("doubled", [np.zeros(MAX_BUFFER_BYTES, np.uint8)])
     assert shared.collective_rpc("zeros", [3]) == [bytes(3)]
 

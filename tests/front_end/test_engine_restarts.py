@@ -117,7 +117,7 @@ def test_none_is_left(folder):
             assert not dying.done()
             os.kill(engine.ready.pids["engine"], signal.SIGKILL)
             error = await dying
-            assert "the engine was started again 1 times, as often as engine_restarts allows" in error.message
+            assert "the engine was restarted 1 times, as often as engine_restarts allows" in error.message
             assert error.details["signal"] == "SIGKILL"
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 await generate(engine, [1])
@@ -137,7 +137,7 @@ def test_starts_that_fail_count(folder):
         (Path(folder) / "fails").touch()
         os.kill(pids[0], signal.SIGKILL)
         error = await engine.wait_dead()
-        assert "no memory left; the engine was started again 3 times" in error.message
+        assert "no memory left; the engine was restarted 3 times" in error.message
         for call in (engine.start, lambda: generate(engine, [1])):
             with pytest.raises(EngineDeadError, match="no memory left"):
                 await call()

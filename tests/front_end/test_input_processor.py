@@ -210,7 +210,7 @@ def test_bad_words_become_tokens_with_and_without_a_space(inputs):
 
 
 def test_a_word_without_tokens_is_an_error():
-    with pytest.raises(InvalidRequestError, match="bad_words='no': the model's tokenizer makes no tokens of this word"):
+    with pytest.raises(InvalidRequestError, match="bad_words='no': the model's tokenizer returns no tokens"):
         bad_words_token_ids(["no"], lambda text: [])
 
 

@@ -111,7 +111,7 @@ def test_a_stream_by_token(llm, kind):
 
 def test_leaving_a_stream_ends_its_requests(llm):
     for _ in llm.stream([[SLOW, 1], [SLOW, 2]], SamplingParams(max_tokens=100), by="token"):
-        with pytest.raises(InvalidRequestError, match="a stream that this thread began"):
+        with pytest.raises(InvalidRequestError, match="this thread has an unfinished stream"):
             generate(llm, "inside")
         break
     assert generate(llm, "after")[0].outputs[0].text == text_of("after", 16)
@@ -247,7 +247,7 @@ def test_wrong_arguments(llm):
         generate(llm, ["a"], {"temperature": 0})
     with pytest.raises(InvalidRequestError, match="on_error='ignore'"):
         generate(llm, ["a"], on_error="ignore")
-    with pytest.raises(InvalidRequestError, match="request_id='x' is there twice"):
+    with pytest.raises(InvalidRequestError, match="request_id='x' occurs twice"):
         generate(llm, [{"prompt": "a", "request_id": "x"}, {"prompt": "b", "request_id": "x"}])
 
 

@@ -36,8 +36,8 @@ class Connection(SimpleNamespace):
 def test_what_has_arrived_goes_before_a_death():
     connection = Connection(on_wait=lambda: None, incoming=[arrived(1)])
     mailbox = Mailbox(connection)
-    mailbox.take_in()
-    mailbox.die(EngineDeadError("it ended", process="engine"))
+    mailbox.receive()
+    mailbox.mark_dead(EngineDeadError("it ended", process="engine"))
     assert mailbox.take_outputs(None).outputs[0].new_token_ids == [1]
     with pytest.raises(EngineDeadError, match="it ended"):
         mailbox.take_outputs(None)
@@ -46,8 +46,8 @@ def test_what_has_arrived_goes_before_a_death():
 def test_what_a_thread_receives_after_the_end_is_nobodys():
     connection = Connection(incoming=[arrived(1)])
     mailbox = Mailbox(connection)
-    connection.on_wait = lambda: mailbox.die(EngineDeadError("closed", process="engine"))
-    mailbox.take_in(1.0)  # as a call of another thread does
+    connection.on_wait = lambda: mailbox.mark_dead(EngineDeadError("closed", process="engine"))
+    mailbox.receive(1.0)  # as a call of another thread does
     assert connection.incoming == []
     with pytest.raises(EngineDeadError, match="closed"):
         mailbox.take_outputs(None)

@@ -18,6 +18,7 @@ from ringcore import EngineConfig
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, RingcoreError
+from ringcore.front_end.tokenization.lane import _SLOW_S
 from ringcore.front_end.tokenization.pool import _SHORT_BYTES, MAX_QUEUE_BYTES, TokenizerPool
 from ringcore.front_end.tokenization.text_jobs import Decode, Encode, EncodeChat, Encoded, RenderChat, Rendered
 
@@ -135,7 +136,7 @@ def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, ma
         assert not looping.done()
     with pytest.raises(InvalidRequestError, match=r"messages: .* longer than 4 s for it; .*tokenizer_timeout_s"):
         looping.result(WAIT_S)
-    until(lambda: not pool._leaving)
+    until(lambda: not pool._detached)
     assert answer(pool, HI) == Encoded([104, 105], [])
 
 
@@ -169,7 +170,7 @@ def test_normalizers_that_grow_a_text_cost_their_process_and_one_prompt(folder, 
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 2048)] * 4)
     pool = make_pool(make_folder(tmp_path, tokenizer))  # to load it is no harm
     futures = [pool.submit(Encode("a")), pool.submit(HI)]
-    with pytest.raises(InvalidRequestError, match=r"prompt: the tokenizer's process ended at it twice \(killed by"):
+    with pytest.raises(InvalidRequestError, match=r"prompt: the tokenizer's process died at it twice \(killed by"):
         futures[0].result(WAIT_S)
     assert futures[1].result(WAIT_S).token_ids == [104, 105]
 
@@ -273,3 +274,17 @@ def test_options(folder, options):
 def test_jobs_are_plain_data(folder):
     """A conversation has no object of the caller's in it."""
     assert json.loads(chat("a").conversation)["messages"] == [{"role": "user", "content": "a"}]
+
+
+def test_a_process_without_cpu_time_is_not_slow(folder, make_pool):
+    """A cancelled job does not cost the process, which would be replaced by one that needs more CPU time."""
+    pool = make_pool(folder)
+    pool.submit(HI).result(WAIT_S)
+    (pid,) = pids_of(pool)
+    os.kill(pid, signal.SIGSTOP)
+    cancelled, other = pool.submit(HI), pool.submit(HI)
+    cancelled.cancel()
+    time.sleep(3 * _SLOW_S)
+    os.kill(pid, signal.SIGCONT)
+    assert isinstance(other.result(WAIT_S), Encoded)
+    assert pids_of(pool) == [pid]

@@ -81,7 +81,7 @@ def numbers(seed: int, rank: int, length: int, dtype: torch.dtype, device: torch
 
 
 def lengths_at_the_limit(size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Numbers in the longest message that goes through mailboxes, and in the shortest above that could."""
+    """Numbers in the longest message that goes through peer buffers, and in the shortest above that could."""
     longest = PeerCollectives.max_reduced_bytes(size)
     return longest // dtype.itemsize, (longest + 16) // dtype.itemsize
 
@@ -109,8 +109,8 @@ def check_sums(tp: NcclCommunicator, device: torch.device) -> tuple[bool, str]:
             assert torch.equal(side_by_side, torch.cat(parts, dim=-1)), (length, dtype)
             for tensor in (total, with_residual, stream, side_by_side):
                 digest.update(tensor.view(torch.uint8).cpu().numpy().tobytes())
-    aside = [numbers(5, rank, 260, torch.bfloat16, device, True)[:, 4:] for rank in range(tp.size)]  # 8 bytes off
-    assert torch.equal(tp.all_reduce(aside[tp.rank]).int(), torch.stack([one.int() for one in aside]).sum(0))
+    unaligned = [numbers(5, rank, 260, torch.bfloat16, device, True)[:, 4:] for rank in range(tp.size)]  # 8 bytes off
+    assert torch.equal(tp.all_reduce(unaligned[tp.rank]).int(), torch.stack([one.int() for one in unaligned]).sum(0))
     rows = [numbers(7, rank, 3 * 64, torch.bfloat16, device, False).view(3, 64) for rank in range(tp.size)]
     assert torch.equal(tp.all_gather_last_dim(rows[tp.rank]), torch.cat(rows, dim=-1))
     assert torch.equal(tp.all_gather_last_dim(rows[tp.rank][:, :63]), torch.cat([row[:, :63] for row in rows], dim=-1))
@@ -127,7 +127,7 @@ def _assert_near(ours: torch.Tensor, exact: torch.Tensor, whole: bool, num_ranks
 
 
 def hammer(tp: NcclCommunicator, device: torch.device, num_calls: int) -> int:
-    """Calls of changing size, one behind the other, while ranks stop now and then -> how many numbers were wrong."""
+    """Calls of changing size, one after the other, while ranks stop now and then -> how many numbers were wrong."""
     pauses = random.Random(tp.rank)
     above = lengths_at_the_limit(tp.size, torch.bfloat16)[1]
     lengths = (8, 4096, 1024, 65536, 64, 1 << 20, above)
@@ -155,8 +155,8 @@ def hammer(tp: NcclCommunicator, device: torch.device, num_calls: int) -> int:
 def check_graph(tp: NcclCommunicator, device: torch.device, length: int | None, num_replays: int) -> int:
     """A graph of some layers' sums and a gather, replayed with eager calls between -> how many numbers were wrong.
 
-    length: None: above what goes through mailboxes. Its calls are odd in number where they all do, so replays begin
-    with one mailbox and with the other in turn.
+    length: None: above what goes through peer buffers. Its calls are odd in number where they all do, so replays begin
+    with one buffer and with the other in turn.
     """
     length = length or lengths_at_the_limit(tp.size, torch.bfloat16)[1]
     part = torch.zeros(1, length, dtype=torch.bfloat16, device=device)

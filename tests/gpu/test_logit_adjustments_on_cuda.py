@@ -187,8 +187,8 @@ def test_what_is_drawn_is_what_the_cpu_draws(cuda: torch.device) -> None:
         seed=np.arange(ROWS, dtype=np.int64),
         position=np.full(ROWS, 9, np.int64),
         num_logprobs=np.full(ROWS, -1, np.int32),
-        barred_rows=np.zeros(0, np.int64),
-        barred_ids=np.zeros(0, np.int64),
+        masked_rows=np.zeros(0, np.int64),
+        masked_ids=np.zeros(0, np.int64),
     )
     expected = sample(reference.adjust_logits(logits, adjustments), columns)
     adjusted = adjust_logits(logits.to(cuda), on(cuda, adjustments))

@@ -1,6 +1,6 @@
 """Models on a GPU, with the kernels that their layers bind there, against the same models on the CPU.
 
-float32 is float32 on both: torch multiplies in TF32 on a GPU only where somebody allows it, and nobody does. The
+float32 is float32 on both: torch multiplies in TF32 on a GPU only if a caller allows it, and no code here does. The
 tolerance, 1e-4 on logits of size 1 to 10, is that of sums in another order.
 """
 
@@ -18,7 +18,7 @@ from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor import loader
-from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.loader import load_weights
@@ -52,7 +52,7 @@ def logits(folder, device, dtype="float32"):
     return found.cpu()
 
 
-def test_nobody_allows_tf32():
+def test_tf32_is_not_allowed():
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -108,8 +108,8 @@ def test_weights_arrive_whole(folder_of, monkeypatch, stored, wanted):
     torch.cuda.synchronize()
     assert torch.equal(ours.embed_tokens.table.cpu(), theirs.embed_tokens.table)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        product = layer.mlp.down_proj._product
-        weight = product.weight if isinstance(product, KernelProduct) else product.multiply.keywords["weight"]
+        linear = layer.mlp.down_proj._linear
+        weight = linear.weight if isinstance(linear, KernelLinear) else linear.multiply.keywords["weight"]
         x = torch.eye(weight.shape[1], dtype=wanted)
         torch.testing.assert_close(weight.t().cpu().float(), other.mlp.down_proj(x).float(), atol=0, rtol=0)
 

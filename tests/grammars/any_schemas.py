@@ -1,4 +1,4 @@
-"""Random JSON schemas that use keywords as they come, kept or not, and values that may satisfy them."""
+"""Random JSON schemas that use keywords as they come, supported or not, and values that may satisfy them."""
 
 from __future__ import annotations
 

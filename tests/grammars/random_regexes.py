@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 ALPHABET = 'abcAkZz019_-]^$.\\ \n\r\t"/é🙂٣ſ\u212a\u00a0\u2028\x00\x1c\x85'
-# What is cut into pieces and put together anyhow: most of it is no expression, and some is one that cannot be kept.
+# What is cut into pieces and put together anyhow: most of it is no expression, and some is an unsupported one.
 _SCRAPS = [
     *'abkZ_-]{},^$.|()*+?01 é🙂\n&[\\/"',
     *(r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\n", r"\x61", r"\u0062", r"\.", r"\-", r"\]", r"\^", r"\b", r"\B"),

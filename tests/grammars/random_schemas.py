@@ -129,7 +129,7 @@ class Walker:
     def allowed(self, matcher: Any) -> np.ndarray:
         """The ids that may be next, [n]."""
         masks = np.full((1, -(-self._vocab_size // 32)), -1, np.int32)
-        self.grammars.fill_masks([matcher], masks)
+        self.grammars.fill_bitmasks([matcher], masks)
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
         assert not bits[self._vocab_size :].any(), "a bit beyond the vocabulary"
         return np.flatnonzero(bits)

@@ -1,4 +1,4 @@
-"""Grammars: what is written under their masks satisfies them, and what cannot be kept is refused."""
+"""Grammars: what is written under their masks satisfies them, and what cannot be enforced is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokenizers_made import WORDS, byte_level, sentencepiece
 from ringcore.checkpoint.tokenizer_files import TokenizerFiles
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars import Grammars, grammar_key
-from ringcore.grammars.kept_keywords import unkept_keyword
 from ringcore.grammars.vocabulary import read_vocabulary
+from ringcore.grammars.xgrammar_keywords import unsupported_keyword
 from ringcore.params.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
@@ -226,13 +226,13 @@ def test_masks_of_many_rows_are_those_of_each(walker):
     assert not failed.accept([walker._eos[0]])
     matchers += [over, failed]
     masks = np.full((len(matchers), -(-VOCAB_SIZE // 32)), -1, np.int32)
-    walker.grammars.fill_masks(matchers, masks)
+    walker.grammars.fill_bitmasks(matchers, masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     for row, matcher in zip(bits, matchers, strict=True):
         assert np.flatnonzero(row).tolist() == walker.allowed(matcher).tolist()
     assert np.flatnonzero(bits[-2]).tolist() == sorted(walker._eos)
     assert not bits[-1].any()
-    walker.grammars.fill_masks([], masks[:0])
+    walker.grammars.fill_bitmasks([], masks[:0])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -308,13 +308,13 @@ def test_a_schema_cannot_turn_its_constraints_off(schema):
     ],
 )
 def test_what_xgrammar_would_leave_out_is_found(schema, named):
-    assert named in unkept_keyword(schema)
+    assert named in unsupported_keyword(schema)
 
 
 def test_what_xgrammar_keeps_is_let_through():
     for seed in range(100):
-        assert unkept_keyword(SchemaMaker(seed, for_xgrammar=True).make()) is None
-    assert unkept_keyword({"enum": ["a", "b"], "type": "string", "description": "x", "default": "a"}) is None
+        assert unsupported_keyword(SchemaMaker(seed, for_xgrammar=True).make()) is None
+    assert unsupported_keyword({"enum": ["a", "b"], "type": "string", "description": "x", "default": "a"}) is None
 
 
 HOSTILE = [
@@ -349,19 +349,19 @@ def test_hostile_grammars_are_refused_or_go_on_in_time(number):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is kept.
+# The cache of compiled grammars.
 
 
 def test_the_least_recently_used_is_forgotten_and_compiled_anew():
     make, eos = KINDS["byte_level"]
-    grammars = Grammars(TokenizerFiles("x", make(), {}, None), VOCAB_SIZE, eos, "llguidance", max_kept=2)
+    grammars = Grammars(TokenizerFiles("x", make(), {}, None), VOCAB_SIZE, eos, "llguidance", max_cached=2)
     specs = [spec(choice=[letter]) for letter in "abc"]
     for one in specs:
         grammars.compile(one)
-    assert list(grammars._kept) == [grammar_key(one) for one in specs[1:]]
+    assert list(grammars._cache) == [grammar_key(one) for one in specs[1:]]
     grammars.matcher(specs[1])
     grammars.matcher(specs[0])
-    assert list(grammars._kept) == [grammar_key(specs[1]), grammar_key(specs[0])]
+    assert list(grammars._cache) == [grammar_key(specs[1]), grammar_key(specs[0])]
 
 
 def test_keys_tell_grammars_apart():
@@ -413,5 +413,5 @@ def test_auto_is_what_is_installed(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llguidance" else found(name))
     grammars = Grammars(TokenizerFiles("x", byte_level(), {}, None), VOCAB_SIZE, [0])
-    with pytest.raises(InvalidRequestError, match="xgrammar cannot keep"):
+    with pytest.raises(InvalidRequestError, match="xgrammar cannot enforce"):
         grammars.compile(spec(json={"not": {}}))

@@ -1,5 +1,5 @@
 """JSON schemas by either backend: what is written satisfies the schema, what is accepted does too, and a schema that
-cannot be kept is refused. Between two parts of JSON there are few blanks."""
+cannot be enforced is refused. Between two parts of JSON there are few blanks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from any_schemas import any_schema, any_text
 from grammar_texts import BLANK, Grammar, make_backend
 
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.json_schemas import kept_schema
+from ringcore.grammars.json_schemas import normalized_schema
 from ringcore.params.structured_outputs import StructuredOutputsParams
 
 validators = pytest.importorskip("jsonschema_rs")
@@ -120,7 +120,7 @@ def check_case(backend, schema, allowed, others):
 
 
 def test_random_schemas_are_kept_or_refused(backend, is_long):
-    num_schemas, num_kept = 2000 if is_long else 60, 0
+    num_schemas, num_compiled = 2000 if is_long else 60, 0
     for seed in range(num_schemas):
         rng = random.Random(seed)
         schema = any_schema(rng)
@@ -128,7 +128,7 @@ def test_random_schemas_are_kept_or_refused(backend, is_long):
             grammar = Grammar(backend, spec(schema))
         except InvalidRequestError:
             continue
-        num_kept += 1
+        num_compiled += 1
         validator = validators.Draft202012Validator(schema, validate_formats=True)
         written = [text.decode() for _ in range(4) if (text := grammar.write(rng)) is not None]
         for text in written:
@@ -136,11 +136,11 @@ def test_random_schemas_are_kept_or_refused(backend, is_long):
             assert not too_blank(text), (seed, text)
         for text in [any_text(rng) for _ in range(25)]:
             assert not grammar.accepts(text, rng) or validator.is_valid(value_of(text)), (seed, schema, text)
-    assert num_kept > num_schemas // 10
+    assert num_compiled > num_schemas // 10
 
 
 def test_strings_and_numbers_are_taken_where_the_schema_allows_them(backend, is_long):
-    """What is refused of a kept schema is not allowed by it, but for ways to write a value that no grammar has."""
+    """What is refused of a compiled schema is not allowed by it, but for ways to write a value that no grammar has."""
     plain = [f'"{text}"' for text in ("", "a", "ab", "b", "1", "é", "🙂", 'x\\"', "\\\\", " a", "a-b", "abc1", "A")]
     numbers = [str(n) for n in range(-25, 26)] + ["0.5", "2.25", "-3.75", "7.1"]
     for seed in range(1000 if is_long else 40):
@@ -213,14 +213,14 @@ def test_json_as_models_write_it(backend, indent, separators):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What no backend keeps.
+# What no backend can enforce.
 
 REFUSED = [
     ({"type": "string", "pattern": "(?=a)b"}, "lookahead"),
     ({"type": "string", "pattern": "x(^a)"}, "anchor"),
     ({"type": "string", "pattern": "(?i)a"}, r"\(\?i\)"),
     ({"type": "string", "pattern": "a{,2}"}, "quantifier"),
-    ({"type": "object", "patternProperties": {r"\b": {}}}, "place between characters"),
+    ({"type": "object", "patternProperties": {r"\b": {}}}, "word boundary"),
     ({"items": {"anyOf": [{"pattern": r"(a)\1"}]}}, "back-reference"),
     ({"type": "integer", "minimum": 2**53}, "minimum"),
     ({"const": 2**53 + 1}, "const"),
@@ -237,7 +237,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED)
-def test_what_no_backend_keeps_is_refused_by_name(backend, schema, named):
+def test_what_no_backend_can_enforce_is_refused_by_name(backend, schema, named):
     with pytest.raises(InvalidRequestError, match=named):
         backend.compile(spec(schema))
 
@@ -245,8 +245,8 @@ def test_what_no_backend_keeps_is_refused_by_name(backend, schema, named):
 def test_names_and_values_are_no_keywords():
     """A property may be called as a keyword is, and a constant may look like a schema."""
     inner = {"pattern": {"type": "string"}, "$ref": {"const": {"pattern": "(?=a)", "$ref": "nowhere"}}}
-    assert kept_schema({"properties": inner}) == {"properties": inner}
-    assert kept_schema({"$ref": "#/$defs/a~1b/items"}) == {"$ref": "#/$defs/a~1b/items"}
+    assert normalized_schema({"properties": inner}) == {"properties": inner}
+    assert normalized_schema({"$ref": "#/$defs/a~1b/items"}) == {"$ref": "#/$defs/a~1b/items"}
 
 
 def test_what_xgrammar_leaves_out_without_a_type():
@@ -259,16 +259,16 @@ def test_what_xgrammar_leaves_out_without_a_type():
         backend.compile(spec({"type": []}))
 
 
-def test_what_xgrammar_alone_cannot_keep_names_the_other_library():
+def test_what_xgrammar_alone_cannot_enforce_names_the_other_library():
     pytest.importorskip("xgrammar")
     backend = make_backend("xgrammar")
     specs = [
         spec({"type": "string", "pattern": r"\p{L}"}),
         StructuredOutputsParams(grammar='start: "a" %json {"type": "array", "uniqueItems": true}'),
     ]
-    for unkept in specs:
-        with pytest.raises(InvalidRequestError, match=r"xgrammar cannot keep .*'llguidance' may"):
-            backend.compile(unkept)
+    for unsupported in specs:
+        with pytest.raises(InvalidRequestError, match=r"xgrammar cannot enforce .*'llguidance' may"):
+            backend.compile(unsupported)
 
 
 KEYWORDS = [

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import triton  # noqa: F401
     except ImportError:
         for item in items:
-            if "kernels" in item.path.parts:
+            if "kernels" in item.path.splits:
                 item.add_marker(pytest.mark.skip(reason="triton is not installed"))
 
 
@@ -26,16 +26,17 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library leaves parts; on a CPU, which has no product of 16 bits to 32, they are of float32."""
+def split_k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS defers split-K partials; on a CPU, which has no product of 16-bit inputs to float32, they are computed in
+    float32."""
     from ringcore.kernels import skinny_configs
-    from ringcore.model_executor import kernel_product
+    from ringcore.model_executor import kernel_linear
 
-    monkeypatch.setattr(skinny_configs, "choose_parts", lambda outputs, inputs, rows: 2)
+    monkeypatch.setattr(skinny_configs, "choose_split_k", lambda outputs, inputs, rows: 2)
     if device.type == "cpu":
-        multiply, bmm = kernel_product._product_in_parts, torch.bmm
-        monkeypatch.setattr(kernel_product, "sums_in_float32", lambda dtype, device: True)
+        multiply, bmm = kernel_linear._split_k_linear, torch.bmm
+        monkeypatch.setattr(kernel_linear, "sums_in_float32", lambda dtype, device: True)
         monkeypatch.setattr(
-            kernel_product, "_product_in_parts", lambda x, weight, n: multiply(x.float(), weight.float(), n)
+            kernel_linear, "_split_k_linear", lambda x, weight, n: multiply(x.float(), weight.float(), n)
         )
         monkeypatch.setattr(torch, "bmm", lambda x, y, *, out_dtype: bmm(x, y))

@@ -1,7 +1,7 @@
 """A series of collective calls on several ranks at once: in streams of one GPU, or in processes with the interpreter.
 
-One GPU has room for the kernels of all ranks, so their mailboxes are simply its memory. The interpreter runs one kernel
-at a time and waits inside it, so there every rank is a process of its own, and mailboxes and results are memory that
+One GPU has room for the kernels of all ranks, so their buffers are simply its memory. The interpreter runs one kernel
+at a time and waits inside it, so there every rank is a process of its own, and buffers and results are memory that
 the processes share at the same addresses.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ringcore.kernels.all_reduce import EMPTY_BYTE, Mailboxes, all_gather_last_dim, all_reduce
+from ringcore.kernels.all_reduce import SENTINEL_BYTE, PeerBuffers, all_gather_last_dim, all_reduce
 
 CAPACITY = 1 << 16
 _DEADLINE_S = 60
-_CYCLES_A_SECOND = 1.5e9
+_CYCLES_PER_SECOND = 1.5e9
 
 
 @dataclass
@@ -31,30 +31,30 @@ class Call:
     """One collective: what each rank gives, and where each finds the result, which is NaN before."""
 
     gathers: bool
-    parts: list[torch.Tensor]
+    shards: list[torch.Tensor]
     residuals: list[torch.Tensor] | None
     outs: list[torch.Tensor]
 
-    def run(self, rank: int, mailboxes: Mailboxes, pdl: bool) -> None:
-        part, out = self.parts[rank], self.outs[rank]
+    def run(self, rank: int, buffers: PeerBuffers, pdl: bool) -> None:
+        shard, out = self.shards[rank], self.outs[rank]
         if self.gathers:
-            all_gather_last_dim(part, mailboxes, out=out, pdl=pdl)
+            all_gather_last_dim(shard, buffers, out=out, pdl=pdl)
         else:
             residual = None if self.residuals is None else self.residuals[rank]
-            all_reduce(part, mailboxes, out=out, residual=residual, pdl=pdl)
+            all_reduce(shard, buffers, out=out, residual=residual, pdl=pdl)
 
 
 class Ranks:
-    """Ranks that have mailboxes for each other. A series may be run after another one."""
+    """Ranks that have buffers for each other. Series may follow one another."""
 
     def __init__(self, size: int, device: torch.device, programs: int, capacity: int = CAPACITY) -> None:
         self.size, self.device = size, device
-        num_bytes = Mailboxes.num_bytes(size, capacity)
-        self._memory = [shared(num_bytes, device).fill_(EMPTY_BYTE) for _ in range(size)]
+        num_bytes = PeerBuffers.num_bytes(size, capacity)
+        self._memory = [shared(num_bytes, device).fill_(SENTINEL_BYTE) for _ in range(size)]
         addresses = [memory.data_ptr() for memory in self._memory]
-        self.mailboxes = [Mailboxes.at(addresses, rank, capacity, device, programs) for rank in range(size)]
-        for index, mailboxes in enumerate(self.mailboxes):
-            self.mailboxes[index] = replace(mailboxes, calls=self.put(mailboxes.calls))
+        self.buffers = [PeerBuffers.at(addresses, rank, capacity, device, programs) for rank in range(size)]
+        for index, buffers in enumerate(self.buffers):
+            self.buffers[index] = replace(buffers, calls=self.put(buffers.calls))
         if device.type == "cuda":
             torch.cuda._sleep(1)  # a kernel that is new to the process may not be loaded while others run
             self._streams = [torch.cuda.Stream(device) for _ in range(size)]
@@ -73,17 +73,17 @@ class Ranks:
             self._run_in_streams(calls, pdl, delay_s)
         else:
             in_processes(self.size, lambda rank: self._run_rank(rank, calls, delay_s), _DEADLINE_S)
-        for mailboxes in self.mailboxes:
-            assert mailboxes.calls.unique().numel() == 1, "programs differ in what they have counted"
+        for buffers in self.buffers:
+            assert buffers.calls.unique().numel() == 1, "programs differ in what they have counted"
         for memory in self._memory:
-            assert (memory == EMPTY_BYTE).all(), "a word was left in a mailbox"
+            assert (memory == SENTINEL_BYTE).all(), "a word was left in a buffer"
 
     def _run_rank(self, rank: int, calls: Sequence[Call], delay_s: float) -> None:
         pauses = random.Random(rank)
         for call in calls:
             if delay_s and pauses.random() < 0.3:
                 time.sleep(pauses.random() * delay_s)
-            call.run(rank, self.mailboxes[rank], False)
+            call.run(rank, self.buffers[rank], False)
 
     def _run_in_streams(self, calls: Sequence[Call], pdl: bool, delay_s: float) -> None:
         pauses = [random.Random(rank) for rank in range(self.size)]
@@ -92,8 +92,8 @@ class Ranks:
             for rank, stream in enumerate(self._streams):
                 with torch.cuda.stream(stream):
                     if delay_s and pauses[rank].random() < 0.3:
-                        torch.cuda._sleep(int(pauses[rank].random() * delay_s * _CYCLES_A_SECOND))
-                    call.run(rank, self.mailboxes[rank], pdl)
+                        torch.cuda._sleep(int(pauses[rank].random() * delay_s * _CYCLES_PER_SECOND))
+                    call.run(rank, self.buffers[rank], pdl)
             if number % 50 == 49:  # a stream that is full would block the next launch, where no deadline is seen
                 self._wait()
         self._wait()
@@ -105,7 +105,7 @@ class Ranks:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 for call in calls:
-                    call.run(rank, self.mailboxes[rank], pdl)
+                    call.run(rank, self.buffers[rank], pdl)
             graphs.append(graph)
         return graphs
 
@@ -116,14 +116,14 @@ class Ranks:
         self._wait()
 
     def _wait(self) -> None:
-        """For all streams. At the deadline what still waits is let go, so that the GPU is free for other tests."""
+        """For all streams. At the deadline waiting kernels are released, so that the GPU is free for others."""
         ends = time.monotonic() + _DEADLINE_S
         while not all(stream.query() for stream in self._streams):
             if time.monotonic() > ends:
-                self._let_go()
+                self._release()
                 raise AssertionError("a rank waited in vain")
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             while not all(stream.query() for stream in self._streams):
                 for memory in self._memory:

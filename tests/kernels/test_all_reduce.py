@@ -1,4 +1,4 @@
-"""Collectives through mailboxes against sums and concatenations by torch.
+"""Collectives through buffers against sums and concatenations by torch.
 
 Sums of small whole numbers are exact in every format; those of random numbers are rounded once, after float32 (see
 `rounding`), whose own error in adding up to five numbers is far below.
@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from rank_series import CAPACITY, Call, Ranks
 
 from ringcore.kernels.all_reduce import (
-    EMPTY_BYTE,
-    Mailboxes,
+    SENTINEL_BYTE,
+    PeerBuffers,
     all_gather_last_dim_reference,
     all_reduce,
     all_reduce_reference,
 )
-from ringcore.kernels.dependent_launch import overlaps_launches
+from ringcore.kernels.dependent_launch import supports_pdl
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 large = pytest.mark.skipif(not torch.cuda.is_available(), reason="long series take the interpreter minutes")
@@ -47,25 +47,25 @@ def numbers(shape, seed, dtype, whole):
 
 def reduction(ranks, shape, seed, dtype=torch.bfloat16, *, residual=None, in_place=False, whole=False):
     """`residual`: its dtype, if there is one. `in_place`: into the residual where there is one, else into the part."""
-    parts = [ranks.put(numbers(shape, 100 * seed + rank, dtype, whole)) for rank in range(ranks.size)]
+    shards = [ranks.put(numbers(shape, 100 * seed + rank, dtype, whole)) for rank in range(ranks.size)]
     residuals = None
     if residual is not None:
         residuals = [ranks.put(numbers(shape, 100 * seed + 99, residual, whole)) for _ in range(ranks.size)]
-    outs = (residuals or parts) if in_place else [ranks.empty(*shape, dtype=residual or dtype) for _ in parts]
-    return Call(False, parts, residuals, outs)
+    outs = (residuals or shards) if in_place else [ranks.empty(*shape, dtype=residual or dtype) for _ in shards]
+    return Call(False, shards, residuals, outs)
 
 
 def gathering(ranks, shape, seed, dtype=torch.bfloat16):
-    parts = [ranks.put(numbers(shape, 100 * seed + rank, dtype, False)) for rank in range(ranks.size)]
+    shards = [ranks.put(numbers(shape, 100 * seed + rank, dtype, False)) for rank in range(ranks.size)]
     whole = (*shape[:-1], shape[-1] * ranks.size)
-    return Call(True, parts, None, [ranks.empty(*whole, dtype=dtype) for _ in parts])
+    return Call(True, shards, None, [ranks.empty(*whole, dtype=dtype) for _ in shards])
 
 
 def expected(call):
     """To be asked for before the call, which may write over its inputs."""
     if call.gathers:
-        return all_gather_last_dim_reference(call.parts)
-    return all_reduce_reference(call.parts, None if call.residuals is None else call.residuals[0])
+        return all_gather_last_dim_reference(call.shards)
+    return all_reduce_reference(call.shards, None if call.residuals is None else call.residuals[0])
 
 
 def assert_results(call, result):
@@ -83,7 +83,7 @@ def run_and_check(ranks, calls, **options):
         assert_results(call, result)
 
 
-SHAPES = [(8,), (1, 1024), (3, 40), (2, 8192), (1, 32760), (5, 3000)]  # bytes up to those of a mailbox
+SHAPES = [(8,), (1, 1024), (3, 40), (2, 8192), (1, 32760), (5, 3000)]  # bytes up to those of a buffer
 
 
 def test_sums_of_every_length(ranks):
@@ -96,7 +96,7 @@ def test_sums_of_every_length(ranks):
     run_and_check(ranks, calls)
 
 
-def test_parts_of_16_bits_with_a_residual_of_32(ranks):
+def test_messages_of_16_bits_with_a_residual_of_32(ranks):
     """Which is rounded as float32 is, and no further: what `assert_results` allows goes by its dtype."""
     calls = []
     for seed, shape in enumerate(SHAPES):
@@ -119,13 +119,13 @@ def test_whole_numbers_are_summed_exactly(ranks):
         assert all(torch.equal(out, result) for out in call.outs)
 
 
-def test_rows_side_by_side(ranks):
+def test_gathered_rows(ranks):
     shapes = [(8,), (1, 24), (5, 520), (2, 3, 8), (1, 16384), (3, 136)]
     run_and_check(ranks, [gathering(ranks, shape, seed, DTYPES[seed % 3]) for seed, shape in enumerate(shapes)])
 
 
 def test_sizes_and_kinds_in_turn_and_ranks_that_are_late(pair):
-    """A call may take any mailbox, and any place of it, that another call used before."""
+    """A call may take either buffer, and any word of it, that another call used before."""
     shapes = [(1, 8), (2, 4096), (1, 1024), (1, 16384), (1, 64), (3, 512)]
     calls = []
     for seed in range(24):
@@ -134,8 +134,8 @@ def test_sizes_and_kinds_in_turn_and_ranks_that_are_late(pair):
     run_and_check(pair, calls, delay_s=0.01)
 
 
-def test_the_shortest_message_behind_the_longest(device):
-    """The same place is another program's in a message of another length, and may be in the same mailbox."""
+def test_the_shortest_message_after_the_longest(device):
+    """The same place is another program's in a message of another length, and may be in the same buffer."""
     capacity = 8 << 20 if device.type == "cuda" else 1 << 18
     ranks = Ranks(2, device, 64 if device.type == "cuda" else 3, capacity)
     calls = []
@@ -157,14 +157,14 @@ def test_a_thousand_calls(ranks):
     shapes = [(1, 8), (2, 4096), (1, 1024), (1, 16384), (1, 64), (3, 512)]
     residuals = (torch.bfloat16, None, torch.float32)
     calls = [reduction(ranks, shapes[seed * 7 % 6], seed, residual=residuals[seed % 3]) for seed in range(1000)]
-    run_and_check(ranks, calls, delay_s=0.0002, pdl=overlaps_launches(ranks.device))
+    run_and_check(ranks, calls, delay_s=0.0002, pdl=supports_pdl(ranks.device))
 
 
 @on_gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_graph_counts_its_calls(ranks, pdl):
-    """Replays, with eager calls between, over an odd number of calls: each replay begins with another mailbox."""
-    if pdl and not overlaps_launches(ranks.device):
+    """Replays, with eager calls between, over an odd number of calls: each replay begins with the other buffer."""
+    if pdl and not supports_pdl(ranks.device):
         pytest.skip("this GPU has no dependent launch")
     calls = [
         reduction(ranks, (1, 4096), 1),
@@ -187,19 +187,19 @@ def test_a_graph_counts_its_calls(ranks, pdl):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
-    """Among them the one that has the bits of an empty place."""
+    """Among them the one with the bits of the sentinel."""
     call, gather = reduction(pair, (1, 32), 1, dtype), gathering(pair, (1, 32), 2, dtype)
     for one in (call, gather):
-        one.parts[0].view(torch.uint8)[0, :8] = EMPTY_BYTE
-        one.parts[1][0, 12] = float("nan")
-        one.parts[1][0, 13] = float("inf")
-        one.parts[0][0, 14] = -0.0
-        one.parts[1][0, 14] = -0.0
+        one.shards[0].view(torch.uint8)[0, :8] = SENTINEL_BYTE
+        one.shards[1][0, 12] = float("nan")
+        one.shards[1][0, 13] = float("inf")
+        one.shards[0][0, 14] = -0.0
+        one.shards[1][0, 14] = -0.0
     streams = [pair.put(torch.zeros(1, 32)) for _ in range(2)]
-    wide = Call(False, call.parts, streams, streams)
+    wide = Call(False, call.shards, streams, streams)
     pair.run([call, gather, wide])
     empty = 8 // dtype.itemsize
-    sums = torch.stack([part.float() for part in call.parts]).sum(0)
+    sums = torch.stack([part.float() for part in call.shards]).sum(0)
     nans = torch.zeros(32, dtype=torch.bool)
     nans[:empty], nans[12] = True, True
     for rank in range(2):
@@ -207,14 +207,14 @@ def test_not_a_number_arrives_and_ends_no_call(pair, dtype):
         assert call.outs[rank][0, 13] == float("inf")
         torch.testing.assert_close(call.outs[rank].float(), sums, atol=1e-6, rtol=2e-2, equal_nan=True)
         torch.testing.assert_close(wide.outs[rank], sums, atol=1e-6, rtol=1e-6, equal_nan=True)
-        parts = torch.cat(gather.parts, dim=-1)
-        assert torch.equal(gather.outs[rank].nan_to_num(7.0), parts.nan_to_num(7.0))
+        shards = torch.cat(gather.shards, dim=-1)
+        assert torch.equal(gather.outs[rank].nan_to_num(7.0), shards.nan_to_num(7.0))
         assert gather.outs[rank].isnan().sum() == empty + 1
 
 
 def test_what_can_be_a_message(pair):
-    boxes = pair.mailboxes[0]
-    for shape, dtype, takes, takes_rows in [
+    buffers = pair.buffers[0]
+    for shape, dtype, fits, fits_rows in [
         ((1, 8), torch.bfloat16, True, True),
         ((2, 4), torch.bfloat16, True, False),
         ((2, 4), torch.float32, True, True),
@@ -225,16 +225,16 @@ def test_what_can_be_a_message(pair):
         ((2, CAPACITY // 4), torch.float32, False, False),
     ]:
         tensor = torch.empty(shape, dtype=dtype, device=pair.device)
-        assert (boxes.takes(tensor), boxes.takes_rows(tensor)) == (takes, takes_rows), (shape, dtype)
+        assert (buffers.fits(tensor), buffers.fits_rows(tensor)) == (fits, fits_rows), (shape, dtype)
 
 
-def test_numbers_must_lie_side_by_side(pair):
+def test_tensors_must_be_contiguous(pair):
     wide = pair.empty(4, 32, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="side by side"):
-        all_reduce(wide[:, :16], pair.mailboxes[0], out=wide[:, :16])
+    with pytest.raises(AssertionError, match="contiguous"):
+        all_reduce(wide[:, :16], pair.buffers[0], out=wide[:, :16])
     apart = pair.empty(9, dtype=torch.float32)[1:]
     with pytest.raises(AssertionError, match="multiple of 16"):
-        all_reduce(apart, pair.mailboxes[0], out=apart)
+        all_reduce(apart, pair.buffers[0], out=apart)
 
 
 def test_dtypes_that_do_not_go_together(pair):
@@ -242,8 +242,8 @@ def test_dtypes_that_do_not_go_together(pair):
     other = pair.empty(1, 32, dtype=torch.float16)
     for partial, out, residual in [(part, wide, None), (part, wide, part), (wide, part, part), (part, other, other)]:
         with pytest.raises(AssertionError, match=r"torch\.float"):
-            all_reduce(partial, pair.mailboxes[0], out=out, residual=residual)
+            all_reduce(partial, pair.buffers[0], out=out, residual=residual)
 
 
 def test_memory_of_a_rank():
-    assert Mailboxes.num_bytes(4, 1024) == 8 * 1024
+    assert PeerBuffers.num_bytes(4, 1024) == 8 * 1024

@@ -19,11 +19,11 @@ from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
 from ringcore.kernels import activation, rms_norm, skinny_configs
 from ringcore.kernels.skinny_configs import DotConfig
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
 from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
-from ringcore.model_executor.product import Product
+from ringcore.model_executor.linear_op import LinearOp
 from ringcore.model_executor.residual import Residual
 
 CPU = torch.device("cpu")
@@ -47,10 +47,10 @@ def in_good_time(device, monkeypatch):
         monkeypatch.setattr(skinny_configs, "choose", few_programs)
 
 
-class WrittenAttention(DenseAttention):
-    """Takes keys and values from pages of the kernels' layout, where they stand already."""
+class PrewrittenAttention(DenseAttention):
+    """Takes keys and values from pages of the kernels' layout, where they are written already."""
 
-    takes_written_kv = True
+    accepts_prewritten_kv = True
 
     def kv_cache_shape(self, num_blocks):
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
@@ -91,7 +91,7 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
     folder = folder_of(family, head_dim=24)
     expected = logits(folder, "cpu", torch.float32)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    for attention in (DenseAttention, WrittenAttention):
+    for attention in (DenseAttention, PrewrittenAttention):
         ours = logits(folder, device, torch.float32, attention)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
@@ -101,7 +101,7 @@ def assert_no_further_off(folder, device, monkeypatch):
     exact = logits(folder, "cpu", torch.float32).log_softmax(-1)
     without = logits(folder, "cpu", torch.float16).log_softmax(-1)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    ours = logits(folder, device, torch.float16, WrittenAttention).log_softmax(-1)
+    ours = logits(folder, device, torch.float16, PrewrittenAttention).log_softmax(-1)
     assert (ours - exact).abs().mean() < 1.2 * (without - exact).abs().mean()
 
 
@@ -113,16 +113,18 @@ def test_models_of_16_bits_are_no_further_off_with_kernels(folder_of, device, mo
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
-@pytest.mark.usefixtures("in_parts")
-def test_models_whose_products_leave_parts(folder_of, device, monkeypatch, family):
-    """All products are the library's. Whoever reads the stream, the last norm too, has what was left for it."""
+@pytest.mark.usefixtures("split_k")
+def test_models_whose_linears_defer_split_k_partials(folder_of, device, monkeypatch, family):
+    """All linears are cuBLAS's. Every reader of the stream, the last norm too, sees the deferred adds."""
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: None)
-    left = []
-    leave = Residual.leave
-    monkeypatch.setattr(Residual, "leave", lambda self, parts: (left.append(parts), leave(self, parts)))
+    deferred = []
+    defer_add = Residual.defer_add
+    monkeypatch.setattr(
+        Residual, "defer_add", lambda self, partials: (deferred.append(partials), defer_add(self, partials))
+    )
     assert_no_further_off(folder_of(family, torch.float16), device, monkeypatch)
     # 3 steps of 2 layers, each with o_proj and down_proj; Gemma normalises them before they are added.
-    assert len(left) == (0 if family == "Gemma3" else 12)
+    assert len(deferred) == (0 if family == "Gemma3" else 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,13 +151,13 @@ def test_every_layer_binds_them(folder_of, device):
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64, device=device)), KernelRotation)
     for layer in model.layers:
         assert layer.mlp._gate.activate_and_multiply is activation.gelu_tanh_and_mul
-        assert type(layer.mlp.down_proj._product) is Product  # of float32
+        assert type(layer.mlp.down_proj._linear) is LinearOp  # of float32
         for norm in (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
             assert norm._normalise.func is rms_norm.rms_norm
     assert bind_activation("silu", device).activate_and_multiply is activation.silu_and_mul
     half = load(folder_of("Gemma3"), device=device, dtype=torch.float16)
     for linear in (half.layers[0].self_attention.qkv_proj, half.layers[0].mlp.down_proj, half.lm_head):
-        assert isinstance(linear._product, KernelProduct)
+        assert isinstance(linear._linear, KernelLinear)
 
 
 def test_on_a_cpu_no_layer_does(folder_of):

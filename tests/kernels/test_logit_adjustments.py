@@ -174,12 +174,12 @@ def test_batches_of_any_size_share_what_is_compiled(tmp_path) -> None:
         import torch, triton_for_sm90
         from adjusted_rows import Row, adjustments_of
         from ringcore.kernels.logit_adjustments import LogitAdjustments, adjust_logits, count_tokens
-        from ringcore.kernels.precompile import catch_launches, compile_variants
+        from ringcore.kernels.precompile import intercept_launches, compile_variants
 
         def shifted(tensor):  # by one element: aligned for nothing but that
             return torch.cat((tensor[:1], tensor))[1:]
 
-        with catch_launches() as caught:
+        with intercept_launches() as caught:
             for n in (1, 2, 7, 16):
                 given = adjustments_of([Row(bias={1: 1.0}, repetition=2.0)] * n, 160)
                 tables = {"counts": given.counts, "masks": given.masks}

@@ -1,4 +1,4 @@
-"""The decode kernel against attention sequence by sequence in float32, and the cut of its work by itself."""
+"""The decode kernel against attention sequence by sequence in float32, and its tile scheduler alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_merge import UNWRITTEN, packed
-from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
 from ringcore.kernels.kv_write import padded_head_size
 from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
+from ringcore.kernels.split_kv_combine import UNWRITTEN, pack_partial
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
@@ -25,32 +25,32 @@ BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.
 SKEWED = [1, 330, 3, 64, 65, 1]
 
 
-def work_of(batch: PagedBatch, num_programs: int | None, window: int | None = None) -> DecodeWork:
+def scheduler_of(batch: PagedBatch, num_programs: int | None, window: int | None = None) -> DecodeTileScheduler:
     num_kv_heads = batch.kv_cache.shape[2]
     num_seqs, num_heads, head_size = batch.query.shape
     tiling = DecodeTiling.choose(num_seqs, head_size, batch.query.dtype)
     shape = (num_heads, num_kv_heads, head_size)
-    return DecodeWork.allocate(*shape, tiling, batch.query.device, window=window, num_programs=num_programs)
+    return DecodeTileScheduler.allocate(*shape, tiling, batch.query.device, window=window, num_programs=num_programs)
 
 
-def decode(batch: PagedBatch, work: DecodeWork) -> torch.Tensor:
+def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler) -> torch.Tensor:
     out = batch.poisoned_out()
     tables = (batch.block_table, batch.seq_lens)
-    assert paged_attention_decode(batch.query, batch.kv_cache, *tables, work, batch.scale, out=out) is out
-    assert (work.partials == UNWRITTEN.value).all(), "the scratch is not ready for the next launch"
+    assert paged_attention_decode(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale, out=out) is out
+    assert (tile_scheduler.partials == UNWRITTEN.value).all(), "the workspace is not reset for the next launch"
     return out
 
 
 def check(lens: list[int], num_programs: int | None, window: int | None = None, **shape) -> None:
     batch = PagedBatch.make([(1, n) for n in lens], window=window, **shape)
-    work = work_of(batch, num_programs, window)
-    work.plan(batch.seq_lens)
+    tile_scheduler = scheduler_of(batch, num_programs, window)
+    tile_scheduler.plan(batch.seq_lens)
     expected = paged_attention_decode_reference(
-        batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, work, batch.scale
+        batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale
     )
-    first = decode(batch, work)
+    first = decode(batch, tile_scheduler)
     assert_close(first, expected)
-    assert torch.equal(decode(batch, work), first), "a plan serves every layer of its step"
+    assert torch.equal(decode(batch, tile_scheduler), first), "a plan serves every layer of its step"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
@@ -78,15 +78,15 @@ def test_edges_of_blocks_and_tiles(device, seq_len) -> None:
 
 
 @pytest.mark.parametrize("num_programs", [2, 100])
-def test_many_parts_of_one_sequence(device, num_programs) -> None:
-    """100: more programs than tiles, more parts than are merged in one go, and programs without work."""
+def test_many_partials_of_one_sequence(device, num_programs) -> None:
+    """100: more programs than tiles, more partials than one combine round, and programs without work."""
     check([64 * 35 + 3], num_programs, device=device, num_heads=2, num_kv_heads=1, head_size=16)
 
 
 @pytest.mark.parametrize("num_programs", [4, 8, 9, 20])
 @pytest.mark.parametrize("lens", [[200] * 4, [190, 260, 230, 200], [700, 640], [100, 1, 0, 90]])
 def test_sequences_of_about_one_length(device, lens, num_programs) -> None:
-    """Cut pair by pair, into one part or several, where there are programs enough."""
+    """Split by work item, into one split or several, where there are programs enough."""
     check(lens, num_programs, device=device, num_heads=2, num_kv_heads=2, head_size=16)
 
 
@@ -103,25 +103,29 @@ def test_rows_of_no_tokens_give_zeros(device) -> None:
 
 def test_the_next_step_needs_no_more_than_a_plan(device) -> None:
     batches = [PagedBatch.make([(1, n) for n in lens], device=device) for lens in ([300, 2, 80], [5], [64, 640, 1, 9])]
-    work = work_of(batches[0], 5)
+    tile_scheduler = scheduler_of(batches[0], 5)
     for batch in (*batches, batches[0]):
-        work.plan(batch.seq_lens)
+        tile_scheduler.plan(batch.seq_lens)
         tables = (batch.block_table, batch.seq_lens)
-        expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
-        assert_close(decode(batch, work), expected)
+        expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale)
+        assert_close(decode(batch, tile_scheduler), expected)
 
 
-def pairs_of(lens: list[int], work: DecodeWork) -> list[tuple[int, int, int]]:
+def tiles_of(lens: list[int], tile_scheduler: DecodeTileScheduler) -> list[tuple[int, int, int]]:
     """(sequence, KV head, tile) of every tile, in order."""
     tiles = []
     for sequence, n in enumerate(lens):
-        first = 0 if work.window is None else max(0, n - work.window) // work.tiling.tile_tokens
-        num_tiles = max(1, -(-n // work.tiling.tile_tokens) - first)
-        tiles += [(sequence, head, tile) for head in range(work.num_kv_heads) for tile in range(num_tiles)]
+        first = (
+            0
+            if tile_scheduler.window is None
+            else max(0, n - tile_scheduler.window) // tile_scheduler.tiling.tile_tokens
+        )
+        num_tiles = max(1, -(-n // tile_scheduler.tiling.tile_tokens) - first)
+        tiles += [(sequence, head, tile) for head in range(tile_scheduler.num_kv_heads) for tile in range(num_tiles)]
     return tiles
 
 
-TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, min_tiles=2, merged_at_once=4)
+TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, min_tiles=2, partials_per_round=4)
 
 
 @pytest.mark.parametrize(
@@ -131,33 +135,35 @@ TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, 
     "lens",
     [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40], [640] * 4, [640, 700, 660], [1280] * 2],
 )
-def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens) -> None:
-    work = DecodeWork.allocate(6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs)
-    work.starts.fill_(-1)
-    work.plan(torch.tensor(lens, dtype=torch.int32, device=device))
-    tiles, at = pairs_of(lens, work), 0
-    counts = work.starts[:, 3].tolist()
+def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, window, lens) -> None:
+    tile_scheduler = DecodeTileScheduler.allocate(
+        6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs
+    )
+    tile_scheduler.tile_ranges.fill_(-1)
+    tile_scheduler.plan(torch.tensor(lens, dtype=torch.int32, device=device))
+    tiles, at = tiles_of(lens, tile_scheduler), 0
+    counts = tile_scheduler.tile_ranges[:, 3].tolist()
     assert sum(counts) == len(tiles)
     used = max(1, min(num_programs, len(tiles) // TILING.min_tiles))
     base = len(tiles) // used
     longest = max(-(-len(tiles) // used), base + min(2, base * 15 // 100))
     lengths = Counter((sequence, head) for sequence, head, _ in tiles)
-    num_parts = sum(-(-length // longest) for length in lengths.values())
+    num_partials = sum(-(-length // longest) for length in lengths.values())
     working = [count for count in counts if count]
     assert max(working) <= longest
-    if num_parts <= num_programs:
-        assert len(working) == num_parts
+    if num_partials <= num_programs:
+        assert len(working) == num_partials
     else:
         assert len(working) == used
         assert max(working) - min(working) <= 1
     program_of = [program for program, count in enumerate(counts) for _ in range(count)]
-    for sequence, head, tile, count, seq_len, first_program, *_ in work.starts.tolist():
+    for sequence, head, tile, count, seq_len, first_program, *_ in tile_scheduler.tile_ranges.tolist():
         if count:
             assert (sequence, head, tile) == tiles[at]
             assert seq_len == lens[sequence]
             assert first_program == program_of[at - tile]
-            if num_parts <= num_programs:
-                assert tiles[at + count - 1][:2] == (sequence, head), "the run is of one pair"
+            if num_partials <= num_programs:
+                assert tiles[at + count - 1][:2] == (sequence, head), "the range is of one work item"
         else:
             assert seq_len == 0
         at += count
@@ -169,15 +175,18 @@ def test_the_cut_is_whole_and_even_or_by_pair(device, num_programs, window, lens
 )
 @pytest.mark.parametrize("num_programs", [5, 40])
 def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_programs) -> None:
-    """Their rows are left alone, for whoever has them. Before the last sequence that has tokens they give zeros: a row
-    that has stopped stands where it stood, and those behind it go on."""
+    """Their rows are not written. Before the last non-empty sequence they give zeros: a stopped row keeps its place,
+    and the rows after it decode on."""
     batch = PagedBatch.make([(1, n) for n in lens], device=device, head_size=16)
-    work, decoding = work_of(batch, num_programs), max((i + 1 for i, n in enumerate(lens) if n), default=0)
-    work.plan(batch.seq_lens, skips_empty=True)
-    assert work.starts[:, 3].sum() == len(pairs_of(lens[:decoding], work))
-    out = decode(batch, work)
+    tile_scheduler, decoding = (
+        scheduler_of(batch, num_programs),
+        max((i + 1 for i, n in enumerate(lens) if n), default=0),
+    )
+    tile_scheduler.plan(batch.seq_lens, skips_empty=True)
+    assert tile_scheduler.tile_ranges[:, 3].sum() == len(tiles_of(lens[:decoding], tile_scheduler))
+    out = decode(batch, tile_scheduler)
     tables = (batch.block_table, batch.seq_lens)
-    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
+    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale)
     if decoding:
         assert_close(out[:decoding], expected[:decoding])
     assert out[decoding:].isnan().all()
@@ -187,23 +196,23 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
 @pytest.mark.parametrize(
     ("group", "head_size"), [(1, 16), (1, 64), (1, 128), (2, 80), (2, 128), (4, 128), (7, 64), (128, 256)]
 )
-def test_each_thread_merges_a_place_or_more_and_no_more_than_it_has_room_for(group, head_size, num_seqs) -> None:
+def test_each_thread_combines_an_element_or_more_within_its_registers(group, head_size, num_seqs) -> None:
     tiling = DecodeTiling.choose(num_seqs, head_size, torch.bfloat16)
-    work = DecodeWork.allocate(group, 1, head_size, tiling, torch.device("cpu"))
-    places = work.merged_rows() * padded_head_size(head_size) // (32 * tiling.num_warps)
+    tile_scheduler = DecodeTileScheduler.allocate(group, 1, head_size, tiling, torch.device("cpu"))
+    places = tile_scheduler.combine_rows() * padded_head_size(head_size) // (32 * tiling.num_warps)
     assert places >= 1
-    assert work.merged_at_once() >= 1
-    assert work.merged_at_once() == 1 or work.merged_at_once() * places <= 32
-    assert work.merged_at_once() == tiling.merged_at_once or group == 128
+    assert tile_scheduler.partials_per_round() >= 1
+    assert tile_scheduler.partials_per_round() == 1 or tile_scheduler.partials_per_round() * places <= 32
+    assert tile_scheduler.partials_per_round() == tiling.partials_per_round or group == 128
 
 
 @triton.jit
 def _pack(numbers, weights, out):
     index = tl.arange(0, 4)
-    tl.store(out + index, packed(tl.load(numbers + index), tl.load(weights + index)))
+    tl.store(out + index, pack_partial(tl.load(numbers + index), tl.load(weights + index)))
 
 
-def test_no_two_numbers_pass_for_an_unwritten_place(device) -> None:
+def test_no_element_equals_the_sentinel(device) -> None:
     bits = torch.tensor([-1, -1, 0x7FC00000, 0x40490FDB], dtype=torch.int32, device=device)
     weights = torch.tensor([-1, 0x3F800000, -1, -0x3FB6F025], dtype=torch.int32, device=device)
     out = torch.empty(4, dtype=torch.int64, device=device)
@@ -217,15 +226,15 @@ def test_no_two_numbers_pass_for_an_unwritten_place(device) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
 @pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF])
-def test_numbers_that_look_unwritten_keep_nobody_waiting(device, bits) -> None:
-    """NaN is merged like any number, and stays with its sequence."""
+def test_numbers_that_look_like_the_sentinel_do_not_hang(device, bits) -> None:
+    """NaN is combined like any number, and stays with its sequence."""
     batch = PagedBatch.make([(1, 200), (1, 200)], device=device, head_size=16)
     batch.query.view(torch.int32)[0] = bits
-    work = work_of(batch, 5)
-    work.plan(batch.seq_lens)
-    out = decode(batch, work)
+    tile_scheduler = scheduler_of(batch, 5)
+    tile_scheduler.plan(batch.seq_lens)
+    out = decode(batch, tile_scheduler)
     tables = (batch.block_table, batch.seq_lens)
-    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, work, batch.scale)
+    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale)
     assert out[0].isnan().all()
     assert_close(out[1], expected[1])
 
@@ -268,12 +277,12 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(device) -> None:
     table = torch.zeros(8, width, dtype=torch.int32, device=device)
     cache = torch.zeros_like(max(batch.kv_cache, later.kv_cache, key=len))
     lens, query, out = batch.seq_lens.clone(), batch.query.clone(), batch.poisoned_out()
-    work = work_of(batch, None)
+    tile_scheduler = scheduler_of(batch, None)
 
     def step() -> None:
-        work.plan(lens)
+        tile_scheduler.plan(lens)
         for _ in range(3):
-            paged_attention_decode(query, cache, table, lens, work, batch.scale, out=out)
+            paged_attention_decode(query, cache, table, lens, tile_scheduler, batch.scale, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -288,6 +297,6 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(device) -> None:
         out.fill_(torch.nan)
         graph.replay()
         expected = paged_attention_decode_reference(
-            now.query, now.kv_cache, now.block_table, now.seq_lens, work, now.scale
+            now.query, now.kv_cache, now.block_table, now.seq_lens, tile_scheduler, now.scale
         )
         assert_close(out, expected)

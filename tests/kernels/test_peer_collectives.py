@@ -1,4 +1,4 @@
-"""What a communicator sends through mailboxes, and how it copes with tensors that begin anywhere."""
+"""What a communicator sends through buffers, and how it copes with tensors that begin anywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rank_series import in_processes, shared
 
 from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
 from ringcore.distributed.peer_memory import PeerMemory
-from ringcore.kernels.all_reduce import Mailboxes
+from ringcore.kernels.all_reduce import PeerBuffers
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, ranks 
 
 @pytest.fixture(scope="module")
 def ranks():
-    num_bytes = Mailboxes.num_bytes(SIZE, PeerCollectives.capacity_bytes(SIZE))
+    num_bytes = PeerBuffers.num_bytes(SIZE, PeerCollectives.capacity_bytes(SIZE))
     memory = [shared(num_bytes, CPU) for _ in range(SIZE)]
     addresses = [one.data_ptr() for one in memory]
     yield [PeerCollectives(PeerMemory(None, rank, addresses), rank, CPU) for rank in range(SIZE)]
@@ -29,7 +29,7 @@ def ranks():
 
 
 def part(rank, length):
-    """[1, length], begun 8 bytes behind a multiple of 16."""
+    """[1, length], begun 8 bytes after a multiple of 16."""
     values = torch.arange(length + 4) * (rank + 1) % 13
     return values.bfloat16()[None, 4:]
 
@@ -40,14 +40,14 @@ def test_tensors_that_begin_between_two_multiples(ranks):
 
     def work(rank):
         peers = ranks[rank]
-        assert peers.reduces(part(rank, 64))
-        assert peers.gathers(part(rank, 64))
+        assert peers.can_reduce(part(rank, 64))
+        assert peers.can_gather(part(rank, 64))
         outs[0, rank] = peers.all_reduce(part(rank, 64))
         residual = torch.full((1, 68), 5.0).bfloat16()
-        aside, aligned = residual[:, 4:], residual[:, :64].clone()
-        assert peers.all_reduce(part(rank, 64), aside) is aside
+        unaligned, aligned = residual[:, 4:], residual[:, :64].clone()
+        assert peers.all_reduce(part(rank, 64), unaligned) is unaligned
         assert peers.all_reduce(part(rank, 64), aligned) is aligned
-        outs[1, rank], outs[2, rank] = aside, aligned
+        outs[1, rank], outs[2, rank] = unaligned, aligned
         gathered[rank] = peers.all_gather_last_dim(part(rank, 64))
 
     in_processes(SIZE, work, 60)
@@ -60,7 +60,7 @@ def test_tensors_that_begin_between_two_multiples(ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_sum_goes_into_the_float32_stream_without_nccl(ranks, dtype):
-    """In one kernel: the group, which is none, is not asked. A residual between two multiples takes two."""
+    """In one kernel, without the process group. An unaligned residual takes two kernels."""
     parts = [part(rank, 64).to(dtype) for rank in range(SIZE)]
     streams = shared(SIZE * 2 * 272, CPU).view(torch.float32).view(SIZE, 2, 68)
     streams.fill_(1 / 3)
@@ -79,13 +79,13 @@ def test_a_sum_goes_into_the_float32_stream_without_nccl(ranks, dtype):
 
 def test_which_sums_go_with_which_residual(ranks):
     peers, part = ranks[0], torch.empty(1024, 4096, dtype=torch.bfloat16)
-    assert peers.adds(part, part)
-    assert peers.adds(part, part.float())
-    assert not peers.adds(part, part.half())
-    assert not peers.adds(part, torch.empty(1024, 4100)[:, :4096])
-    assert not peers.adds(part[:64].float(), part[:64])
+    assert peers.can_add(part, part)
+    assert peers.can_add(part, part.float())
+    assert not peers.can_add(part, part.half())
+    assert not peers.can_add(part, torch.empty(1024, 4100)[:, :4096])
+    assert not peers.can_add(part[:64].float(), part[:64])
     longer = torch.empty(1025, 4096, dtype=torch.bfloat16)
-    assert not peers.adds(longer, longer.float())
+    assert not peers.can_add(longer, longer.float())
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_the_longest_sum_by_the_number_of_ranks(size, reduced, capacity):
 )
 def test_what_goes_to_nccl_is_a_matter_of_shape(ranks, shape, dtype, reduces, gathers):
     tensor = torch.empty(shape, dtype=dtype)
-    assert (ranks[0].reduces(tensor), ranks[0].gathers(tensor)) == (reduces, gathers)
+    assert (ranks[0].can_reduce(tensor), ranks[0].can_gather(tensor)) == (reduces, gathers)

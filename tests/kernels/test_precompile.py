@@ -1,4 +1,5 @@
-"""Catching what launches would compile, and compiling it: in a process of its own, where Triton does not interpret."""
+"""Intercepting what launches would compile, and compiling it: in a separate process, where Triton does not
+interpret."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton import JITFunction, knobs
 
-from ringcore.kernels.precompile import catch_launches, compile_variants
+from ringcore.kernels.precompile import compile_variants, intercept_launches
 from ringcore.kernels.rms_norm import rms_norm, rms_norm_reference
 
 HERE = Path(__file__).parent
@@ -32,20 +33,20 @@ def run(script: str, cache: Path) -> str:
     return done.stdout
 
 
-def test_launches_are_caught_once_and_compiled_for_the_next_process(tmp_path):
+def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_path):
     script = """
         import torch, triton_for_sm90
         from ringcore.kernels.activation import silu_and_mul
-        from ringcore.kernels.precompile import catch_launches, compile_variants
+        from ringcore.kernels.precompile import intercept_launches, compile_variants
         from ringcore.kernels.rms_norm import rms_norm
 
-        with catch_launches() as caught:
+        with intercept_launches() as intercepted:
             for n in (1, 2, 3, 1):
                 x = torch.ones(n, 64)
                 assert not rms_norm(x, torch.ones(64), 1e-6, out=torch.zeros(n, 64)).any(), "it ran"
                 assert rms_norm(x, torch.ones(64), 1e-6, add_to=torch.ones(n, 64)).all()
                 silu_and_mul(x)
-        variants = list(caught.values())
+        variants = list(intercepted.values())
         print(*sorted(variant.kernel.__name__ for variant in variants))
         compile_variants(variants, torch.device("cpu"), 2, first=1)
     """
@@ -61,16 +62,16 @@ def test_what_is_compiled_is_left_out_too(tmp_path):
     """Of two kernels the second alone would read what the first should have written."""
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.precompile import catch_launches, compile_variants
+        from ringcore.kernels.precompile import intercept_launches, compile_variants
         from ringcore.kernels.rms_norm import rms_norm
 
         def launch():
             return rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6, out=torch.zeros(1, 64))
 
-        with catch_launches() as caught:
+        with intercept_launches() as intercepted:
             launch()
-        compile_variants(list(caught.values()), torch.device("cpu"), 1)
-        with catch_launches() as again:
+        compile_variants(list(intercepted.values()), torch.device("cpu"), 1)
+        with intercept_launches() as again:
             print(launch().any().item(), len(again))
         try:
             launch()
@@ -84,11 +85,11 @@ def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(tmp_path):
     script = """
         import torch, triton_for_sm90
         from ringcore.kernels.activation import silu_and_mul
-        from ringcore.kernels.precompile import Variant, catch_launches, compile_variants
+        from ringcore.kernels.precompile import Variant, intercept_launches, compile_variants
 
-        with catch_launches() as caught:
+        with intercept_launches() as intercepted:
             silu_and_mul(torch.ones(1, 64))
-        (good,) = caught.values()
+        (good,) = intercepted.values()
         bad = Variant(good.kernel, good.specialization.replace("_activate", "_no_such"))
         try:
             compile_variants([bad, good], torch.device("cpu"), 1)
@@ -136,12 +137,12 @@ def test_what_was_compiled_ahead_is_what_is_launched(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     device, size = torch.device("cuda", 0), 160  # a size of no other test, so that nothing is compiled yet
     x, weight = torch.randn(5, size, device=device), torch.randn(size, device=device)
-    with catch_launches() as caught:
+    with intercept_launches() as intercepted:
         assert not rms_norm(x, weight, 1e-6, out=torch.zeros_like(x)).any()
-    compile_variants(list(caught.values()), device, 2)
-    with catch_launches() as again:
+    compile_variants(list(intercepted.values()), device, 2)
+    with intercept_launches() as again:
         assert not rms_norm(x, weight, 1e-6, out=torch.zeros_like(x)).any()
-    assert len(caught) == 1
+    assert len(intercepted) == 1
     assert not again
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
 
@@ -154,11 +155,11 @@ def test_launches_of_other_threads_go_on(monkeypatch):
         outcomes.append(knobs.runtime.jit_cache_hook(key="", repr="", fn=None, compile={}))
         outcomes.append(JITFunction.run(None, warmup=False))
 
-    with catch_launches() as caught:
+    with intercept_launches() as intercepted:
         assert JITFunction.run(None, warmup=False) is None
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
     assert outcomes == [False, False]
-    assert not caught
+    assert not intercepted
     assert knobs.runtime.jit_cache_hook is None

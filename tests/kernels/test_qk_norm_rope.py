@@ -54,14 +54,14 @@ class Case:
         """[n, all heads, head_dim] float64: not rounded."""
         n, heads, kv_heads, head_dim = self.shape
         x = self.qkv.double().view(n, -1, head_dim)
-        turned = x[:, : heads + kv_heads]
+        rotated = x[:, : heads + kv_heads]
         if self.weight is not None:
             gain = torch.cat([row.expand(count, -1) for row, count in zip(self.weight, (heads, kv_heads), strict=True)])
-            turned = turned * (turned.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.double()
+            rotated = rotated * (rotated.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.double()
         cos, sin = self.cos_sin[self.positions].double().view(n, 1, -1, 2).unbind(-1)
-        first, second = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(2)
-        return torch.cat((turned, x[:, heads + kv_heads :]), dim=1)
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(2)
+        return torch.cat((rotated, x[:, heads + kv_heads :]), dim=1)
 
 
 def assert_rounded(ours, exact):

@@ -1,4 +1,4 @@
-"""The part of an SM's memory that is set aside for a kernel's programs."""
+"""The shared-memory carve-out that is set for a kernel's programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels import shared_memory
-from ringcore.kernels.shared_memory import set_aside
+from ringcore.kernels.shared_memory import prefer_carveout
 
 GPU = torch.device("cuda", 0)
 CARVE_OUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
@@ -43,7 +43,7 @@ def driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     properties = SimpleNamespace(shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(shared_memory, "_prefer", shared_memory._prefer.__wrapped__)
+    monkeypatch.setattr(shared_memory, "_set_carveout", shared_memory._set_carveout.__wrapped__)
     return fake
 
 
@@ -53,7 +53,7 @@ def kernel(shared, n_regs=100, num_warps=4):
 
 @pytest.mark.parametrize(("shared", "percent"), [(143360, 62), (232448, 100), (0, 0), (1, 1)])
 def test_as_much_as_one_program_has(driver, shared, percent):
-    set_aside(kernel(shared), 1, GPU)
+    prefer_carveout(kernel(shared), 1, GPU)
     assert driver.asked == [(("function", 77), 9, percent)]
 
 
@@ -70,24 +70,24 @@ def test_as_much_as_one_program_has(driver, shared, percent):
     ],
 )
 def test_no_room_for_more_programs_than_there_are(driver, shared, n_regs, num_warps, programs_per_sm, percent):
-    set_aside(kernel(shared, n_regs, num_warps), programs_per_sm, GPU)
+    prefer_carveout(kernel(shared, n_regs, num_warps), programs_per_sm, GPU)
     assert [asked for _, _, asked in driver.asked] == ([] if percent is None else [percent])
 
 
-def test_no_kernel_has_no_wish(driver):
-    set_aside(None, 1, GPU)
+def test_no_kernel_no_carveout(driver):
+    prefer_carveout(None, 1, GPU)
     assert not driver.asked
 
 
-def test_what_the_driver_says_is_told(driver):
+def test_errors_of_the_driver_are_raised(driver):
     driver.code[0] = 400
     with pytest.raises(RuntimeError, match="carve-out of 62%: 400"):
-        set_aside(kernel(143360), 1, GPU)
+        prefer_carveout(kernel(143360), 1, GPU)
 
 
 def test_without_a_driver_nothing_happens(driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    set_aside(kernel(143360), 1, GPU)
+    prefer_carveout(kernel(143360), 1, GPU)
     assert not driver.asked
 
 
@@ -102,7 +102,7 @@ def test_on_a_gpu(device):
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     numbers = torch.zeros(64, device=device)
     launched = _add_one[(1,)](numbers, size=64)
-    set_aside(launched, 1, device)
+    prefer_carveout(launched, 1, device)
     _add_one[(1,)](numbers, size=64)
     assert (numbers == 2).all()
     attribute = getattr(bindings.CUfunction_attribute, CARVE_OUT)

@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ringcore.kernels.skinny_configs import MAX_ROWS, DotConfig, FmaConfig, choose
 from ringcore.kernels.skinny_linear import (
     RowNorm,
-    new_arrivals,
-    num_asked_inputs,
+    new_split_k_counters,
+    num_prefetched_inputs,
     skinny_linear,
     skinny_linear_reference,
 )
@@ -186,10 +186,10 @@ def test_logits_are_not_rounded(device, config, dtype):
 def test_what_is_split_leaves_the_counters_as_they_were(device, config, n):
     """So the next step, or the next replay of a graph, finds them so."""
     case = Case(device, n, 200, 256, torch.float16)
-    arrivals = new_arrivals(case.weight)
-    first = case.run(config, arrivals=arrivals)
-    assert not arrivals.any()
-    assert torch.equal(case.run(config, arrivals=arrivals), first)
+    counters = new_split_k_counters(case.weight)
+    first = case.run(config, counters=counters)
+    assert not counters.any()
+    assert torch.equal(case.run(config, counters=counters), first)
     assert_close(first, *case.exact())
 
 
@@ -301,12 +301,12 @@ def test_many_rows_of_a_small_models_weights_are_computed_here():
 
 def test_whole_pieces_of_weights_are_asked_for():
     """The instruction takes addresses and sizes in 16 bytes; another one costs a GPU its context."""
-    config = DotConfig(64, 128, 4, 4, 1, asked_inputs=512)
+    config = DotConfig(64, 128, 4, 4, 1, prefetched_inputs=512)
     memory = torch.zeros(101 * 64 + 8, dtype=torch.bfloat16)
     for shape, first, asked in (((64, 96), 0, 512), ((64, 96), 8, 512), ((64, 96), 4, 0), ((64, 100), 0, 0)):
         weight = memory[first : first + shape[0] * shape[1]].view(shape)
         assert weight.data_ptr() % 16 == 2 * first % 16
-        assert num_asked_inputs(weight, config) == asked
+        assert num_prefetched_inputs(weight, config) == asked
 
 
 @large
@@ -356,13 +356,13 @@ def test_a_chain_in_a_graph_reads_nothing_too_early(device, n, config):
     """Each product reads what the one before it wrote, while their launches overlap."""
     depth = 40
     weights = torch.randn(depth, 1024, 1024, device=device, dtype=torch.bfloat16) / 32
-    arrivals = [new_arrivals(weight) for weight in weights]
+    counters = [new_split_k_counters(weight) for weight in weights]
     rows = torch.empty(depth + 1, n, 1024, device=device, dtype=torch.bfloat16)
     first = torch.randn(n, 1024, device=device, dtype=torch.bfloat16)
 
     def chain():
         for i in range(depth):
-            skinny_linear(rows[i], weights[i], config, out=rows[i + 1], arrivals=arrivals[i])
+            skinny_linear(rows[i], weights[i], config, out=rows[i + 1], counters=counters[i])
 
     rows[0] = first
     chain()

@@ -31,7 +31,7 @@ from ringcore.kernels.step_state import (
 )
 
 LAYOUT = StateLayout(max_rows=7, max_stops=3, block_sizes=(16, 4), table_widths=(10, 37))
-FREE = (0, 3)  # rows that nobody has
+FREE = (0, 3)  # rows without a request
 
 
 def record(state: torch.Tensor, row: int) -> np.ndarray:
@@ -102,10 +102,10 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
     prepare_decode(on_device, LAYOUT, inputs, 6)
     sampling = inputs.sampling
     for i, row in enumerate(batch):
-        if row in (-1, 5):  # nobody, or one that has stopped
+        if row in (-1, 5):  # padding, or a stopped row
             assert (inputs.input_ids[i], inputs.positions[i], inputs.seq_lens[i]) == (0, 0, 0)
             assert sampling.temperature[i] == 0
-            assert sampling.bar_start[i] == sampling.bar_end[i]
+            assert sampling.masked_start[i] == sampling.masked_end[i]
             assert all(slots[i] == 0 for slots in inputs.slots)
             assert all((blocks[i] == -7).all() for blocks in inputs.block_tables)
             continue
@@ -118,17 +118,17 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
             assert column[i].item() == floats[index.value]
         assert sampling.top_k[i] == words[TOP_K.value]
         assert sampling.seed[i] == -5 - row * (1 << 40)
-        barred = sampling.bar_ids[sampling.bar_start[i] : sampling.bar_end[i]].tolist()
+        masked = sampling.masked_token_ids[sampling.masked_start[i] : sampling.masked_end[i]].tolist()
         is_early = here + 1 - words[NUM_PROMPT.value] < words[MIN_TOKENS.value]
         stops = words[RECORD_HEAD.value : RECORD_HEAD.value + words[NUM_STOPS.value]].tolist()
-        assert barred == (stops if is_early else [])
+        assert masked == (stops if is_early else [])
         for group, size in enumerate(LAYOUT.block_sizes):
             blocks, num_blocks = table(state, group, row), -(-(here + 1) // size)
             block = 0 if row == 6 else blocks[here // size]
             assert inputs.slots[group][i] == block * size + here % size
             assert inputs.block_tables[group][i, :num_blocks].tolist() == blocks[:num_blocks].tolist()
             assert (inputs.block_tables[group][i, num_blocks:] == -7).all()
-    assert inputs.input_ids[6] == -7, "behind the step's rows nothing is written"
+    assert inputs.input_ids[6] == -7, "nothing is written after the step's rows"
     assert torch.equal(on_device.cpu(), state)
 
 

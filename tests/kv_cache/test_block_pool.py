@@ -18,7 +18,7 @@ def names(*ids: int) -> list[bytes]:
 
 
 def take(pool: BlockPool, num_blocks: int) -> list[int]:
-    return pool.take(num_blocks).tolist()
+    return pool.allocate(num_blocks).tolist()
 
 
 def free(pool: BlockPool, *ids: int) -> None:
@@ -134,7 +134,7 @@ def test_a_lookup_ends_at_the_first_hash_that_is_not_there():
         assert find(pool, *asked) == ids[:missing]
 
 
-def test_of_twins_the_first_stays_the_one_found():
+def test_of_duplicates_the_first_stays_cached():
     pool = BlockPool(8)
     take(pool, 4)
     pool.cache(0, np.array([1]), [b"same"])
@@ -182,7 +182,7 @@ def test_our_own_bugs_are_noticed():
     free(pool, 1)
     with pytest.raises(AssertionError, match="once too often"):
         free(pool, 1)
-    with pytest.raises(AssertionError, match="free block has undefined contents"):
+    with pytest.raises(AssertionError, match="free block cannot be cached"):
         pool.cache(0, np.array([2]), [b"more"])
 
 
@@ -190,9 +190,9 @@ def test_our_own_bugs_are_noticed():
     ("attribute", "wrong", "message"),
     [
         ("_num_empty", 4, "free blocks and reference counts"),
-        ("_free_stack", np.array([2, 2, 3, 4, 5, 6, 7, 0], np.int32), "free twice"),
-        ("_group_of", np.full(8, -1, np.int16), "a block has a group and no hash|in the LRU without"),
-        ("_block_of_hash", [{}], "maps and the blocks"),
+        ("_stack", np.array([2, 2, 3, 4, 5, 6, 7, 0], np.int32), "free twice"),
+        ("_group_of", np.full(8, -1, np.int16), "a block has a group and no hash|evictable, no hash"),
+        ("_cached", [{}], "maps and the blocks"),
     ],
 )
 def test_check_notices(attribute, wrong, message):

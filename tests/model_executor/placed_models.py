@@ -31,7 +31,7 @@ def placed(
     model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
     with pending_weights(model.weights(), files, 0, torch.device("cpu"), poisoned) as pending:
         final = pending.final
-        model.bind(pending, stay=True)
+        model.bind(pending, updatable=True)
     return model, dict(final)
 
 

@@ -1,4 +1,4 @@
-"""Packed products compute what plain ones do, and a build without the packing falls back."""
+"""Packed linears compute what plain ones do, and a build without the packing falls back."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def randn(*shape, seed):
 def test_every_number_of_rows(outputs, inputs, bias, dtype):
     weight = randn(outputs, inputs, seed=1).to(dtype)
     b = randn(outputs, seed=2).to(dtype) if bias else None
-    product = packing.pack_linear(weight, b)
+    linear = packing.pack_linear(weight, b)
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     for rows in (1, 2, 7, 16, 63, 64, 65, 200):
         x = randn(rows, inputs, seed=rows).to(dtype)
         expected = F.linear(x.float(), weight.float(), None if b is None else b.float())
-        torch.testing.assert_close(product(x).float(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(linear(x).float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_view_as_input():
@@ -43,11 +43,11 @@ def test_the_packed_form_does_not_need_the_original():
     """It is freed, or reused, once it is packed."""
     weight, x = randn(24, 40, seed=1), randn(3, 40, seed=2)
     expected = x @ weight.T
-    product = packing.pack_linear(weight, None)
-    if isinstance(product.multiply, functools.partial):
+    linear = packing.pack_linear(weight, None)
+    if isinstance(linear.multiply, functools.partial):
         pytest.skip("this build has no packing for float32")
     weight.fill_(float("nan"))
-    torch.testing.assert_close(product(x), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(linear(x), expected, atol=1e-5, rtol=0)
 
 
 def unavailable(weight, bias):
@@ -68,14 +68,14 @@ def test_a_packing_that_is_not_there_or_wrong_is_not_used(monkeypatch, broken):
 @pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 900.0, 1e30])
 @pytest.mark.parametrize("bias", [False, True])
 def test_weights_of_a_bfloat16_checkpoint_are_exact_whatever_the_number_of_rows(largest, bias):
-    """Compared with float64: a product in 16 bits would be off by 1e-3."""
+    """Compared with float64: a linear in 16 bits would be off by 1e-3."""
     weight = (randn(64, 96, seed=1) * largest).bfloat16().float()
     b = randn(64, seed=2) * largest if bias else None
-    product = packing.pack_linear(weight, b)
+    linear = packing.pack_linear(weight, b)
     for rows in (1, 5, packing._FEW_ROWS, packing._FEW_ROWS + 1, 40):
         x = randn(rows, 96, seed=rows)
         expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-        assert (product(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_which_weights_are_held_in_16_bits(weight, scale):
 
 def test_weights_that_do_not_fit_16_bits_stay_as_they_are():
     weight = randn(64, 96, seed=1)
-    product, x = packing.pack_linear(weight, None), randn(3, 96, seed=2)
+    linear, x = packing.pack_linear(weight, None), randn(3, 96, seed=2)
     expected = x.double() @ weight.double().T
-    assert (product(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()

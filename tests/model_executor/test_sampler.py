@@ -20,8 +20,8 @@ def inputs(n: int, **columns: Any) -> SamplingInputs:
     kinds |= {"seed": np.int64, "position": np.int64, "num_logprobs": np.int32}
     given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "position": 5}
     given |= {"seed": np.arange(n), "num_logprobs": -1} | columns
-    barred = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("barred_rows", "barred_ids")}
-    return SamplingInputs(**{k: np.broadcast_to(v, n).astype(kinds[k]) for k, v in given.items()}, **barred)
+    masked = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("masked_rows", "masked_ids")}
+    return SamplingInputs(**{k: np.broadcast_to(v, n).astype(kinds[k]) for k, v in given.items()}, **masked)
 
 
 def logits_of(probabilities: list[float], n: int = 1) -> torch.Tensor:
@@ -195,17 +195,17 @@ def test_the_two_levels_of_the_draw_are_independent() -> None:
 def test_bars_hold_for_greedy_and_drawing_rows_and_leave_the_logits() -> None:
     logits = logits_of([0.7, 0.1, 0.2], 2000)
     before = logits.clone()
-    bars = {"barred_rows": [*range(2000), 0], "barred_ids": [0] * 2000 + [2]}
-    drawn = sample(logits, inputs(2000, **bars)).token_ids
+    masked_tokens = {"masked_rows": [*range(2000), 0], "masked_ids": [0] * 2000 + [2]}
+    drawn = sample(logits, inputs(2000, **masked_tokens)).token_ids
     assert set(drawn.tolist()) == {1, 2}
     assert drawn[0] == 1
-    assert set(sample(logits, inputs(2000, temperature=0.0, **bars)).token_ids[1:].tolist()) == {2}
+    assert set(sample(logits, inputs(2000, temperature=0.0, **masked_tokens)).token_ids[1:].tolist()) == {2}
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_told_apart(bad: float, temperature: float) -> None:
+def test_a_row_that_is_not_finite_is_flagged(bad: float, temperature: float) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     clean = sample(logits, inputs(5, temperature=temperature))
     assert clean.ok.all()

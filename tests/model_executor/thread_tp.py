@@ -23,7 +23,7 @@ class ThreadRank(TensorParallel):
         self._board[self.rank] = tensor.clone()
         self._barrier.wait(timeout=30)
         parts = list(self._board)
-        self._barrier.wait(timeout=30)  # nobody writes the next round before all have read this one
+        self._barrier.wait(timeout=30)  # no rank writes the next round before all have read this one
         return parts
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ringcore.protocol.codec import decoder, encoder, int_array
 from ringcore.protocol.messages import EngineMessage
-from ringcore.protocol.output_reader import OutputReader, in_messages, output_columns
+from ringcore.protocol.output_reader import OutputReader, output_columns, split_into_messages
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineStats,
@@ -107,7 +107,7 @@ def test_prompt_logprobs_go_to_the_row_that_asked():
 
 def test_most_columns_are_one_message():
     sent = columns([0], [7], new=[started(0, "a")], logprobs=[TokenLogprobs([7], [-1.0], [1])])
-    assert list(in_messages(sent)) == [sent]
+    assert list(split_into_messages(sent)) == [sent]
 
 
 def test_large_vocabularies_go_in_several_messages_that_say_the_same():
@@ -118,7 +118,7 @@ def test_large_vocabularies_go_in_several_messages_that_say_the_same():
     sent = columns(
         [2, 0, 1, 3], [4, 5, 6, 7], new=new, logprobs=logprobs, others=others, prompts=[prompt_logprobs(3, 300_000, 2)]
     )
-    messages = [encoder().encode(message) for message in in_messages(sent)]
+    messages = [encoder().encode(message) for message in split_into_messages(sent)]
     assert max(map(len, messages)) < 20 << 20
     reader, one_by_one = OutputReader(), []
     for message in messages:

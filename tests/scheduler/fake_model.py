@@ -180,8 +180,8 @@ class FakeWorker:
         assert new.num_computed_tokens == min(new.num_cached_tokens, len(row.tokens) - 1)
         assert len(row.block_tables) == len(self.groups)
         for group, table in zip(self.groups, row.block_tables, strict=True):
-            num_out_of_window = group.first_seen(row.num_computed_tokens) // group.block_size
-            assert 0 not in table[num_out_of_window:], "the null block where there is something to read"
+            num_left_behind = group.first_seen(row.num_computed_tokens) // group.block_size
+            assert 0 not in table[num_left_behind:], "the null block where there is something to read"
             assert all(0 <= block_id < self.num_blocks for block_id in table), "a block outside the cache"
         self._check_each_once(row)
 

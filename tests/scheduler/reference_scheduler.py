@@ -16,7 +16,7 @@ class ReferenceRequest:
     arrival_s: float = 0.0
     num_computed: int = 0
     num_blocks: int = 0
-    num_times_skipped: int = 0
+    num_times_passed: int = 0
 
 
 place = attrgetter("priority", "arrival_s", "sequence")  # in the queue
@@ -69,7 +69,7 @@ class ReferenceScheduler:
         has_prompts = any(count > 1 for count in self.work.values())
         for request in sorted(self.waiting, key=place):
             has_row = len(self.running) < self.config.max_num_seqs
-            may_pass = len(passed) <= limit and all(one.num_times_skipped < limit for one in passed)
+            may_pass = len(passed) <= limit and all(one.num_times_passed < limit for one in passed)
             if not has_row or not may_pass or sum(self.work.values()) == self.config.max_num_batched_tokens:
                 return
             if (has_prompts and self._would_be_a_sliver(request)) or not self._take_blocks(request, request.num_tokens):
@@ -80,7 +80,7 @@ class ReferenceScheduler:
             self.running.append(request)
             self._give_tokens(request)
             for one in passed:
-                one.num_times_skipped += 1
+                one.num_times_passed += 1
 
     def _would_be_a_sliver(self, request: ReferenceRequest) -> bool:
         whole = self.config.max_num_batched_tokens

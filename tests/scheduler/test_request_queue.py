@@ -70,7 +70,7 @@ def test_removal(number):
 def test_each_once():
     queue = RequestQueue("fcfs")
     queue.add(request(0))
-    with pytest.raises(AssertionError, match="queued already"):
+    with pytest.raises(AssertionError, match="waits already"):
         queue.add(request(0))
     with pytest.raises(KeyError):
         queue.remove("r1")

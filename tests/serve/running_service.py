@@ -88,7 +88,7 @@ class RunningService:
         """Whether no request has left anything in the service or the engine."""
         stats = self.engine.stats
         return (
-            self.service.places.num_taken == 0
+            self.service.concurrency.num_in_flight == 0
             and self.engine.num_unfinished == 0
             and stats.num_running == stats.num_waiting == 0
             and stats.num_free_blocks == self.engine.ready.num_blocks

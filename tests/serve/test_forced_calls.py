@@ -166,7 +166,7 @@ def test_what_does_not_go_together(qwen, body, param, says, stream):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert says in answer.json()["error"]["message"]
-    assert qwen.service.places.num_taken == 0
+    assert qwen.service.concurrency.num_in_flight == 0
 
 
 def test_tokenize_with_tools(qwen):

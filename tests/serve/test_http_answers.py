@@ -36,7 +36,7 @@ def test_what_is_no_http(service, sent):
     status, _, error = error_of(answers(service.port, sent))
     assert status == 400
     assert error["type"] == "invalid_request_error"
-    assert "no request of HTTP/1.1" in error["message"]
+    assert "not a valid HTTP/1.1 request" in error["message"]
 
 
 def test_what_is_no_http_after_a_request(service):

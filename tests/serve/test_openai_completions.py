@@ -23,7 +23,7 @@ def client(service):
 @pytest.fixture(autouse=True)
 def nothing_is_left(service):
     yield
-    assert service.service.places.num_taken == 0
+    assert service.service.concurrency.num_in_flight == 0
     assert service.engine.num_unfinished == 0
 
 

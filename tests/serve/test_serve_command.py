@@ -210,7 +210,7 @@ def test_a_port_that_is_taken(capsys, folder):
     ("flags", "says"),
     [
         (["--api-key-file", "/no/such/file"], "api_key_file='/no/such/file': cannot be read"),
-        (["--api-key-file", "/dev/null"], "there is no key in it"),
+        (["--api-key-file", "/dev/null"], "it has no key"),
         (["--api-key", "two words"], "without spaces"),
         (["--max-n", "0"], "max_n=0: give an integer"),
         (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),

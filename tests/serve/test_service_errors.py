@@ -104,7 +104,7 @@ def test_a_bug_tells_clients_nothing_of_itself(service, monkeypatch):
         error = error_of(answer)
         assert (error["type"], error["code"]) == ("server_error", "internal_error")
         assert "secret" not in answer.text
-    assert service.service.places.num_taken == 0
+    assert service.service.concurrency.num_in_flight == 0
 
 
 def test_a_bug_in_mid_stream_is_the_last_event(service, monkeypatch):
@@ -161,7 +161,7 @@ def test_an_engine_that_dies(tmp_path):
         eventually(lambda: http.get(f"{service.url}/health").status_code == 503, "it is known to be dead")
         assert http.get(f"{service.url}/health").json()["state"] == "dead"
         assert http.get(f"{service.url}/metrics").status_code == 200
-        assert service.service.places.num_taken == 0
+        assert service.service.concurrency.num_in_flight == 0
 
 
 def test_the_client_raises_an_error_of_mid_stream(tmp_path):

@@ -113,7 +113,7 @@ def test_too_many_at_once(service, client, stream):
         message = {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": stream}
         assert client.post("/v1/chat/completions", json=message).status_code == 429
         assert client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).status_code == 200
-    eventually(lambda: service.service.places.num_taken == 0, "the places are free again")
+    eventually(lambda: service.service.concurrency.num_in_flight == 0, "no completion is in flight")
     assert client.post("/v1/completions", json={"prompt": ["ab", "c"], "max_tokens": 2}).status_code == 200
 
 

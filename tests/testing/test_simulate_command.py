@@ -77,7 +77,7 @@ def test_an_existing_trace_is_not_overwritten(trace, model_folder, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["simulate", trace, "--gpus", "1", "--model", model_folder, "--poisson", "5"])
     assert caught.value.code == 2
-    assert "is there, and --poisson would make it" in capsys.readouterr().err
+    assert "exists, and --poisson would make it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

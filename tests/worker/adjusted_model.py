@@ -26,7 +26,7 @@ class Arithmetic:
         first, step, last = map(int, spec.regex.split())
         return Progression(first, step, last)
 
-    def fill_masks(self, matchers: Sequence[Progression], masks: np.ndarray) -> None:
+    def fill_bitmasks(self, matchers: Sequence[Progression], masks: np.ndarray) -> None:
         self.num_filled += len(matchers)
         assert masks.dtype == np.int32
         assert masks.flags.c_contiguous

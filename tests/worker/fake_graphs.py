@@ -26,11 +26,11 @@ class Replayed:
 
 
 def captured(
-    work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None
+    work: Callable[[], Any], pool: None, after_warm_up: Callable[[], object] = lambda: None
 ) -> tuple[Replayed, Any]:
-    """One run, the step of nobody before a capture."""
+    """One warm-up run, as before a capture."""
     result = work()
-    when_run()
+    after_warm_up()
     kept = tuple(tensor.clone() for tensor in _as_tuple(result))
     return Replayed(work, kept), kept[0] if isinstance(result, torch.Tensor) else kept
 
@@ -43,5 +43,5 @@ def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding steps of GPU runners that are made from now on are `DecodeGraphs`. After `device_runner`."""
     from ringcore.worker.runner import cuda_graphs, gpu_model_runner
 
-    monkeypatch.setattr(cuda_graphs, "_captured", captured)
+    monkeypatch.setattr(cuda_graphs, "_capture", captured)
     monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)

@@ -148,7 +148,7 @@ def test_a_matcher_that_refuses_what_its_mask_allowed(
     monkeypatch.setattr(Progression, "accept", lambda self, token_ids: token_ids[0] != 6 and accept(self, token_ids))
     found = beside(worker, asking(**guided("5 1 9")), reference, num_steps=3)
     assert len(found) == 1
-    assert "does not take token 6, sampled at position 1 of the completion" in found[0]
+    assert "does not accept token 6, sampled at position 1 of the completion" in found[0]
 
 
 accept = Progression.accept

@@ -60,7 +60,7 @@ class TestCuda:
         """Through registered memory alone, one registration at a time, on the device's own stream."""
         runtime, link = cuda_link()
         store = FileStore(num_bytes, str(tmp_path), link) if is_file else MemoryStore(num_bytes, link, PLENTY)
-        store.make_ahead()
+        store.allocate_in_background()
         for seed in range(3):
             held = contents(num_bytes, seed)
             store.ready()
@@ -125,7 +125,7 @@ class TestCuda:
         runtime, link = cuda_link()
         store = MemoryStore(4 * MIB, link, PLENTY)
         runtime.code = 801
-        store.make_ahead()
+        store.allocate_in_background()
         assert store._making is not None
         assert "error 801" in str(store._making.exception(20))
         wait_until(lambda: pages[0]() is None)
@@ -175,7 +175,7 @@ class TestMadeAhead:
         _, link = cuda_link()
         store = MemoryStore(8 * MIB, link, HostBudget(lambda: free[0], 2))
         with caplog.at_level("WARNING"):
-            store.make_ahead()
+            store.allocate_in_background()
             wait_until(lambda: bool(caplog.records))
         assert "sleep_directory" in caplog.records[0].getMessage()
         with pytest.raises(CapacityError, match=r"give sleep_directory, .* or sleep with level=2") as error:
@@ -198,11 +198,11 @@ class TestMadeAhead:
         runtime, link = cuda_link()
         runtime.gate = gate
         store = MemoryStore(MIB, link, PLENTY)
-        store.make_ahead()
-        monkeypatch.setattr(store_module, "_PATIENCE_S", 0.05)
-        with pytest.raises(RuntimeError, match="not made after"):
+        store.allocate_in_background()
+        monkeypatch.setattr(store_module, "_TIMEOUT_S", 0.05)
+        with pytest.raises(RuntimeError, match="not allocated after"):
             store.ready()
-        monkeypatch.setattr(store_module, "_PATIENCE_S", 20.0)
+        monkeypatch.setattr(store_module, "_TIMEOUT_S", 20.0)
         threading.Timer(0.05, gate.set).start()
         store.ready()
         store.save(contents(MIB))
@@ -220,7 +220,7 @@ class TestMadeAhead:
 
         runtime, link = cuda_link()
         store = MemoryStore(1000 * MIB, link, HostBudget(free_bytes, 1))
-        store.make_ahead()
+        store.allocate_in_background()
         assert asked.wait(20)
         store.close()
         assert len(num_asked) < 500
@@ -233,7 +233,7 @@ class TestMadeAhead:
         runtime, link = cuda_link()
         runtime.gate = gate
         store = MemoryStore(MIB, link, PLENTY)
-        store.make_ahead()
+        store.allocate_in_background()
         wait_until(lambda: bool(runtime.waiting))
         assert all(t.daemon for t in threading.enumerate() if t.name in ("host store", "host memory"))
         gate.set()

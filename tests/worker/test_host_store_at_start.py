@@ -68,7 +68,7 @@ def test_it_begins_before_weights_and_kernels_are_there(
         assert worker._platform is not None
         events.append((what, worker._platform.arenas["weights"].used_bytes))
 
-    def make_ahead(store: HostStore) -> None:
+    def allocate_in_background(store: HostStore) -> None:
         note("store")
         making.append(threading.Event())
         original(store)
@@ -81,8 +81,8 @@ def test_it_begins_before_weights_and_kernels_are_there(
         note("bind")
         bind(self, *arguments, **named)
 
-    original = HostStore.make_ahead
-    monkeypatch.setattr(HostStore, "make_ahead", make_ahead)
+    original = HostStore.allocate_in_background
+    monkeypatch.setattr(HostStore, "allocate_in_background", allocate_in_background)
     monkeypatch.setattr(loader.Readers, "read", read)
     monkeypatch.setattr(DenseDecoder, "bind", bound)
     monkeypatch.setattr(worker_module, "_compile_kernels", lambda *arguments: _Kernels(lambda: note("kernels")))
@@ -167,7 +167,7 @@ def test_most_cores_are_left_to_what_is_compiled_meanwhile(
     budget = store_module.HostBudget(lambda: 1 << 40, num_ranks)
     store = store_module.MemoryStore(1 << 20, CpuPlatform().host_link(), budget)
     runtime.code = 801
-    store.make_ahead()
+    store.allocate_in_background()
     assert store._making is not None
     assert store._making.exception(20) is not None
     runtime.code = 0

@@ -78,14 +78,14 @@ def test_a_capture_that_fails_disturbs_no_step(
 ) -> None:
     from ringcore.worker.runner import cuda_graphs
 
-    def fail(work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None) -> Any:
+    def fail(work: Callable[[], Any], pool: None, after_warm_up: Callable[[], object] = lambda: None) -> Any:
         if has_run:
-            fake_graphs.captured(work, pool, when_run)
+            fake_graphs.captured(work, pool, after_warm_up)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     written = begin(worker)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_graphs, "_captured", fail)
+        patch.setattr(cuda_graphs, "_capture", fail)
         with pytest.raises(torch.OutOfMemoryError):
             worker.capture_graph()
     assert worker.stats()["num_graphs_left"] == 4

@@ -220,7 +220,7 @@ class TestCuda:
             CudaPlatform(0, FakeCuda(), "auto", without)
             CudaPlatform(0, FakeCuda(), "plain", FakeCudaDriver(device))
         assert [record.getMessage().rpartition("arenas, ")[2] for record in caplog.records] == [
-            "since GPU 0 has no virtual memory that a program can manage",
+            "since GPU 0 has no virtual memory management",
             "as device_memory='plain' asks",
         ]
         with pytest.raises(ConfigError, match="a CPU has no arenas without enable_sleep_mode"):

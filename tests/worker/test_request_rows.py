@@ -81,7 +81,7 @@ def test_finished_rows_go_first_so_that_a_row_can_be_reused_in_the_same_delta(ro
     rows.apply(make_step({}, finished=[1], new=[admit(1, [4, 5], [6])]))
     assert rows.num_tokens[1] == 2
     assert rows.block_tables[0].block_ids[1].tolist() == [6, 0, 0, 0, 0]
-    assert len(rows.sampling_inputs(np.array([1])).barred_rows) == 0
+    assert len(rows.sampling_inputs(np.array([1])).masked_rows) == 0
 
 
 def test_a_row_in_use_is_not_given_away(rows: RequestRows) -> None:
@@ -110,7 +110,7 @@ def test_stop_tokens_are_barred_until_min_tokens(rows: RequestRows) -> None:
     ]
     rows.apply(make_step({}, new=new))
     inputs = rows.sampling_inputs(np.array([3, 2, 1, 0]))
-    assert list(zip(inputs.barred_rows.tolist(), inputs.barred_ids.tolist(), strict=True)) == [(0, 40), (3, 1), (3, 30)]
+    assert list(zip(inputs.masked_rows.tolist(), inputs.masked_ids.tolist(), strict=True)) == [(0, 40), (3, 1), (3, 30)]
 
 
 def test_clear_forgets_everything(rows: RequestRows) -> None:

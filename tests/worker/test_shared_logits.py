@@ -62,12 +62,12 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     expected = outputs(eager)
     eager.shutdown()
 
-    def captured(work: Callable[[], Any], pool: None, when_run: Callable[[], object] = lambda: None) -> Any:
+    def captured(work: Callable[[], Any], pool: None, after_warm_up: Callable[[], object] = lambda: None) -> Any:
         result = work()
-        when_run()
+        after_warm_up()
         return Replayed(work), result  # what it returned itself, not a copy
 
-    monkeypatch.setattr(cuda_graphs, "_captured", captured)
+    monkeypatch.setattr(cuda_graphs, "_capture", captured)
     monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
     worker = worker_of()
     found = outputs(worker)
@@ -75,7 +75,7 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     assert all(output.logprobs for output in found)
     graphs: Any = worker._runner
     graphs = graphs._decode
-    assert (set(graphs._graphs), set(graphs._begun)) == ({1, 2, 4}, {1, 2, 4, 5})
+    assert (set(graphs._graphs), set(graphs._logits_graphs)) == ({1, 2, 4}, {1, 2, 4, 5})
     assert graphs._logits.shape == (5, 97)
     for size, graph in graphs._graphs.items():
         assert graph.logits.shape == (size, 97)
@@ -91,7 +91,7 @@ def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None
     fake = FakeCuda()
     monkeypatch.setattr(torch, "cuda", fake)
     for pool in (None, "a pool"):
-        graph, result = cuda_graphs._captured(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
+        graph, result = cuda_graphs._capture(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
         assert (graph, result) == ("graph", "out")
     assert seen == [("side", False), ("side", True)] * 2
     assert fake.pools == [None, "a pool"]

@@ -101,7 +101,7 @@ class TestCuda:
         device = FakeVirtualMemory()
         assert CudaVirtualMemory.refusal(1, FakeCudaDriver(device, 1)) is None
         reason = CudaVirtualMemory.refusal(1, FakeCudaDriver(device, 1, supported=0))
-        assert reason == "GPU 1 has no virtual memory that a program can manage"
+        assert reason == "GPU 1 has no virtual memory management"
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         assert CudaVirtualMemory.refusal(0) == "the package cuda-bindings is not installed"

@@ -106,7 +106,7 @@ def test_a_roll_back_and_too_little_memory(
     change(worker, AWAY_1)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-        with pytest.raises(CapacityError, match="weights: to have memory again it needs") as error:
+        with pytest.raises(CapacityError, match="weights: to be mapped again it needs") as error:
             engine_call(worker, "prepare_memory", [BACK])
     assert error.value.details["needed_bytes"] > error.value.details["available_bytes"] == 4096
     engine_call(worker, "roll_back_memory")
@@ -170,8 +170,8 @@ def test_the_states_can_be_asked_for_during_a_step(tiny_llama: tuple[str, Any]) 
         ({"enable_sleep_mode": 1}, "enable_sleep_mode=1: give True or False"),
         ({"enable_sleep_mode": True, "device_memory": "plain"}, "enable_sleep_mode=True: device_memory='plain' has no"),
         ({"sleep_directory": "/tmp"}, "sleep_directory='/tmp': it is for sleep mode; give enable_sleep_mode=True too"),
-        ({"enable_sleep_mode": True, "sleep_directory": "/none"}, "sleep_directory='/none': give a directory that is"),
-        ({"enable_sleep_mode": True, "sleep_directory": 3}, "sleep_directory=3: give a directory that is there"),
+        ({"enable_sleep_mode": True, "sleep_directory": "/none"}, "sleep_directory='/none': give an existing"),
+        ({"enable_sleep_mode": True, "sleep_directory": 3}, "sleep_directory=3: give an existing directory"),
     ],
 )
 def test_options_that_cannot_work(tiny_llama: tuple[str, Any], options: dict[str, Any], message: str) -> None:

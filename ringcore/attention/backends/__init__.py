@@ -29,11 +29,11 @@ def choose_backend(
     num_heads: int,
     device: torch.device,
     order: Sequence[str] | None = None,
-    neighbours: Sequence[KVCacheSpec] = (),
+    sharing_specs: Sequence[KVCacheSpec] = (),
 ) -> AttentionBackend:
     """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve `spec` on `device`.
 
-    `num_heads` query heads on this rank; `neighbours` as `AttentionBackend` takes them. Raises `ConfigError` with the
+    `num_heads` query heads on this rank; `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with the
     reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:
@@ -45,7 +45,7 @@ def choose_backend(
     for candidate in candidates:
         reason = BACKENDS[candidate].refusal(spec, device)
         if reason is None:
-            return BACKENDS[candidate](spec, num_heads, neighbours)
+            return BACKENDS[candidate](spec, num_heads, sharing_specs)
         reasons.append(f"{candidate}: {reason}")
     raise _refused(name, f"no backend is left ({'; '.join(reasons)}); give attention_backend='auto' or another dtype")
 

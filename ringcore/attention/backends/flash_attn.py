@@ -1,8 +1,8 @@
 """Paged attention by the flash-attn package: FlashAttention-3's `flash_attn_interface` or version 2's `flash_attn`.
 
-The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values, head after head. Both
+The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values, head-major. Both
 versions take pages as [num_blocks, block_size, num_kv_heads, head_size] of any strides but the last, which is 1, so
-they get that view of it. Neither is a dependency; the backend refuses where neither can be imported.
+they get that view of it. Neither is a dependency; the backend refuses if neither can be imported.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class _Step:
 
 class FlashAttnBackend(AttentionBackend):
     name: ClassVar[str] = "flash_attn"
-    takes_written_kv: ClassVar[bool] = True
+    accepts_prewritten_kv: ClassVar[bool] = True
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, neighbours)
-        assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
+    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(spec, num_heads, sharing_specs)
+        assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
         from ringcore.kernels import kv_write
 
         self._kv_write = kv_write.kv_write
         module, _ = _find_module()
-        assert module is not None, "a backend that refuses was made"
+        assert module is not None, "constructed a backend that refuses"
         self._is_version_3 = module == _MODULES[0]
         function = "flash_attn_with_kvcache" if self._is_version_3 else "flash_attn_varlen_func"
         self._attend: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), function)
@@ -66,8 +66,8 @@ class FlashAttnBackend(AttentionBackend):
         if spec.block_size % _BLOCK_MULTIPLE[module]:
             return f"the blocks of {module} have a multiple of {_BLOCK_MULTIPLE[module]} tokens, not {spec.block_size}"
         if not isinstance(spec, FullAttentionSpec):
-            # It gives the weight 0 to what is there, and 0 * inf is NaN: one request could harm another.
-            return "it reads blocks that a sliding window has left behind, which others may have by now"
+            # A masked score has the weight 0, and 0 * inf is NaN: one request could corrupt another.
+            return "it reads blocks that a sliding window has passed, which other requests may own by now"
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The ragged layout of a step on the device."""
+"""The varlen layout of a step on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringcore.attention.metadata import AttentionMetadata
 
 __all__ = ["StepTensors", "upload"]
 
-_ALIGNMENT = 4  # int32 numbers: kernels are compiled anew for pointers that are not at multiples of 16 bytes
+_ALIGNMENT = 4  # int32 numbers: Triton recompiles kernels for pointers that are not 16-byte aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class StepTensors:
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int32 arrays as tensors of their shapes, in one copy."""
+    """Copies int32 arrays to the device as tensors of their shapes, in one H2D copy."""
     sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     packed = np.zeros(sum(sizes), dtype=np.int32)
     at = 0
     for array, size in zip(arrays, sizes, strict=True):
         packed[at : at + array.size] = array.reshape(-1)
         at += size
-    parts = torch.split(torch.from_numpy(packed).to(device), sizes)
-    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    pieces = torch.split(torch.from_numpy(packed).to(device), sizes)
+    return [piece[: array.size].view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]

@@ -1,26 +1,26 @@
 """Paged attention by torch's own kernels on a CPU: the reference of every other backend.
 
 The cache of a layer is head-major (`torch_sdpa_pages.PageLayout`), so that
-- the blocks of any set of sequences are gathered by one lookup of rows of block_size * head_size numbers
-  (measured 3 times as fast as an index_select along the block dimension), and
+- the blocks of any set of sequences are gathered by one lookup of rows of block_size * head_size numbers (measured 3
+times as fast as an index_select along the block dimension), and
 - consecutive blocks of a head are one [tokens, head_size] matrix, which is read in place.
 
-A step's sequences fall into three kinds, told apart once a step by `plan`:
+`plan` sorts a step's sequences into three kinds:
 
-    query_len 1                     decode: sequences of like length are padded into one batch; a long one whose
-                                    blocks are consecutive is read where it lies
-    all of it is new                prompt: this step's keys and values, the cache is not read
-    a part is in the cache          chunk: tiles of query rows, each against the context up to its last row
+    query_len 1               decode: sequences of similar length are padded into one batch; a long one whose blocks
+                              are consecutive is read in place
+    nothing is cached         prompt: this step's keys and values, the cache is not read
+    a part is cached          chunk (chunked prefill): tiles of query rows, each against the context up to its last row
 
-A sliding window of W tokens, itself among them: position p sees p - W + 1 to p. Length is then what a sequence sees,
-and no block that is wholly before the window is read. Each tile of a chunk is against the window of its rows alone, and
-a prompt longer than W is computed as such tiles of this step's keys and values.
+With a sliding window of W tokens position p sees p - W + 1 to p. Length is then the visible length, and blocks wholly
+before the window are not read. Each tile of a chunk attends to the window of its rows alone, and a prompt longer than W
+is computed as such tiles of this step's keys and values.
 
 Nothing masked may be NaN or infinite: softmax gives it the weight 0, and 0 * NaN is NaN. Masked places are the null
-block, slots past a sequence's end and slots before its window in the window's first block. They hold only finite
-numbers, because pages are zero when allocated and nothing but `forward` writes them, keys and values of tokens: finite,
-or the worker that saw a hidden state that is not finite overwrites them before the next step. (In float16 a finite
-hidden state can have a key that overflowed, so there `forward` bounds what it writes.)
+block, slots past a sequence's end, and slots before its window in the window's first block. They hold only finite
+numbers, because pages are zeroed when allocated and only `forward` writes them, with keys and values of tokens: these
+are finite, or the worker that saw a non-finite hidden state overwrites them before the next step. (In float16 a finite
+hidden state can have a key that overflowed, so there `forward` clamps what it writes.)
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ringcore.attention.backends.torch_sdpa_plan import (
     Chunk,
     DecodeBatch,
     DecodeOne,
-    Part,
     Planner,
     Prompts,
+    WorkItem,
 )
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
@@ -54,13 +54,13 @@ class TorchSdpaBackend(AttentionBackend):
 
     name: ClassVar[str] = "torch_sdpa"
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, neighbours)
+    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(spec, num_heads, sharing_specs)
         self._group = num_heads // spec.num_kv_heads  # query heads that share a KV head
-        self._layout = PageLayout(spec, neighbours)
+        self._layout = PageLayout(spec, sharing_specs)
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        self._planner = Planner(spec, self._window, self._layout.has_runs)
-        self._bounded = spec.dtype == "float16"
+        self._planner = Planner(spec, self._window, self._layout.has_contiguous_blocks)
+        self._clamps = spec.dtype == "float16"
 
     @classmethod
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
@@ -73,7 +73,7 @@ class TorchSdpaBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return self._layout.shape(num_blocks)
 
-    def plan(self, metadata: AttentionMetadata) -> list[Part]:
+    def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:
         return self._planner.plan(metadata)
 
     def forward(
@@ -87,62 +87,62 @@ class TorchSdpaBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         assert isinstance(plan, list)
-        assert key is not None, "prompts are computed of the step's own keys and values"
+        assert key is not None, "this backend needs the step's keys and values"
         assert value is not None
         self._write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape)
-        for part in plan:
-            match part:
+        for item in plan:
+            match item:
                 case DecodeOne():
-                    self._decode_one_forward(part, query, kv_cache, scale, out)
+                    self._decode_one_forward(item, query, kv_cache, scale, out)
                 case DecodeBatch():
-                    self._decode_batch_forward(part, query, kv_cache, scale, out)
+                    self._decode_batch_forward(item, query, kv_cache, scale, out)
                 case Prompts():
-                    self._prompts_forward(part, query, key, value, scale, out)
+                    self._prompts_forward(item, query, key, value, scale, out)
                 case Chunk():
-                    self._chunk_forward(part, query, key, value, kv_cache, scale, out)
+                    self._chunk_forward(item, query, key, value, kv_cache, scale, out)
         return out
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-        if self._bounded:
+        if self._clamps:
             key, value = torch.nan_to_num(key), torch.nan_to_num(value)
         self._layout.write(kv_cache, slots, (key, value))
 
     def _decode_one_forward(
-        self, part: DecodeOne, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self, item: DecodeOne, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
-        # KV heads as the batch and the query heads that share one as rows: what comes out lies as it should.
-        rows = query[part.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
-        keys, values = part.context.read(kv_cache).unbind(0)  # [num_kv_heads, 1, num_tokens, head_size]
+        # KV heads as the batch, the query heads that share one as rows: the output has the right layout.
+        rows = query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
+        keys, values = item.context.read(kv_cache).unbind(0)  # [num_kv_heads, 1, num_tokens, head_size]
         attended = functional.scaled_dot_product_attention(rows, keys, values, scale=scale)
-        out[part.token] = attended.view(self.num_heads, self.spec.head_size)
+        out[item.token] = attended.view(self.num_heads, self.spec.head_size)
 
     def _decode_batch_forward(
-        self, part: DecodeBatch, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self, item: DecodeBatch, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
-        shape = (part.batch, self.spec.num_kv_heads, self._group, self.spec.head_size)
-        tokens = query if part.tokens is None else query.index_select(0, part.tokens)
+        shape = (item.batch, self.spec.num_kv_heads, self._group, self.spec.head_size)
+        tokens = query if item.tokens is None else query.index_select(0, item.tokens)
         # The query heads that share a KV head as rows: a quarter faster than the kernel's own grouping.
         rows = tokens.view(shape)
-        keys, values = part.gather.read(kv_cache, part.batch)[:, :, :, part.first : part.end].transpose(1, 2).unbind(0)
-        attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=part.mask, scale=scale)
-        if part.tokens is None:
+        keys, values = item.gather.read(kv_cache, item.batch)[:, :, :, item.first : item.end].transpose(1, 2).unbind(0)
+        attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=item.mask, scale=scale)
+        if item.tokens is None:
             out.view(shape).copy_(attended)
         else:
-            out.index_copy_(0, part.tokens, attended.reshape(tokens.shape))
+            out.index_copy_(0, item.tokens, attended.reshape(tokens.shape))
 
     def _prompts_forward(
         self,
-        part: Prompts,
+        item: Prompts,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        tokens = slice(part.first_token, part.first_token + part.batch * part.query_len)
+        tokens = slice(item.first_token, item.first_token + item.batch * item.query_len)
         q, k, v, o = (
-            x[tokens].view(part.batch, part.query_len, -1, self.spec.head_size).transpose(1, 2)
+            x[tokens].view(item.batch, item.query_len, -1, self.spec.head_size).transpose(1, 2)
             for x in (query, key, value, out)
         )
         o.copy_(
@@ -151,7 +151,7 @@ class TorchSdpaBackend(AttentionBackend):
 
     def _chunk_forward(
         self,
-        part: Chunk,
+        item: Chunk,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -159,22 +159,22 @@ class TorchSdpaBackend(AttentionBackend):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        if part.context is not None:
-            keys, values = part.context.read(kv_cache).transpose(1, 2).unbind(0)
+        if item.context is not None:
+            keys, values = item.context.read(kv_cache).transpose(1, 2).unbind(0)
         else:
-            new = slice(part.first_token, part.first_token + part.query_len)
+            new = slice(item.first_token, item.first_token + item.query_len)
             keys, values = (x[new].transpose(0, 1).unsqueeze(0) for x in (key, value))
         num_seen = keys.shape[2]  # [1, num_kv_heads, num_seen, head_size]
-        for offset in range(0, part.query_len, TILE_ROWS):
-            rows = min(TILE_ROWS, part.query_len - offset)
-            end = num_seen - part.query_len + offset + rows
+        for offset in range(0, item.query_len, TILE_ROWS):
+            rows = min(TILE_ROWS, item.query_len - offset)
+            end = num_seen - item.query_len + offset + rows
             first = 0 if self._window is None else max(0, end - rows - self._window + 1)
-            tokens = slice(part.first_token + offset, part.first_token + offset + rows)
+            tokens = slice(item.first_token + offset, item.first_token + offset + rows)
             attended = functional.scaled_dot_product_attention(
                 query[tokens].transpose(0, 1).unsqueeze(0),
                 keys[:, :, first:end],
                 values[:, :, first:end],
-                attn_mask=part.mask[-rows:, first - end :],
+                attn_mask=item.mask[-rows:, first - end :],
                 scale=scale,
                 enable_gqa=self._group > 1,
             )

@@ -1,4 +1,4 @@
-"""How the torch_sdpa backend lays out a layer's pages, writes them and reads them."""
+"""The page layout of the torch_sdpa backend: shape, writes and reads."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["Context", "Gather", "PageLayout"]
 
 
 class PageLayout:
-    """[2, num_sections, num_blocks, heads_per_section, block_size, head_size]: keys then values, head after head.
+    """[2, num_sections, num_blocks, heads_per_section, block_size, head_size]: keys then values, head-major.
 
-    Layers of other shapes may keep their blocks in the same memory. Then a section is the run of heads into which the
-    heads of each of them divide, and block b has the same bytes of every section in all shapes: two layers of 4 and of
-    2 heads, with blocks of 16 and 32 tokens, have 2 sections, with 2 heads a section in the one and 1 in the other.
-    Layers of one shape, the common case, have a head in each section.
+    Layers of other shapes may share the same memory. Then a section is the largest group of heads that divides the
+    heads of each of them, and block b has the same bytes of every section in all shapes: two layers of 4 and of 2
+    heads, with blocks of 16 and 32 tokens, have 2 sections, with 2 heads per section in the one and 1 in the other.
+    Layers of one shape, the common case, have one head per section.
     """
 
-    def __init__(self, spec: KVCacheSpec, neighbours: Sequence[KVCacheSpec]) -> None:
+    def __init__(self, spec: KVCacheSpec, sharing_specs: Sequence[KVCacheSpec]) -> None:
         assert all(
-            (other.page_size_bytes, other.dtype) == (spec.page_size_bytes, spec.dtype) for other in neighbours
-        ), "layers that share memory have pages of other sizes"
+            (other.page_size_bytes, other.dtype) == (spec.page_size_bytes, spec.dtype) for other in sharing_specs
+        ), "layers that share memory must have one page size and dtype"
         self._spec = spec
-        self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in neighbours))
+        self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
         self._heads_per_section = spec.num_kv_heads // self._num_sections
-        # Whether consecutive blocks of a head lie one behind the other, so that they can be read in place.
-        self.has_runs = self._heads_per_section == 1
+        # Whether consecutive blocks of a head are contiguous, so that they can be read in place.
+        self.has_contiguous_blocks = self._heads_per_section == 1
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
@@ -40,7 +40,7 @@ class PageLayout:
 
     def write(self, kv_cache: torch.Tensor, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         """new: keys and values, [num_tokens, num_kv_heads, head_size] each, for slots [num_tokens] int64."""
-        if self.has_runs:
+        if self.has_contiguous_blocks:
             pool = kv_cache.view(2, self._num_sections, -1, self._spec.head_size)
             for kind, tokens in enumerate(new):
                 pool[kind].index_copy_(1, slots, tokens.transpose(0, 1))
@@ -52,7 +52,7 @@ class PageLayout:
 
 
 class Gather:
-    """Blocks of one or several sequences, copied out of the pool by one row lookup."""
+    """Blocks of one or several sequences, copied from the KV cache by one row lookup."""
 
     __slots__ = ("_block_ids", "_num_blocks", "_rows")
 
@@ -62,9 +62,10 @@ class Gather:
         self._rows = self._block_ids
 
     def rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """[2 * num_kv_heads * batch * blocks] rows of the cache as [2 * num_kv_heads * num_blocks, ...].
+        """[2 * num_kv_heads * batch * blocks] row indices into the cache viewed as [2 * num_kv_heads * num_blocks,
+        ...].
 
-        The pool's size is in the caches alone, so the first layer of a step makes this for all.
+        Only the caches know the number of blocks, so the first layer of a step computes this for all layers.
         """
         kinds, num_sections, num_blocks, heads_per_section = kv_cache.shape[:4]
         if self._num_blocks != num_blocks:
@@ -87,11 +88,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where the keys and values are that a sequence sees: a run of the pool, or blocks to gather."""
+    """The visible keys and values of a sequence: a contiguous range of the cache, or blocks to gather."""
 
     num_tokens: int  # up to the sequence's end
     num_skipped: int  # tokens of the first block that are before the window
-    first_slot: int  # of the run; unused with a gather
+    first_slot: int  # of the contiguous range; unused with a gather
     gather: Gather | None
 
     def read(self, kv_cache: torch.Tensor) -> torch.Tensor:

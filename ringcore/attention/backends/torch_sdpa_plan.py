@@ -1,4 +1,4 @@
-"""What all layers of a step share in the torch_sdpa backend: which sequences go together, and where their keys are."""
+"""Per-step plan of the torch_sdpa backend: which sequences are batched together, and where their keys are."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = [
     "Chunk",
     "DecodeBatch",
     "DecodeOne",
-    "Part",
     "Planner",
     "Prompts",
+    "WorkItem",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# A batch of decoding sequences costs about 20 us of calls a layer, a single one about 15 us, and a gathered and padded
-# MiB of keys and values about 90 us (2 cores, float32). So padding up to this is cheaper than one batch more, and a
-# sequence with more than this is cheaper alone if that saves gathering it.
+# A batch of decodes costs about 20 us of calls per layer, a single decode about 15 us, and a gathered and padded MiB of
+# keys and values about 90 us (2 cores, float32). So padding up to this is cheaper than another batch, and a sequence
+# with more than this is cheaper alone if that saves gathering it.
 _BATCH_COST_BYTES = 256 * 1024
 
 # Query rows of a chunk that share a mask and a context length: 256 is the fastest of 32 to 512 (512 rows, context
@@ -42,7 +42,7 @@ class DecodeOne:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The columns `first` to `end` of what `gather` reads are seen by all, but for what `mask` hides."""
+    """The columns `first` to `end` of what `gather` reads are visible to all, except what `mask` masks."""
 
     tokens: torch.Tensor | None  # [batch] int64; None: the batch is the whole step, in order
     batch: int
@@ -63,66 +63,67 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Query tokens at the end of what they see, to be computed in tiles of rows."""
+    """Query tokens at the end of their visible context (chunked prefill), computed in tiles of rows."""
 
     first_token: int
     query_len: int
-    context: Context | None  # None: all that they see is in this step, as its keys and values
+    context: Context | None  # None: the whole context is in this step's keys and values
     mask: torch.Tensor  # [rows, columns]: its last n rows and m columns are the mask of any such tile
 
 
-Part = DecodeOne | DecodeBatch | Prompts | Chunk
+WorkItem = DecodeOne | DecodeBatch | Prompts | Chunk
 
 
 class Planner:
-    """Sorts the sequences of a step into parts that are one call (a chunk: a few) each, for layers of one spec.
+    """Sorts the sequences of a step into work items, one call each (a chunk: a few), for layers of one spec.
 
-    window: tokens that a token sees, itself among them; None: all before it.
-    has_runs: whether consecutive blocks can be read where they lie.
+    window: tokens that a token sees, itself included; None: full attention.
+    has_contiguous_blocks: whether consecutive blocks can be read in place.
     """
 
-    def __init__(self, spec: KVCacheSpec, window: int | None, has_runs: bool) -> None:
+    def __init__(self, spec: KVCacheSpec, window: int | None, has_contiguous_blocks: bool) -> None:
         self._spec = spec
         self._window = window
         self._dtype = DTYPES[spec.dtype]
-        self._has_runs = has_runs
+        self._has_runs = has_contiguous_blocks
 
-    def plan(self, metadata: AttentionMetadata) -> list[Part]:
+    def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:
         step = _Step(metadata, self._spec.block_size, self._window)
         if metadata.max_query_len == 1:
             return self._plan_decode(step, np.arange(metadata.num_seqs))
         query_lens = step.query_lens
         fresh = metadata.seq_lens_cpu == query_lens
         decoding = query_lens == 1
-        # A prompt is one call unless the window hides a part of it: then tiles leave out what no row of theirs sees.
+        # A prompt is one call unless the window masks a part of it: then tiles skip what none of their rows sees.
         whole = fresh if step.window is None else fresh & (query_lens <= step.window)
-        parts: list[Part] = [*self._plan_decode(step, np.flatnonzero(decoding))]
-        parts += self._plan_prompts(step, np.flatnonzero(~decoding & whole))
-        parts += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
-        return parts
+        items: list[WorkItem] = [*self._plan_decode(step, np.flatnonzero(decoding))]
+        items += self._plan_prompts(step, np.flatnonzero(~decoding & whole))
+        items += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
+        return items
 
-    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[Part]:
+    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[WorkItem]:
         if not len(seqs):
             return []
         num_blocks = step.num_blocks(seqs)
         alone = self._reads_in_place(step, seqs, num_blocks)
-        parts: list[Part] = [self._decode_one(step, seq) for seq in seqs[alone].tolist()]
+        items: list[WorkItem] = [self._decode_one(step, seq) for seq in seqs[alone].tolist()]
         seqs, num_blocks = seqs[~alone], num_blocks[~alone]
         for low, high in self._batches(num_blocks):
             members = seqs[(num_blocks >= low) & (num_blocks <= high)]
             one = len(members) == 1
-            parts.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
-        return parts
+            items.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
+        return items
 
     def _reads_in_place(self, step: _Step, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
-        """[len(seqs)] bool: worth a call of its own, because its blocks are consecutive and many."""
+        """[len(seqs)] bool: worth its own call, because its blocks are consecutive and many."""
         long = (num_blocks * self._spec.page_size_bytes > _BATCH_COST_BYTES) & self._has_runs
         for i in np.flatnonzero(long):
-            long[i] = _is_run(step.blocks(seqs[i]))
+            long[i] = _is_contiguous(step.blocks(seqs[i]))
         return long
 
     def _batches(self, num_blocks: np.ndarray) -> list[tuple[int, int]]:
-        """Ranges of lengths, in blocks, that share a batch: from the longest down, while the padding is cheap."""
+        """Ranges of lengths, in blocks, that share a padded batch: from the longest down, while the padding is
+        cheap."""
         values, counts = np.unique(num_blocks, return_counts=True)
         ranges: list[tuple[int, int]] = []
         padded = 0
@@ -146,11 +147,11 @@ class Planner:
         mask = None
         if int(ends.min()) != end or int(firsts.max()) != first:
             columns = np.arange(first, end)
-            hidden = columns >= ends[:, None]
+            masked = columns >= ends[:, None]
             if firsts.any():
-                hidden |= columns < firsts[:, None]
+                masked |= columns < firsts[:, None]
             mask = torch.zeros(len(seqs), 1, 1, end - first, dtype=self._dtype)
-            mask.masked_fill_(torch.from_numpy(hidden)[:, None, None], -torch.inf)
+            mask.masked_fill_(torch.from_numpy(masked)[:, None, None], -torch.inf)
         whole = len(seqs) == metadata.num_tokens
         return DecodeBatch(
             tokens=None if whole else torch.from_numpy(metadata.query_start_loc_cpu[seqs].astype(np.int64)),
@@ -169,7 +170,7 @@ class Planner:
             num_tokens=int(step.metadata.seq_lens_cpu[seq]) - first_seen,
             num_skipped=num_skipped,
             first_slot=int(blocks[0]) * block_size + num_skipped,
-            gather=None if self._has_runs and _is_run(blocks) else Gather(blocks),
+            gather=None if self._has_runs and _is_contiguous(blocks) else Gather(blocks),
         )
 
     def _plan_prompts(self, step: _Step, seqs: np.ndarray) -> list[Prompts]:
@@ -199,10 +200,10 @@ class Planner:
         ]
 
     def _tile_mask(self, query_len: int, seq_len: int, window: int | None) -> torch.Tensor:
-        """Of the largest tile: [rows, columns], 0 or -inf.
+        """Mask of the largest tile: [rows, columns], 0 or -inf.
 
-        Row r from the bottom may see all but the last r columns, and with a window so many before these, so the lower
-        right corner of this mask is the mask of every smaller tile, whatever its sequence.
+        Row r from the bottom sees all but the last r columns, and with a window at most `window` columns before these,
+        so the lower right corner of this mask is the mask of every smaller tile of any sequence.
         """
         rows = min(TILE_ROWS, query_len)
         columns = seq_len if window is None else min(rows + window - 1, seq_len)
@@ -214,7 +215,7 @@ class Planner:
 
 
 class _Step:
-    """The sequences of a step, and where that begins what they see."""
+    """The sequences of a step, and where their visible context begins."""
 
     __slots__ = ("_block_size", "_first_blocks", "first_seen", "metadata", "query_lens", "window")
 
@@ -222,7 +223,7 @@ class _Step:
         self.metadata = metadata
         self.query_lens = np.diff(metadata.query_start_loc_cpu)
         self._block_size = block_size
-        self.window = window if window is not None and window < metadata.max_seq_len else None  # None: hides nothing
+        self.window = window if window is not None and window < metadata.max_seq_len else None  # None: masks nothing
         # [num_seqs]: the first position that the first query token of each sequence sees; None: 0
         self.first_seen: np.ndarray | None = None
         if self.window is not None:
@@ -241,7 +242,7 @@ class _Step:
         return self.metadata.block_table_cpu[seq, first:end]
 
     def block_table(self, seqs: np.ndarray, num_blocks: int) -> np.ndarray:
-        """[len(seqs), num_blocks]: the ids of these blocks; behind a sequence's last one any that can be read."""
+        """[len(seqs), num_blocks]: the ids of these blocks; after a sequence's last one, any valid id."""
         table = self.metadata.block_table_cpu
         if self.first_seen is None:
             return table[seqs, :num_blocks]
@@ -250,7 +251,7 @@ class _Step:
         return block_ids
 
     def seen_columns(self, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(first, end) of each of decoding `seqs`: what it sees, counted from the start of its first block."""
+        """(first, end) of each of decoding `seqs`: its visible tokens, counted from the start of its first block."""
         ends = self.metadata.seq_lens_cpu[seqs]
         if self.first_seen is None:
             return np.zeros_like(ends), ends
@@ -258,6 +259,6 @@ class _Step:
         return self.first_seen[seqs] - starts, ends - starts
 
 
-def _is_run(blocks: np.ndarray) -> bool:
+def _is_contiguous(blocks: np.ndarray) -> bool:
     """Whether block ids [n] are consecutive."""
     return bool((np.diff(blocks) == 1).all())

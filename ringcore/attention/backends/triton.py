@@ -1,11 +1,11 @@
-"""Paged attention on a GPU by kernels of our own, written in Triton.
+"""Paged attention on a GPU by the Triton kernels of `ringcore.kernels`.
 
-The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one run of bytes, whatever the
-shape, so layers of other shapes may keep their blocks in the same memory.
+The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one contiguous byte range in
+every shape, so layers of other shapes may share the same memory.
 
-The sequences of a step that have one token and come first take the decode kernel, which cuts their contexts evenly over
-the device; the others take the prefill kernel, but for long prompts of which nothing was cached: those take cuDNN's. Of
-a context nothing is read but what its tokens see.
+Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances their contexts over
+the device; other sequences take the prefill kernel, except long prompts without cached tokens, which take cuDNN's fused
+attention. Only the visible part of a context is read.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends.fused_prompts import (
     Prompts,
     attend_prompts,
+    batches_of_equal_length,
     can_fuse,
-    is_worth_it,
-    neighbours_of_one_length,
-    set_up_fused_prompts,
+    is_profitable,
+    warm_up_fused_prompts,
 )
 from ringcore.attention.backends.step_tensors import StepTensors, upload
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_work import DecodeTiling, DecodeWork
+    from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
 
 __all__ = ["TritonBackend"]
 
@@ -42,16 +42,16 @@ _MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences that have one token each: sequence i has token i of the step."""
+    """Decoding sequences: sequence i has token i of the step."""
 
     seq_lens: torch.Tensor  # [num_decodes] int32
     block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
-    work: DecodeWork  # planned for them
+    tile_scheduler: DecodeTileScheduler  # planned for these sequences
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Neighbouring sequences of any number of tokens; their query_start_loc counts from the first of `tokens`."""
+    """Neighbouring sequences of any number of tokens; their query_start_loc is relative to the first of `tokens`."""
 
     tensors: StepTensors
     tokens: slice
@@ -64,24 +64,30 @@ class _Step:
 
 
 class TritonBackend(AttentionBackend):
-    """`ringcore.kernels`, which are imported with the first backend: a machine without a GPU has no Triton."""
+    """Imports `ringcore.kernels` with the first instance: a machine without a GPU has no Triton."""
 
     name: ClassVar[str] = "triton"
-    takes_written_kv: ClassVar[bool] = True
+    accepts_prewritten_kv: ClassVar[bool] = True
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, neighbours: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, neighbours)
-        assert all(other.page_size_bytes == spec.page_size_bytes for other in neighbours)
-        from ringcore.kernels import decode_work, kv_write, paged_attention_decode, paged_attention_prefill, prompt_rows
+    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(spec, num_heads, sharing_specs)
+        assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
+        from ringcore.kernels import (
+            decode_scheduler,
+            kv_write,
+            paged_attention_decode,
+            paged_attention_prefill,
+            prompt_padding,
+        )
 
         self._kv_write = kv_write.kv_write
-        self._read_prompts, self._spread_prompts = prompt_rows.read_prompts, prompt_rows.spread_prompts
+        self._gather_padded_kv, self._pad_prompts = prompt_padding.gather_padded_kv, prompt_padding.pad_prompts
         self._decode = paged_attention_decode.paged_attention_decode
         self._prefill = paged_attention_prefill.paged_attention_prefill
-        self._choose_tiling = decode_work.DecodeTiling.choose
-        self._allocate_work = decode_work.DecodeWork.allocate
+        self._choose_tiling = decode_scheduler.DecodeTiling.choose
+        self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        self._works: dict[DecodeTiling, DecodeWork] = {}  # of the first step's device
+        self._tile_schedulers: dict[DecodeTiling, DecodeTileScheduler] = {}  # of the first step's device
 
     @classmethod
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
@@ -100,33 +106,35 @@ class TritonBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
 
-    def set_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
-        set_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
+    def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
+        warm_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
 
     def plan(self, metadata: AttentionMetadata) -> _Step:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
         starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
-        runs = self._runs(metadata, count, device)
-        chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in runs if not is_fused]
+        groups = self._split_by_kernel(metadata, count, device)
+        chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in groups if not is_fused]
         uploaded = iter(
             upload([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
         decode_lens, decode_table = next(uploaded), next(uploaded)
         others: list[_Chunks | Prompts] = []
-        for first, end, is_fused in runs:
+        for first, end, is_fused in groups:
             if is_fused:
-                others += neighbours_of_one_length(int(starts[first]), lens[first:end].tolist())
+                others += batches_of_equal_length(int(starts[first]), lens[first:end].tolist())
             else:
                 tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), metadata.max_query_len)
                 others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
         return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
-    def _runs(self, metadata: AttentionMetadata, first: int, device: torch.device) -> list[tuple[int, int, bool]]:
-        """The sequences from `first` on, as (first, end, whether cuDNN has them) of neighbours that go one way."""
+    def _split_by_kernel(
+        self, metadata: AttentionMetadata, first: int, device: torch.device
+    ) -> list[tuple[int, int, bool]]:
+        """The sequences from `first` on, as (first, end, whether cuDNN takes them) of neighbours with one kernel."""
         if first == metadata.num_seqs:
             return []
-        fused = is_worth_it(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
+        fused = is_profitable(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
         if not fused.any() or not can_fuse(self.spec, device):
             return [(first, metadata.num_seqs, False)]
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
@@ -151,19 +159,19 @@ class TritonBackend(AttentionBackend):
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
     ) -> _Decodes:
-        """skips_empty: the kernel leaves the rows of sequences of no tokens alone that come last, and takes no time for
-        them: the programs that got them would be the last to end."""
-        work = self._work_for(len(seq_lens), seq_lens.device)
-        work.plan(seq_lens, skips_empty=skips_empty)
-        return _Decodes(seq_lens, block_table, work)
+        """skips_empty: trailing empty sequences get no tiles, and their output rows are not written: the programs that
+        had them would be the last to end."""
+        tile_scheduler = self._tile_scheduler_for(len(seq_lens), seq_lens.device)
+        tile_scheduler.plan(seq_lens, skips_empty=skips_empty)
+        return _Decodes(seq_lens, block_table, tile_scheduler)
 
-    def _work_for(self, num_seqs: int, device: torch.device) -> DecodeWork:
+    def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
         spec, dtype = self.spec, getattr(torch, self.spec.dtype)
         tiling = self._choose_tiling(num_seqs, spec.head_size, dtype)
-        if tiling not in self._works:
+        if tiling not in self._tile_schedulers:
             shape = (self.num_heads, spec.num_kv_heads, spec.head_size)
-            self._works[tiling] = self._allocate_work(*shape, tiling, device, window=self._window)
-        return self._works[tiling]
+            self._tile_schedulers[tiling] = self._allocate_scheduler(*shape, tiling, device, window=self._window)
+        return self._tile_schedulers[tiling]
 
     def forward(
         self,
@@ -181,18 +189,18 @@ class TritonBackend(AttentionBackend):
         out = query.new_empty(query.shape)
         if plan.decodes is not None:
             self._decode_forward(plan.decodes, query, kv_cache, scale, out)
-        for part in plan.others:
-            rows = part.tokens
-            match part:
+        for item in plan.others:
+            rows = item.tokens
+            match item:
                 case _Chunks():
-                    self._prefill_forward(part.tensors, query[rows], kv_cache, scale, out[rows])
+                    self._prefill_forward(item.tensors, query[rows], kv_cache, scale, out[rows])
                 case Prompts():
-                    lens = part.query_len, part.padded_len
+                    lens = item.query_len, item.padded_len
                     if key is None or value is None:
-                        kv = self._read_prompts(kv_cache, metadata.slot_mapping[rows], *lens)
+                        kv = self._gather_padded_kv(kv_cache, metadata.slot_mapping[rows], *lens)
                     else:
-                        kv = self._spread_prompts(key[rows], *lens), self._spread_prompts(value[rows], *lens)
-                    attend_prompts(part, query[rows], *kv, scale, out[rows])
+                        kv = self._pad_prompts(key[rows], *lens), self._pad_prompts(value[rows], *lens)
+                    attend_prompts(item, query[rows], *kv, scale, out[rows])
         return out
 
     def _decode_forward(
@@ -200,7 +208,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         count = len(decodes.seq_lens)
         tables = (decodes.block_table, decodes.seq_lens)
-        self._decode(query[:count], kv_cache, *tables, decodes.work, scale, out=out[:count])
+        self._decode(query[:count], kv_cache, *tables, decodes.tile_scheduler, scale, out=out[:count])
 
     def _prefill_forward(
         self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor

@@ -1,1 +1,1 @@
-"""Calls by name from outside: which methods there are, who may call them, and the endpoint on the network."""
+"""Remote calls by method name: the table of public methods, their scopes, and the network endpoint."""

@@ -1,4 +1,4 @@
-"""What may be called from outside: the engine's own calls, its operations, and the methods of its workers."""
+"""The methods that clients may call by name: the engine's own, its operations, and the workers' `@rpc` methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcore.protocol.wire_errors import invalid_call
 
 __all__ = ["ENGINE_CALLS", "PublicMethods"]
 
-# The methods of `EngineCore` that can be called by name and are done at once; the scope that each needs.
+# The methods of `EngineCore` that can be called by name and return at once; the scope that each needs.
 ENGINE_CALLS: Mapping[str, Scope] = {
     "pause": "lifecycle",
     "resume": "lifecycle",
@@ -29,9 +29,9 @@ ENGINE_CALLS: Mapping[str, Scope] = {
 
 
 class PublicMethods:
-    """The table of one engine.
+    """The method table of one engine.
 
-    engine: its class, which has the `ENGINE_CALLS`. of_workers: gives what the workers declare, as of now.
+    engine: its class, which has the `ENGINE_CALLS`. of_workers: returns the methods that the current workers declare.
     """
 
     def __init__(self, engine: type[Any], of_workers: Callable[[], Mapping[str, RpcMethod]]) -> None:
@@ -43,8 +43,8 @@ class PublicMethods:
         }
 
     def find(self, target: str, name: str) -> RpcMethod:
-        """The method that a call from outside asks for. target: "engine", or "workers", by which operations can be
-        called too. Raises `InvalidRequestError` for what is not there and for what only the engine calls."""
+        """The method that a client's call names. target: "engine", or "workers", through which operations can be called
+        too. Raises `InvalidRequestError` for an unknown method and for one that only the engine may call."""
         match target:
             case "engine":
                 if name not in self._of_engine:
@@ -58,7 +58,7 @@ class PublicMethods:
         found = self._operations.get(name) or self._of_workers().get(name)
         if found is None and name in self._of_engine:
             raise InvalidRequestError(
-                f"method={name!r}: the engine itself has it, its workers do not; call it by {name}(), "
+                f"method={name!r}: it is a method of the engine, not of its workers; call it by {name}(), "
                 f"call_engine({name!r}) or 'ringcore rpc --engine'",
                 field="method",
                 value=name,
@@ -74,12 +74,12 @@ class PublicMethods:
         return [one for one in methods if one.scope != "engine" and one.name not in self._operations]
 
     def listing(self) -> list[RpcMethod]:
-        """All that `find` finds, the engine's first."""
+        """Every method that `find` accepts, the engine's first."""
         return [*(self._of_engine[name] for name in sorted(self._of_engine)), *self._of_public_workers()]
 
 
 def _operation(name: str) -> RpcMethod:
-    """As it is called by name: with the arguments of `MemoryControl`'s method, and no timeout among them."""
+    """The method as called by name: with the arguments of `MemoryControl`'s method, which has no timeout."""
     taken, described = (
         RpcMethod.of(getattr(owner, name), "engine", "lifecycle", False) for owner in (MemoryControl, MemoryMethods)
     )

@@ -1,4 +1,4 @@
-"""Operations by name, with arguments as they come from outside."""
+"""Operations called by name, with unchecked arguments from a client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["arguments_of", "steps_by_rank", "steps_of", "wrong_arguments"]
 
 
 def steps_of(control: MemoryControl, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Steps:
-    """One of `OPERATIONS`. Raises `InvalidRequestError` for another name, and for what is wrong with the arguments."""
+    """One of `OPERATIONS`. Raises `InvalidRequestError` for another name, and for invalid arguments."""
     if name not in OPERATIONS:
         raise invalid_call("method", name, list(OPERATIONS))
     method = vars(MemoryControl)[name]
@@ -35,7 +35,7 @@ def steps_of(control: MemoryControl, name: str, args: Sequence[Any], kwargs: Map
 
 
 def steps_by_rank(control: MemoryControl, call: EncodedCall, num_ranks: int) -> Steps:
-    """As if it were a method of the workers: a value a rank, or the one of the rank that is to reply."""
+    """As if it were a method of the workers: one value per rank, or that of the `unique_reply_rank`."""
     only = call.unique_reply_rank
     check_reply_rank(only, num_ranks)
     steps = steps_of(control, call.method, *arguments_of(call.method, call.parts))
@@ -49,7 +49,7 @@ def steps_by_rank(control: MemoryControl, call: EncodedCall, num_ranks: int) -> 
 
 
 def arguments_of(method: str, parts: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
-    """Of a call to the engine itself; without buffers it has none. Raises `InvalidRequestError`."""
+    """The arguments of a call to the engine itself; without buffers, none. Raises `InvalidRequestError`."""
     try:
         _, args, kwargs = decode_request(parts) if parts else (method, [], {})
     except msgspec.DecodeError as error:

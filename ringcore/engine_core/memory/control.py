@@ -1,10 +1,10 @@
-"""Sleep, wake-up and new weights: what the engine does with its requests and its workers for each, step by step.
+"""Sleep, wake-up and weight updates: what the engine does with its requests and its workers for each, step by step.
 
-A change of memory has two phases, so that a failure anywhere leaves everything as it was: every rank prepares (contents
-are copied, memory is mapped; all of it can be undone), and only when all have done so are they told to go through with
-it, which needs nothing that may be short. A rank that fails then is lost with its workers.
+A change of memory is a two-phase commit, so that a failure on any rank leaves everything as it was. First every rank
+prepares (copies contents, maps memory; all of it can be rolled back). Once all ranks have prepared, the engine has them
+commit, which allocates nothing. If a rank fails to commit, the engine replaces all workers.
 
-An update of weights cannot be undone, since the new weights come over the old ones: from its start to its end the
+A weight update cannot be rolled back, since it overwrites the old weights in place: from its start to its end the
 weights are stale, and after a failure they stay so.
 """
 
@@ -28,7 +28,7 @@ RankReports = list[dict[str, float]]
 
 
 class Requests(Protocol):
-    """What becomes of an engine's requests."""
+    """An engine's requests, as `MemoryControl` stops and resumes them."""
 
     def unfinished_ids(self) -> list[str]: ...
 
@@ -37,42 +37,42 @@ class Requests(Protocol):
     def abort_all(self) -> None: ...
 
     def freeze(self) -> None:
-        """No step is begun any more."""
+        """Stops scheduling steps."""
 
     def thaw(self) -> None: ...
 
     def num_in_flight(self) -> int: ...
 
-    def forget_kv_cache(self) -> None:
-        """Whoever runs is computed again later, from nothing; nothing may be in flight."""
+    def drop_kv_cache(self) -> None:
+        """Preempts the running requests and empties the prefix cache; no step may be in flight."""
 
     def lose_workers(self, error: Exception) -> None:
-        """What they hold is unknown. Raises `EngineDeadError` where they are not replaced."""
+        """The workers' memory is in an unknown state. Raises `EngineDeadError` if they are not replaced."""
 
 
 class MemoryControl:
-    """The memory of one engine's workers. Its methods make operations (see `operations`), whose value is a
-    `MemoryReport`; what is wrong with their arguments they say when they are called.
+    """The memory of one engine's workers. Its methods return operations (see `operations`), whose value is a
+    `MemoryReport`; invalid arguments raise when the method is called.
 
     submit: calls a worker method, given its name and arguments.
 
-    Invariant: steps are frozen exactly while an operation is at work or `states.serves` is false.
+    Invariant: scheduling is frozen exactly while an operation changes memory or `states.serves` is false.
     """
 
     def __init__(self, submit: Callable[[str, Sequence[Any]], RpcFuture], requests: Requests, can_sleep: bool) -> None:
         self.states = MemoryStates()
         self._submit, self._requests, self._can_sleep = submit, requests, can_sleep
-        self._is_closing = False  # a sleep is under way: whoever comes now would be kept waiting
-        self._needs_all = False  # the update under way must bring every weight
-        self._path: str | None = None  # of the folder whose weights these are, if not the checkpoint's
+        self._is_closing = False  # a sleep is in progress: new requests are refused
+        self._needs_all = False  # the update in progress must supply every weight
+        self._path: str | None = None  # the folder of the current weights, if not the checkpoint's
         self._has_new_weights = False
 
     def check_takes_requests(self) -> None:
-        """Raises `SleepingError` where a request would not be computed."""
+        """Raises `SleepingError` if a request would not be computed."""
         self.states.check_takes_requests()
         if self._is_closing:
             raise SleepingError(
-                "the engine is about to sleep; give requests before sleep(), or after wake_up()",
+                "the engine is about to sleep; send requests before sleep(), or after wake_up()",
                 tags=[],
                 remedy="wake_up",
             )
@@ -84,7 +84,7 @@ class MemoryControl:
         """Raises `InvalidRequestError`."""
         if check_level(level) and not self._can_sleep:
             raise InvalidRequestError(
-                f"level={level}: this engine keeps its memory; construct it with enable_sleep_mode=True, "
+                f"level={level}: this engine cannot release its memory; construct it with enable_sleep_mode=True, "
                 "or give level=0",
                 field="level",
                 value=level,
@@ -97,7 +97,7 @@ class MemoryControl:
         try:
             yield from self._quiesce(mode)
             ranks = yield from self._change(self.states.sleep_target(level))
-            self.states.is_held = self.states.is_held or level == 0
+            self.states.is_stopped = self.states.is_stopped or level == 0
         finally:
             self._is_closing = False
             self._thaw_if_serving()
@@ -110,13 +110,13 @@ class MemoryControl:
     def _wake_up(self, tags: Sequence[str]) -> Steps:
         started = time.monotonic()
         ranks = yield from self._change(self.states.wake_target(tags))
-        if not self.states.away():
-            self.states.is_held = False
+        if not self.states.not_resident():
+            self.states.is_stopped = False
         self._thaw_if_serving()
         return self._report(started, ranks)
 
     def _quiesce(self, mode: SleepMode) -> Steps:
-        """Until no step is in flight, and none is begun."""
+        """Freezes scheduling and waits until no step is in flight."""
         match mode:
             case "abort":
                 self._requests.abort_all()
@@ -134,7 +134,7 @@ class MemoryControl:
         yield lambda: self._requests.num_in_flight() == 0
 
     def _change(self, target: Mapping[str, MemoryState]) -> Steps:
-        """Both phases; -> what each rank tells of them. Steps must be frozen."""
+        """Both phases; -> each rank's report of them. Scheduling must be frozen."""
         if not target:
             return []
         try:
@@ -142,16 +142,16 @@ class MemoryControl:
         except EngineDeadError:
             raise
         except Exception:
-            yield from self._surely("roll_back_memory")
+            yield from self._infallible("roll_back_memory")
             raise
         if target.get(KV_CACHE) == "discarded":
-            self._requests.forget_kv_cache()
-        committed = yield from self._surely("commit_memory")
+            self._requests.drop_kv_cache()
+        committed = yield from self._infallible("commit_memory")
         self.states.confirm(target)
         return [before | after for before, after in zip(prepared, committed, strict=True)]
 
-    def _surely(self, method: str) -> Steps:
-        """A call that needs nothing that may be short: where it fails, nobody knows what the workers hold."""
+    def _infallible(self, method: str) -> Steps:
+        """A call that allocates nothing: if it fails, the workers' memory is in an unknown state."""
         try:
             return (yield self._submit(method, []))
         except EngineDeadError:
@@ -186,7 +186,7 @@ class MemoryControl:
         self.states.check_takes_weights()
         if self.states.is_updating:
             raise InvalidRequestError(
-                "an update of the weights is under way; call finish_weight_update() first, or reload_weights(path)",
+                "a weight update is in progress; call finish_weight_update() first, or reload_weights(path)",
                 field="method",
                 value="start_weight_update",
             )
@@ -201,7 +201,7 @@ class MemoryControl:
             self._thaw_if_serving()
             raise
         if self.states[KV_CACHE] == "resident":
-            self._requests.forget_kv_cache()  # keys and values of the weights before
+            self._requests.drop_kv_cache()  # keys and values of the old weights
         self._needs_all = self.states[WEIGHTS] == "stale"
         self._has_new_weights, self._path = True, None
         self.states.begin_update()
@@ -224,10 +224,10 @@ class MemoryControl:
         return self._report(started, ranks)
 
     def _in_update(self, method: str, argument: Any) -> Steps:
-        """A call that belongs to an update; where it fails, the update has failed."""
+        """A call that belongs to an update; if it fails, the update has failed."""
         if not self.states.is_updating:
             raise InvalidRequestError(
-                f"{method}: no update of the weights is under way; call start_weight_update() first",
+                f"{method}: no weight update is in progress; call start_weight_update() first",
                 field="method",
                 value=method,
             )
@@ -240,7 +240,7 @@ class MemoryControl:
             raise _with_remedy(error) from error
 
     def reload_weights(self, path: str, mode: SleepMode = "keep") -> Steps:
-        """A whole update from one folder or file; one that is under way is given up. Raises `InvalidRequestError`."""
+        """A whole update from one folder or file; it replaces one in progress. Raises `InvalidRequestError`."""
         if not isinstance(path, str) or not path:
             raise InvalidRequestError(
                 f"path={path!r}: give a folder with safetensors files, or one such file", field="path", value=repr(path)
@@ -263,39 +263,39 @@ class MemoryControl:
     # New workers.
 
     def workers_replaced(self) -> Steps | None:
-        """The workers are new: they have everything in the device's memory, and the checkpoint's weights. -> what
-        brings them to where those before them were; None where nothing is to be done."""
-        away, was = self.states.away(), self.states[WEIGHTS]
+        """The workers are new: all their memory is resident, with the checkpoint's weights. -> an operation that
+        restores the state of the previous workers; None if there is nothing to restore."""
+        not_resident, was = self.states.not_resident(), self.states[WEIGHTS]
         are_others = self._has_new_weights or was in ("stale", "discarded")
         self.states.reset("stale" if are_others else "resident")
         path = self._path if was in ("resident", "offloaded") else None
-        if not away and path is None:
+        if not not_resident and path is None:
             if self.states.serves:
                 self._requests.thaw()
             else:
                 self._requests.freeze()
             return None
         self._requests.freeze()
-        return self._restore(away, path)
+        return self._restore(not_resident, path)
 
-    def _restore(self, away: dict[str, MemoryState], path: str | None) -> Steps:
+    def _restore(self, not_resident: dict[str, MemoryState], path: str | None) -> Steps:
         if path is not None:
             yield from self._reload(path, "keep")
-        if not away:
+        if not not_resident:
             return
         yield from self._quiesce("keep")
-        if WEIGHTS in away and self.states[WEIGHTS] == "stale":
-            away[WEIGHTS] = "discarded"
-        yield from self._change(away)
+        if WEIGHTS in not_resident and self.states[WEIGHTS] == "stale":
+            not_resident[WEIGHTS] = "discarded"
+        yield from self._change(not_resident)
 
 
 def _sums(took: dict[str, float], finished: dict[str, float]) -> dict[str, float]:
-    """Of one rank's update: the seconds of both calls, and what the last one counted."""
+    """One rank's report of an update: the seconds of both calls, and the counts of the last one."""
     return took | finished | {"seconds": took.get("seconds", 0.0) + finished.get("seconds", 0.0)}
 
 
 def _with_remedy(error: RingcoreError) -> RingcoreError:
-    """The error of a failed update, which says what it left behind."""
+    """The error of a failed update, with the resulting state and the remedy."""
     return type(error)(
         f"{error.message}; the update has failed and the weights are stale: call start_weight_update() and send all of "
         "them, or reload_weights(path)",

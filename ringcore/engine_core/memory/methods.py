@@ -1,4 +1,4 @@
-"""Sleep, wake-up and new weights, as every front end of an engine has them."""
+"""Sleep, wake-up and weight updates: the methods that every front end of an engine has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ringcore.weights import weight_source
 
 __all__ = ["OPERATIONS", "MemoryMethods"]
 
-# The methods that take several turns of the engine. They can be called like an `@rpc` method of the workers too
-# (`collective_rpc`): the engine does them, and what each rank tells is that rank's value.
+# The methods that take several iterations of the engine's loop. They can also be called like an `@rpc` method of the
+# workers (`collective_rpc`): the engine executes them, and each rank's report is that rank's value.
 OPERATIONS = (
     "sleep",
     "wake_up",
@@ -26,48 +26,49 @@ OPERATIONS = (
 
 
 class MemoryMethods(ABC):
-    """Each call returns when all ranks have done it. `timeout`: seconds until `RpcTimeoutError`; the engine goes on.
+    """Each call returns when all ranks are done. `timeout`: seconds until `RpcTimeoutError`; the engine still finishes
+    the operation.
 
-    Raises what went wrong, `WorkerError`, `CapacityError`, `EngineDeadError`; then a sleep or wake-up changed nothing.
+    Raises `WorkerError`, `CapacityError`, `EngineDeadError`; a sleep or wake-up that failed has changed nothing.
     """
 
     @abstractmethod
     def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        """Has the engine do one of `OPERATIONS`."""
+        """Has the engine execute one of `OPERATIONS`."""
 
     @abstractmethod
     def is_sleeping(self) -> bool:
-        """Whether it slept and has not wholly woken. Stale weights alone are no sleep: see `health().memory`."""
+        """Whether some memory has not been woken since the last sleep. Stale weights alone do not count: see
+        `health().memory`."""
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort", timeout: float | None = None) -> MemoryReport:
-        """Gives the device's memory back, and keeps its addresses: CUDA graphs stay valid.
+        """Releases device memory and keeps its virtual addresses: CUDA graphs stay valid.
 
         level: 1 copies the weights to host memory and discards the KV cache; 2 discards both: after a wake-up the
-            weights are stale until all of them are given (`reload_weights`); 0 only stops computing.
-        mode: of requests that are not finished: "abort" ends them with finish reason "abort"; "wait" finishes them
-            first; "keep" lets them go on after the wake-up, computed again from the tokens they have.
+            weights are stale until all of them are supplied (`reload_weights`); 0 only stops computing.
+        mode: of unfinished requests: "abort" ends them with finish reason "abort"; "wait" finishes them first; "keep"
+            resumes them after the wake-up, recomputed from the tokens they have.
 
-        1 and 2 need the option enable_sleep_mode. What is given back must not be touched: see to it that no worker
-        method of your own (`worker_extension`) does. Meanwhile new requests raise `SleepingError`; with 0 they queue.
-        Sleeping deeper than before is fine, sleeping again changes nothing. A failure on any rank, for want of host
-        memory say, undoes all: `CapacityError`.
+        1 and 2 need the option enable_sleep_mode. No worker method of your own (`worker_extension`) may access released
+        memory. Meanwhile new requests raise `SleepingError`; with 0 they queue. A deeper sleep may follow a lighter
+        one, repeating one changes nothing. A failure on any rank, such as too little host memory, rolls all ranks back:
+        `CapacityError`.
         """
         return self._operate("sleep", {"level": level, "mode": mode}, timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> MemoryReport:
-        """Takes the memory again: of all, or of the tags named, "weights" and "kv_cache", in any order.
+        """Maps the memory again: all of it, or that of the named tags, "weights" and "kv_cache", in any order.
 
-        Once all is there requests are computed again. Waking what is awake changes nothing. Where the device has too
-        little memory left nothing changes on any rank, and the `CapacityError` says how much was needed and free.
+        Once all memory is resident requests are computed again. Waking a resident tag changes nothing. If the device
+        has too little free memory nothing changes on any rank; the `CapacityError` has the bytes needed and free.
         """
         return self._operate("wake_up", {"tags": None if tags is None else list(tags)}, timeout)
 
     def start_weight_update(self, mode: SleepMode = "keep", timeout: float | None = None) -> MemoryReport:
-        """Begins to put new weights in place of the old ones. mode: as for `sleep`; by default requests that run are
-        computed again, from the tokens they have, with the new weights.
+        """Begins to overwrite the weights in place. mode: as for `sleep`; by default running requests are preempted and
+        recomputed, from the tokens they have, with the new weights.
 
-        Until `finish_weight_update` the weights are stale: requests raise `SleepingError`. The prefix cache is
-        forgotten.
+        Until `finish_weight_update` the weights are stale: requests raise `SleepingError`. The prefix cache is emptied.
         """
         return self._operate("start_weight_update", {"mode": mode}, timeout)
 
@@ -78,29 +79,28 @@ class MemoryMethods(ABC):
     ) -> MemoryReport:
         """One chunk of an update, of any number.
 
-        weights: a folder of safetensors files, or one such file; or torch tensors by name, whole, as a checkpoint has
-            them: on the host they go through shared memory, on a GPU by CUDA's inter-process handles to the rank of
-            that GPU; or `{"kind": "group", "tensors": [...]}`, which a trainer broadcasts (see
-            `ringcore.weights.WeightGroup`).
+        weights: a folder of safetensors files, or one such file; or torch tensors by name, unsliced, as a checkpoint
+            has them: on the host they go through shared memory, on a GPU by CUDA IPC handles to the rank of that GPU;
+            or `{"kind": "group", "tensors": [...]}`, which a trainer broadcasts (see `ringcore.weights.WeightGroup`).
 
-        A chunk that fails, for an unknown name or a wrong shape say, fails the update: the weights stay stale, and the
-        error says so.
+        A chunk that fails, such as for an unknown name or a wrong shape, fails the update: the weights stay stale, and
+        the error says so.
         """
         with _as_source(weights) as source:
             return self._operate("update_weights", {"source": source}, timeout)
 
     def finish_weight_update(self, timeout: float | None = None) -> MemoryReport:
-        """Ends an update; requests are computed with the new weights from now on.
+        """Ends an update; requests are then computed with the new weights.
 
-        Where the weights were stale when it began, every one must have come: else `InvalidRequestError` names what is
-        missing, and the update has failed.
+        If the weights were stale before the update, it must have supplied every one: else `InvalidRequestError` names
+        the missing ones, and the update has failed.
         """
         return self._operate("finish_weight_update", {}, timeout)
 
     def reload_weights(
         self, path: str | os.PathLike[str], mode: SleepMode = "keep", timeout: float | None = None
     ) -> MemoryReport:
-        """A whole update from a safetensors folder (or file) of the same model; one that was begun is given up."""
+        """A whole update from a safetensors folder (or file) of the same model; it replaces one in progress."""
         return self._operate("reload_weights", {"path": os.fspath(path), "mode": mode}, timeout)
 
 

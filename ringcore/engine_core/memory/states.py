@@ -1,11 +1,11 @@
-"""What weights and KV cache are, as all ranks have confirmed it. No device and no worker is touched here.
+"""The states of weights and KV cache, as all ranks have confirmed them. This module calls no device and no worker.
 
     weights     resident ──sleep 1──▶ offloaded ──wake_up──▶ resident
                 resident ──sleep 2──▶ discarded ──wake_up──▶ stale ──update of all weights──▶ resident
                 resident ──start of an update──▶ stale ──its end──▶ resident
     kv_cache    resident ──sleep 1 or 2──▶ discarded ──wake_up──▶ resident
 
-`is_held` is the sleep of level 0: everything is resident, and no step is begun.
+`is_stopped` is the sleep of level 0: everything stays resident, and no step starts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["KV_CACHE", "WEIGHTS", "MemoryStates", "check_level", "check_tags"]
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 _TAGS = (WEIGHTS, KV_CACHE)
-_AWAY = ("offloaded", "discarded")
+_NOT_RESIDENT = ("offloaded", "discarded")
 
 
 def check_level(level: object) -> int:
-    """Raises `InvalidRequestError` for what is no level of sleep."""
+    """Raises `InvalidRequestError` for an invalid sleep level."""
     if type(level) is not int or not 0 <= level <= 2:
         raise InvalidRequestError(
             f"level={level!r}: give 0 (no steps), 1 (weights to host memory, KV cache discarded) or 2 (both discarded)",
@@ -34,7 +34,7 @@ def check_level(level: object) -> int:
 
 
 def check_tags(tags: object) -> Sequence[str]:
-    """The tags to wake: all for None. Raises `InvalidRequestError` for one that is none, and for an empty list."""
+    """The tags to wake: all for None. Raises `InvalidRequestError` for an unknown tag, and for an empty list."""
     if tags is None:
         return _TAGS
     if not isinstance(tags, list | tuple) or not tags or not all(tag in _TAGS for tag in tags):
@@ -47,12 +47,13 @@ def check_tags(tags: object) -> Sequence[str]:
 
 
 class MemoryStates:
-    """The state of each tag. `sleep_target` and `wake_target` say what all ranks shall have, `confirm` that they do."""
+    """The state of each tag. `sleep_target` and `wake_target` return the changes to make on all ranks, `confirm`
+    records that all ranks have made them."""
 
     def __init__(self) -> None:
         self._states: dict[str, MemoryState] = dict.fromkeys(_TAGS, "resident")
-        self.is_held = False
-        self.is_updating = False  # an update of the weights was started, and has not ended
+        self.is_stopped = False
+        self.is_updating = False  # a weight update has started and not ended
 
     def __getitem__(self, tag: str) -> MemoryState:
         return self._states[tag]
@@ -62,23 +63,23 @@ class MemoryStates:
 
     @property
     def is_sleeping(self) -> bool:
-        """Until everything is in the device's memory again, and no sleep of level 0 holds."""
-        return self.is_held or any(state in _AWAY for state in self._states.values())
+        """Whether some tag is not resident, or a sleep of level 0 is in effect."""
+        return self.is_stopped or any(state in _NOT_RESIDENT for state in self._states.values())
 
     @property
     def serves(self) -> bool:
         """Whether steps may be computed."""
-        return not self.is_held and all(state == "resident" for state in self._states.values())
+        return not self.is_stopped and all(state == "resident" for state in self._states.values())
 
-    def away(self) -> dict[str, MemoryState]:
-        """What is not in the device's memory."""
-        return {tag: state for tag, state in self._states.items() if state in _AWAY}
+    def not_resident(self) -> dict[str, MemoryState]:
+        """The tags without device memory."""
+        return {tag: state for tag, state in self._states.items() if state in _NOT_RESIDENT}
 
     # -----------------------------------------------------------------------------------------------------------
     # Changes.
 
     def sleep_target(self, level: int) -> dict[str, MemoryState]:
-        """What changes for a sleep of this level; nothing comes back by it. Stale weights are not worth keeping."""
+        """The changes for a sleep of this level; it never makes a tag resident. Stale weights are not offloaded."""
         target: dict[str, MemoryState] = {}
         if level >= 1 and self._states[KV_CACHE] == "resident":
             target[KV_CACHE] = "discarded"
@@ -90,15 +91,15 @@ class MemoryStates:
         return target
 
     def wake_target(self, tags: Sequence[str]) -> dict[str, MemoryState]:
-        """What changes for a wake-up; weights first."""
-        return {tag: "resident" for tag in _TAGS if tag in tags and self._states[tag] in _AWAY}
+        """The changes for a wake-up; weights first."""
+        return {tag: "resident" for tag in _TAGS if tag in tags and self._states[tag] in _NOT_RESIDENT}
 
     def confirm(self, target: Mapping[str, MemoryState]) -> None:
-        """Every rank has done what `target` says."""
+        """Every rank has made the changes of `target`."""
         for tag, state in target.items():
             is_lost = tag == WEIGHTS and state == "resident" and self._states[tag] == "discarded"
             self._states[tag] = "stale" if is_lost else state
-        if target.get(WEIGHTS) in _AWAY:
+        if target.get(WEIGHTS) in _NOT_RESIDENT:
             self.is_updating = False
 
     def begin_update(self) -> None:
@@ -112,21 +113,21 @@ class MemoryStates:
         self._states[WEIGHTS], self.is_updating = "resident", False
 
     def reset(self, weights: MemoryState) -> None:
-        """New workers: all is in the device's memory, and the weights are the right ones or not."""
+        """New workers: everything has device memory; `weights` is "resident" or "stale"."""
         self._states.update({WEIGHTS: weights, KV_CACHE: "resident"})
         self.is_updating = False
 
     # -----------------------------------------------------------------------------------------------------------
-    # What is refused meanwhile.
+    # Refusals.
 
     def check_takes_requests(self) -> None:
-        """Raises `SleepingError` unless a request would be computed, now or after a sleep of level 0."""
-        if away := self.away():
+        """Raises `SleepingError` unless a request would be computed, at once or after a sleep of level 0."""
+        if tags := self.not_resident():
             raise SleepingError(
-                f"the engine sleeps: {_described(away)}; call wake_up() first", tags=sorted(away), remedy="wake_up"
+                f"the engine sleeps: {_format_states(tags)}; call wake_up() first", tags=sorted(tags), remedy="wake_up"
             )
         if self._states[WEIGHTS] == "stale":
-            state = "an update of the weights is under way" if self.is_updating else "the weights are stale"
+            state = "a weight update is in progress" if self.is_updating else "the weights are stale"
             remedy = "finish_weight_update" if self.is_updating else "reload_weights"
             raise SleepingError(
                 f"{state}: call {remedy}{'()' if self.is_updating else '(path), or update_weights with all of them,'} "
@@ -136,14 +137,14 @@ class MemoryStates:
             )
 
     def check_takes_weights(self) -> None:
-        """Raises `SleepingError` while there is no memory for weights."""
-        if self._states[WEIGHTS] in _AWAY:
+        """Raises `SleepingError` while the weights have no device memory."""
+        if self._states[WEIGHTS] in _NOT_RESIDENT:
             raise SleepingError(
-                f"the engine sleeps: {_described({WEIGHTS: self._states[WEIGHTS]})}; call wake_up(['weights']) first",
+                f"the engine sleeps: {WEIGHTS} {self._states[WEIGHTS]}; call wake_up(['weights']) first",
                 tags=[WEIGHTS],
                 remedy="wake_up",
             )
 
 
-def _described(states: Mapping[str, str]) -> str:
+def _format_states(states: Mapping[str, str]) -> str:
     return ", ".join(f"{tag} {state}" for tag, state in states.items())

@@ -1,1 +1,1 @@
-"""Frames of messages over a socket; it does not know what they say."""
+"""Framed messages over a socket, independent of their meaning."""

@@ -5,12 +5,12 @@
     ClientChannel ──ClientMessage──────────────▶
                   ◀──────────────EngineMessage──
 
-Nothing of it has a name, at any moment: nobody can join, and whoever is killed leaves nothing behind. Each message is a
-frame (`framing`) with the typed msgpack of `protocol`, and beside it the buffers that an `RpcCall` or `RpcResult`
-brings. A frame whose message is none of ours is counted and dropped; where no frame begins, the stream is at its end.
+The socket has no name: no other process can connect, and a killed process leaves no file. Each message is a frame
+(`framing`) with the typed msgpack of `protocol`, followed by the buffers of an `RpcCall` or `RpcResult`. The receiver
+counts and drops a frame whose message does not decode; bytes that are not a frame end the stream.
 
-The engine never waits for its client to read: what the socket does not take waits in the engine, bounded by what this
-one client has asked for. So a client that waits to write always finds an engine that reads.
+The engine never waits for its client to read: bytes that the socket does not accept stay in the engine's backlog, which
+is bounded by the requests of this one client. So a client that blocks in a write always has an engine that reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringcore.engine_core.transport.framing import (
     FrameReader,
     FrameWriter,
     StreamClosed,
-    lay_out,
+    encode_frame,
     recorded,
 )
 from ringcore.errors import EngineDeadError, InvalidRequestError
@@ -54,15 +54,15 @@ __all__ = [
 
 M = TypeVar("M")
 
-_SOCKET_BYTES = 1 << 20  # fewer turns for a large message; the kernel may give less
-_BYTES_A_READ = 4 << 20  # of the engine: the workers must not wait for their step while it reads a large message
+_SOCKET_BYTES = 1 << 20  # fewer system calls for a large message; the kernel may grant less
+_BYTES_PER_READ = 4 << 20  # by the engine: reading a large message must not delay the workers' next step
 _LOG_EVERY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class Received(NamedTuple, Generic[M]):
-    """A message, and the buffers that came beside it."""
+    """A message and its buffers."""
 
     message: M
     buffers: list[bytearray]
@@ -77,28 +77,28 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class _Inbox(Generic[M]):
-    """The messages of one type that arrive at a socket."""
+    """Reads messages of one type from a socket."""
 
-    def __init__(self, sock: socket.socket, kind: Any, limits: FrameLimits, bytes_a_read: int | None = None) -> None:
-        self._reader = FrameReader(sock, limits, bytes_a_read)
+    def __init__(self, sock: socket.socket, kind: Any, limits: FrameLimits, bytes_per_read: int | None = None) -> None:
+        self._reader = FrameReader(sock, limits, bytes_per_read)
         self._decoder = decoder(kind)
         self.num_dropped = 0
         self._num_logged = 0
         self._logged_s = -math.inf
 
     def receive(self) -> Received[M] | None:
-        """The next message that has arrived whole, or None; never blocks. Raises `StreamClosed` and `FrameError`."""
+        """The next complete message, or None; never blocks. Raises `StreamClosed` and `FrameError`."""
         while (frame := self._reader.read()) is not None:
             try:
                 return Received(self._decode(frame), frame.buffers)
-            except Exception as error:  # whatever decoding makes of bytes that are not ours
+            except Exception as error:  # any error that decoding foreign bytes can raise
                 self._drop(error)
         return None
 
     def _decode(self, frame: Frame) -> M:
         message: M = self._decoder.decode(frame.message)
         if frame.buffers and not isinstance(message, RpcCall | RpcResult):
-            raise ValueError(f"{len(frame.buffers)} buffers beside a {type(message).__name__}, which has none")
+            raise ValueError(f"{len(frame.buffers)} buffers with a {type(message).__name__}, which has none")
         return message
 
     def _drop(self, error: Exception) -> None:
@@ -113,7 +113,7 @@ class _Inbox(Generic[M]):
 class EngineChannel:
     """The engine's end, polled by the engine's loop: for reading, and for writing while it `has_backlog`.
 
-    `num_dropped` counts frames that were no `ClientMessage`. Takes over the descriptor. One thread at a time.
+    `num_dropped` counts frames that did not decode as a `ClientMessage`. Owns the descriptor. One thread at a time.
     """
 
     def __init__(self, fd: int, limits: FrameLimits | None = None) -> None:
@@ -121,7 +121,7 @@ class EngineChannel:
         self._socket.setblocking(False)
         self._limits = limits or FrameLimits()
         self._encoder = encoder()
-        self._inbox: _Inbox[ClientMessage] = _Inbox(self._socket, ClientMessage, self._limits, _BYTES_A_READ)
+        self._inbox: _Inbox[ClientMessage] = _Inbox(self._socket, ClientMessage, self._limits, _BYTES_PER_READ)
         self._writer = FrameWriter(self._socket)
 
     def fileno(self) -> int:
@@ -133,31 +133,31 @@ class EngineChannel:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waits until the client reads."""
+        """Whether unsent bytes wait until the client reads."""
         return self._writer.has_backlog
 
     def receive(self) -> Received[ClientMessage] | None:
         """The next message that has arrived; never blocks.
 
-        Raises `StreamClosed` once the client is gone, which it is as well where it sends what cannot be a frame.
+        Raises `StreamClosed` once the client is gone, and after bytes that are not a frame.
         """
         try:
             return self._inbox.receive()
         except FrameError as error:
-            _log.error("what the client sends cannot be read any more: %s", error)
+            _log.error("the client's stream cannot be read any more: %s", error)
             raise StreamClosed from error
 
     def send(self, message: EngineMessage, buffers: Sequence[Buffer] = ()) -> None:
         """Sends a message; never blocks. The buffers must not be changed afterwards.
 
-        Raises what encoding raises, or `ValueError` above a limit; nothing is sent then. Of a client that is gone
-        `receive` tells.
+        Raises what encoding raises, or `ValueError` above a limit; then nothing is sent. `receive` reports a client
+        that is gone.
         """
-        self._writer.push(lay_out(self._encoder.encode(message), buffers, self._limits))
+        self._writer.push(encode_frame(self._encoder.encode(message), buffers, self._limits))
         self.flush()
 
     def flush(self, timeout_s: float = 0.0) -> None:
-        """Writes what waits, as far as the client takes it within `timeout_s` seconds."""
+        """Writes the backlog, as far as the client reads it within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         poll = None
         try:
@@ -173,7 +173,7 @@ class EngineChannel:
             self._writer.clear()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes the socket; what was sent last has `linger_s` seconds to leave. Idempotent."""
+        """Closes the socket after at most `linger_s` seconds to write the backlog. Idempotent."""
         if self._socket.fileno() >= 0:
             self.flush(linger_s)
             self._socket.close()
@@ -183,14 +183,14 @@ class ClientChannel:
     """The client's end. `send` is thread-safe; `receive` belongs to one thread at a time.
 
     engine_fd: a descriptor that becomes readable when the engine process ends. closing_fd: one that becomes readable
-    when this client closes; both end a `send` that waits. `num_dropped` counts frames that were no `EngineMessage`.
-    Takes over the socket alone.
+    when this client closes; both wake a blocked `send`. `num_dropped` counts frames that did not decode as an
+    `EngineMessage`. Owns the socket only.
     """
 
     def __init__(self, sock: socket.socket, engine_fd: int, closing_fd: int, limits: FrameLimits | None = None) -> None:
         self._socket = sock
         self._socket.setblocking(False)
-        self._ends = (engine_fd, closing_fd)
+        self._wakeup_fds = (engine_fd, closing_fd)
         self._limits = limits or FrameLimits()
         self._encoder = encoder()
         self._inbox: _Inbox[EngineMessage] = _Inbox(sock, EngineMessage, self._limits)
@@ -206,15 +206,15 @@ class ClientChannel:
         return self._inbox.num_dropped
 
     # -----------------------------------------------------------------------------------------------------------
-    # Out.
+    # Sending.
 
     def send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> None:
         """Sends a message; the buffers may be changed once it returns.
 
-        Waits while the engine has not read what came before, until `deadline` (monotonic seconds). Raises
-        `InvalidRequestError` for what cannot be encoded or is too large, `TimeoutError` at the deadline, and
-        `StreamClosed` where the engine has ended or this client is closing. A message that raised is not sent, except
-        one that was cut off in its middle: the rest of it goes before the next one.
+        Blocks while the socket is full, until `deadline` (monotonic seconds). Raises `InvalidRequestError` for a
+        message that cannot be encoded or is too large, `TimeoutError` at the deadline, and `StreamClosed` if the engine
+        has ended or this client is closing. A message that raised is not sent, except one that was partly written: the
+        next call writes its rest first.
         """
         frame = self._lay_out(message, buffers)
         held: list[bool] = []
@@ -233,41 +233,41 @@ class ClientChannel:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidRequestError(f"cannot be sent to the engine: {error}", field="message", value=None) from error
         try:
-            return lay_out(body, buffers, self._limits)
+            return encode_frame(body, buffers, self._limits)
         except ValueError as error:
             num_bytes = len(body) + sum(map(len, buffers))
-            raise InvalidRequestError(f"{error}; send less at once", field="message", value=num_bytes) from error
+            raise InvalidRequestError(f"{error}; send less per call", field="message", value=num_bytes) from error
 
     def _send(self, frame: list[memoryview], deadline: float | None) -> None:
         if self._is_closed:
             raise StreamClosed
-        self._write_all(deadline)  # the rest of a message that was cut off
+        self._write_all(deadline)  # the rest of a message that was partly written
         num_bytes = sum(map(len, frame))
         try:
             self._writer.push(frame)
             self._write_all(deadline)
         finally:
             if self._writer.num_waiting_bytes == num_bytes:
-                self._writer.clear()  # nothing of it has left
+                self._writer.clear()  # no byte of it was written
             else:
-                self._writer.own_backlog()
+                self._writer.copy_backlog()
 
     def _write_all(self, deadline: float | None) -> None:
         while not self._writer.write():
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
-            for fd in self._ends:
+            for fd in self._wakeup_fds:
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll(None if deadline is None else _milliseconds(_seconds_left(deadline)))}
-            if ready.intersection(self._ends):
+            if ready.intersection(self._wakeup_fds):
                 raise StreamClosed
             if not ready and deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
 
-    def hang_up(self, last: ClientMessage, timeout_s: float) -> None:
-        """Sends a last message if the engine takes it at once, and ends the stream: it reads what was sent, then no
-        more. Nothing can be sent afterwards. Waits at most `timeout_s` seconds for a thread that is sending, which
-        the closing descriptor should have sent away.
+    def shutdown_write(self, last: ClientMessage, timeout_s: float) -> None:
+        """Sends a last message if the socket accepts it at once, and shuts down writing: the engine reads what was
+        sent, then end of stream. Waits at most `timeout_s` seconds for another thread's `send`, which the closing
+        descriptor should have woken.
         """
         is_ours = self._sending.acquire(timeout=timeout_s)
         self._is_closed = True
@@ -289,20 +289,20 @@ class ClientChannel:
             self._writer.clear()
 
     # -----------------------------------------------------------------------------------------------------------
-    # In.
+    # Receiving.
 
     def receive(self) -> Received[EngineMessage] | None:
         """The next message that has arrived; never blocks.
 
-        Raises `StreamClosed` once the engine has closed its end, `EngineDeadError` where no frame can be read.
+        Raises `StreamClosed` once the engine has closed its end, `EngineDeadError` after bytes that are not a frame.
         """
         try:
             return self._inbox.receive()
         except FrameError as error:
-            raise EngineDeadError(f"what the engine sends cannot be read: {error}", process="engine") from error
+            raise EngineDeadError(f"the engine's stream cannot be read: {error}", process="engine") from error
 
     def close(self) -> None:
-        """Idempotent. Nobody may be waiting to send or to receive."""
+        """Idempotent. No thread may be in `send` or `receive`."""
         self._is_closed = True
         self._socket.close()
 

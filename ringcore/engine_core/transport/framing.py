@@ -1,9 +1,9 @@
-"""Frames on a stream socket: a header, a message, and the buffers beside it.
+"""Framing on a stream socket with scatter-gather writes: a header, a message, and its buffers.
 
     magic 8s │ number of buffers u32 │ message bytes u32 │ bytes of each buffer u64 ... │ message │ buffer 0 │ ...
 
-Both ends are non-blocking. An exception that a signal handler raises (Ctrl-C) never tears the stream: how many bytes a
-call of the socket moved is on record before any handler can run (see `recorded`).
+Both ends are non-blocking. An exception that a signal handler raises (Ctrl-C) never corrupts the stream: the number of
+bytes that a system call moved is recorded before any handler can run (see `recorded`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "MAX_BUFFERS_A_RANK",
+    "MAX_BUFFERS_PER_RANK",
     "MAX_BUFFER_BYTES",
     "MAX_MESSAGE_BYTES",
     "Buffer",
@@ -26,7 +26,7 @@ __all__ = [
     "FrameReader",
     "FrameWriter",
     "StreamClosed",
-    "lay_out",
+    "encode_frame",
     "recorded",
 ]
 
@@ -35,38 +35,38 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_BUFFER_BYTES = 1 << 30
-MAX_BUFFERS_A_RANK = 64
+MAX_BUFFERS_PER_RANK = 64
 
 _MAGIC = b"ringcor1"
 _HEADER = struct.Struct("<8sII")
 _LENGTH_BYTES = 8
-_JOINED_BYTES = 64 << 10  # a message up to this is copied behind its header, so that a call of the kernel takes both
-_VIEWS_A_CALL = 64  # far below the kernel's IOV_MAX
+_COALESCED_BYTES = 64 << 10  # up to this size a message is copied after its header into one iovec
+_MAX_IOVECS = 64  # far below the kernel's IOV_MAX
 
 
 class StreamClosed(Exception):
-    """The other end is closed, and everything that it sent has been read."""
+    """The peer has closed its end, and everything that it sent has been read."""
 
 
 class FrameError(Exception):
-    """What arrived is no frame: nothing behind it can be read."""
+    """The received bytes are not a frame: nothing after them can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What one frame may hold."""
+    """Limits of one frame."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     buffer_bytes: int = MAX_BUFFER_BYTES  # all buffers together
-    num_buffers: int = MAX_BUFFERS_A_RANK
+    num_buffers: int = MAX_BUFFERS_PER_RANK
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> FrameLimits:
-        """The limits where a message carries a value of each rank."""
-        return cls(num_buffers=MAX_BUFFERS_A_RANK * num_ranks)
+        """The limits if a message carries one value per rank."""
+        return cls(num_buffers=MAX_BUFFERS_PER_RANK * num_ranks)
 
-    def excess(self, message_bytes: int, num_buffers: int, buffer_bytes: int) -> str | None:
-        """What is above a limit, for a person; None where nothing is."""
+    def limit_error(self, message_bytes: int, num_buffers: int, buffer_bytes: int) -> str | None:
+        """The error text for a frame above a limit; None if it is within them."""
         if message_bytes > self.message_bytes:
             return f"a message of {message_bytes} bytes is above the limit of {self.message_bytes}"
         if num_buffers > self.num_buffers:
@@ -81,39 +81,40 @@ class Frame(NamedTuple):
     buffers: list[bytearray]
 
 
-def lay_out(message: bytes, buffers: Sequence[Buffer], limits: FrameLimits) -> list[memoryview]:
-    """A frame as the views to write one after the other; no buffer is copied. Raises `ValueError` above a limit."""
+def encode_frame(message: bytes, buffers: Sequence[Buffer], limits: FrameLimits) -> list[memoryview]:
+    """A frame as the list of views to write in order; no buffer is copied. Raises `ValueError` above a limit."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     lengths = [len(view) for view in views]
-    excess = limits.excess(len(message), len(views), sum(lengths))
-    if excess is not None:
-        raise ValueError(excess)
+    limit_error = limits.limit_error(len(message), len(views), sum(lengths))
+    if limit_error is not None:
+        raise ValueError(limit_error)
     head = _HEADER.pack(_MAGIC, len(views), len(message)) + struct.pack(f"<{len(views)}Q", *lengths)
-    first = [head + message] if len(message) <= _JOINED_BYTES else [head, message]
+    first = [head + message] if len(message) <= _COALESCED_BYTES else [head, message]
     return [*(memoryview(part) for part in first), *(view for view in views if view)]
 
 
 def recorded(results: list[T], function: Callable[..., T], *arguments: Any) -> None:
-    """Calls the function, implemented in C, and appends what it returns to `results`, with no gap in between.
+    """Calls the function, implemented in C, and appends its result to `results`, atomically for signal handlers.
 
-    Python runs signal handlers between bytecodes. In `n = sock.send(data)` one may raise after the bytes have left and
-    before `n` is bound; here the result is in the list before the interpreter gets to run a bytecode again.
+    Python runs signal handlers between bytecodes. In `n = sock.send(data)` one may raise after the bytes were sent and
+    before `n` is bound; here the result is in the list before the interpreter runs another bytecode.
     """
     results.extend(map(function, *((argument,) for argument in arguments)))
 
 
 class _Outgoing(NamedTuple):
-    """The views to write, and how many bytes of them each call has moved since they were trimmed."""
+    """The views to write, and the number of bytes that each system call has written of them since `_trim`."""
 
     views: list[memoryview]
     moved: list[int]
 
 
 class FrameWriter:
-    """Writes frames to a non-blocking socket; what the socket does not take waits here. One thread at a time.
+    """Writes frames to a non-blocking socket and keeps the backlog that the socket does not accept. One thread at a
+    time.
 
-    Invariant: `_out` says exactly what is still to be written. It is changed by single assignments and by calls that
-    are one step for a signal handler.
+    Invariant: `_out` is exactly the unwritten backlog. It changes only by single assignments and by calls that are
+    atomic for a signal handler.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -131,23 +132,23 @@ class FrameWriter:
         return bool(self._out.views)
 
     def push(self, frame: list[memoryview]) -> None:
-        """Puts a frame behind what waits. Its memory must stay as it is until it is written, or `own_backlog`."""
+        """Appends a frame to the backlog. Its memory must not change until it is written, or `copy_backlog`."""
         self._out.views.extend(frame)
 
     def write(self) -> bool:
-        """Writes what the socket takes at once; whether nothing waits any more. Raises `StreamClosed`."""
+        """Writes what the socket accepts at once; returns whether the backlog is empty. Raises `StreamClosed`."""
         while self.has_backlog:
             out = self._out
             try:
-                recorded(out.moved, self._socket.sendmsg, out.views[:_VIEWS_A_CALL])
+                recorded(out.moved, self._socket.sendmsg, out.views[:_MAX_IOVECS])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise StreamClosed from error
         return True
 
-    def own_backlog(self) -> None:
-        """Copies what waits, so that the memory it came from is free."""
+    def copy_backlog(self) -> None:
+        """Copies the backlog, so that the caller may reuse its memory."""
         self._trim()
         if self._out.views:
             self._out = _Outgoing([memoryview(bytes(view)) for view in self._out.views], [])
@@ -156,12 +157,12 @@ class FrameWriter:
         self._out = _Outgoing([], [])
 
     def _trim(self) -> None:
-        """Takes away what has been written."""
+        """Drops the written bytes."""
         views, moved = self._out
         if not moved:
             return
         num_bytes = sum(moved)
-        num_whole = sum(1 for end in accumulate(map(len, views[:_VIEWS_A_CALL])) if end <= num_bytes)
+        num_whole = sum(1 for end in accumulate(map(len, views[:_MAX_IOVECS])) if end <= num_bytes)
         rest = views[num_whole:]
         num_bytes -= sum(map(len, views[:num_whole]))
         if num_bytes:
@@ -170,49 +171,49 @@ class FrameWriter:
 
 
 class _Incoming(NamedTuple):
-    """A frame of which a part has arrived: the header, then lengths and message as one piece, then each buffer."""
+    """A partly received frame: the header, then lengths and message as one piece, then each buffer."""
 
-    whole: tuple[bytearray, ...]  # pieces that are complete
-    piece: bytearray  # the one being filled
-    moved: list[int]  # the bytes that each call has put into it
-    following: tuple[int, ...] = ()  # the bytes of the buffers after it
+    whole: tuple[bytearray, ...]  # the complete pieces
+    piece: bytearray  # the piece being filled
+    moved: list[int]  # the bytes that each system call has read into it
+    following: tuple[int, ...] = ()  # sizes in bytes of the buffers after it
 
 
 class FrameReader:
-    """Reads frames from a non-blocking socket, in whatever fragments they arrive. One thread at a time.
+    """Reads frames from a non-blocking socket, in any fragmentation. One thread at a time.
 
-    `bytes_a_read` bounds what one `read` takes from the socket, so that a large frame does not hold its reader up; None
-    takes all that is there.
+    `bytes_per_read` bounds what one `read` takes from the socket, so that a large frame does not block the calling
+    loop; None: no bound.
 
-    Invariant: `_in` says exactly what has arrived of the next frame; it changes as `FrameWriter._out` does.
+    Invariant: `_in` is exactly what has arrived of the next frame; it changes as `FrameWriter._out` does.
     """
 
-    def __init__(self, sock: socket.socket, limits: FrameLimits, bytes_a_read: int | None = None) -> None:
+    def __init__(self, sock: socket.socket, limits: FrameLimits, bytes_per_read: int | None = None) -> None:
         self._socket, self._limits = sock, limits
-        self._bytes_a_read = bytes_a_read
+        self._bytes_per_read = bytes_per_read
         self._in = _fresh()
         self._error: FrameError | None = None
 
     def read(self) -> Frame | None:
-        """The next frame, or None where it has not arrived whole; never blocks.
+        """The next frame, or None if it is not complete; never blocks.
 
         Raises `StreamClosed`, also in the middle of a frame, and `FrameError`, which every later call raises again.
         """
         if self._error is not None:
             raise FrameError(*self._error.args)
-        left = self._bytes_a_read
+        left = self._bytes_per_read
         while True:
             num_bytes = self._fill(left)
             if num_bytes is None:
                 return None
             if left is not None:
                 left -= num_bytes
-            frame = self._piece_is_whole()
+            frame = self._finish_piece()
             if frame is not None:
                 return frame
 
     def _fill(self, max_bytes: int | None) -> int | None:
-        """Fills the current piece; how many bytes that took, or None where they have not all come."""
+        """Fills the current piece; returns the number of bytes read, or None if the piece is not complete."""
         incoming = self._in = self._in._replace(moved=[sum(self._in.moved)])
         piece = memoryview(incoming.piece)
         filled = start = incoming.moved[0]
@@ -231,8 +232,8 @@ class FrameReader:
             filled += incoming.moved[-1]
         return filled - start
 
-    def _piece_is_whole(self) -> Frame | None:
-        """Goes on to the next piece, or hands over the frame if that was the last one."""
+    def _finish_piece(self) -> Frame | None:
+        """Starts the next piece, or returns the frame if that was the last one."""
         incoming = self._in
         whole = (*incoming.whole, incoming.piece)
         if len(whole) == 1:
@@ -262,9 +263,9 @@ class FrameReader:
         return lengths
 
     def _check(self, message_bytes: int, num_buffers: int, buffer_bytes: int) -> None:
-        excess = self._limits.excess(message_bytes, num_buffers, buffer_bytes)
-        if excess is not None:
-            self._fail(excess)
+        limit_error = self._limits.limit_error(message_bytes, num_buffers, buffer_bytes)
+        if limit_error is not None:
+            self._fail(limit_error)
 
     def _fail(self, text: str) -> None:
         self._error = FrameError(text)

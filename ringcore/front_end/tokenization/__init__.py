@@ -1,1 +1,1 @@
-"""Chat templates and tokenizers, executed in processes that can be stopped."""
+"""Chat templates and tokenizers, executed in processes that can be killed."""

@@ -1,4 +1,4 @@
-"""Words that are not to be generated, as the tokens that would make them."""
+"""Bad words as token sequences that must not be generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["bad_words_token_ids"]
 
 
 def bad_words_token_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Every word at the beginning of a text and after a space, which most tokenizers write into the word's token.
+    """Each word as encoded at the beginning of a text and after a space, which most tokenizers merge into its token.
 
     encode: the ids of a text, without special tokens. Raises `InvalidRequestError` for a word without tokens.
     """
@@ -19,6 +19,6 @@ def bad_words_token_ids(words: Sequence[str], encode: Callable[[str], list[int]]
         bare = word.lstrip(" ")
         found = [ids for text in ((bare, f" {bare}") if bare else (word,)) if (ids := encode(text))]
         if not found:
-            raise bad_field("bad_words", word, "the model's tokenizer makes no tokens of this word; leave it out")
+            raise bad_field("bad_words", word, "the model's tokenizer returns no tokens for this word; leave it out")
         sequences += [ids for ids in found if ids not in sequences]
     return sequences

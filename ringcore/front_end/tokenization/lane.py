@@ -1,4 +1,4 @@
-"""A queue of jobs for the tokenizer, and the process that executes them one after the other."""
+"""One lane of the tokenizer pool: a FIFO queue of jobs, and the process that executes them in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+
+import psutil
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError, RingcoreError
@@ -17,17 +19,20 @@ from ringcore.protocol.codec import encode_start
 
 __all__ = ["Outcome", "QueuedJob", "TokenizerLane"]
 
-_LEAVES_LANE_S = 0.5  # a job that takes longer, where others wait
-_ABANDONED_S = 0.5  # a job without a caller that takes longer costs its process
-_START_S = 120.0  # imports on a machine that is busy with other work
-# Threads of the tokenizers' own would reserve more address space than a process may have; a panic is one line of log.
+# A slow job is detached if others queue behind it (head-of-line blocking), and costs its process if it was cancelled.
+# It is slow after _SLOW_S, in which the process has had _SLOW_CPU_S: one that is starved of CPU time is not to blame,
+# and a new process, whose imports need more of it, would make its neighbours wait longer.
+_SLOW_S, _SLOW_CPU_S = 0.5, 0.2
+_START_S = 120.0  # the imports, on a loaded machine
+# The tokenizers library's threads would exceed the limit of address space; without a backtrace a panic logs one line.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
 
 
 class QueuedJob:
-    """A job. started_s: when the process had answered all before it."""
+    """A job. started_s: when the process had answered all earlier ones. cpu_s: of the process, when the job began to be
+    slow. num_deaths: processes that died at it."""
 
-    __slots__ = ("body", "field", "future", "is_abandoned", "num_deaths", "started_s")
+    __slots__ = ("body", "cpu_s", "field", "future", "is_abandoned", "num_deaths", "started_s")
 
     def __init__(self, job: TextJob, body: bytes) -> None:
         self.body = body
@@ -35,6 +40,7 @@ class QueuedJob:
         self.future: Future[TextAnswer] = Future()
         self.num_deaths = 0
         self.started_s = 0.0
+        self.cpu_s: float | None = None
         self.is_abandoned = False
 
 
@@ -44,9 +50,8 @@ Outcome = tuple[QueuedJob, bytes | RingcoreError]
 class TokenizerLane:
     """Jobs in order, and the process that executes them.
 
-    `advance` does what can be done without waiting, and yields the outcome of each job that ended. Invariant:
-    `in_flight` are the jobs that the process has been sent and has not answered, in order; without a process there are
-    none.
+    `advance` is non-blocking, and yields the outcome of each job that ended. Invariant: `in_flight` are the jobs that
+    were sent to the process and are not answered, in order; without a process there are none.
     """
 
     def __init__(self, config: EngineConfig, killed: list[ChildProcess], depth: int) -> None:
@@ -67,7 +72,7 @@ class TokenizerLane:
         self._started_s = time.monotonic()
 
     def dispatch(self) -> None:
-        """Sends the process what it may have."""
+        """Sends queued jobs, up to `depth` in flight."""
         if self.process is None or not self.process.is_ready:
             return
         while self.queue and len(self.in_flight) < self._depth:
@@ -99,7 +104,7 @@ class TokenizerLane:
         self.dispatch()
 
     def _check_process(self, process: JobProcess) -> Iterator[Outcome]:
-        """Ends the process where it is to be ended, and tells what that means for its first job."""
+        """Handles a process that died, failed to start or exceeded its deadline; yields the outcomes of its jobs."""
         now = time.monotonic()
         if not process.child.is_alive():
             how = process.child.describe_end()
@@ -118,34 +123,44 @@ class TokenizerLane:
                 self.drop_process()
                 yield (
                     entry,
-                    self._refused(
+                    self._rejected(
                         entry,
                         f"the model's chat template or tokenizer took longer than {self._timeout_s:g} s for it; "
                         "send less, or raise tokenizer_timeout_s",
                     ),
                 )
-            elif entry.is_abandoned and age_s > _ABANDONED_S:
+            elif self._is_slow(process, entry) and entry.is_abandoned:
                 self.drop_process()
+
+    def _is_slow(self, process: JobProcess, entry: QueuedJob) -> bool:
+        """Of the first job in flight."""
+        age_s = time.monotonic() - entry.started_s
+        if age_s < _SLOW_S / 2:
+            return False
+        cpu_s = _cpu_s(process.child.pid)
+        if entry.cpu_s is None:
+            entry.cpu_s = cpu_s
+        return age_s > _SLOW_S and cpu_s - entry.cpu_s > _SLOW_CPU_S
 
     def _died(self, how: str) -> Iterator[Outcome]:
         first = self.in_flight[0] if self.in_flight else None
         if first is not None:
             first.num_deaths += 1
-        if first is None or first.num_deaths == 1:  # the job may have nothing to do with it
+        if first is None or first.num_deaths == 1:  # the job may not be the cause: retry it once
             self.drop_process()
         else:
             self.in_flight.popleft()
             self.drop_process()
             yield (
                 first,
-                self._refused(
+                self._rejected(
                     first,
-                    f"the tokenizer's process ended at it twice ({how}): needs more than {MAX_MEMORY_BYTES >> 20} MiB "
+                    f"the tokenizer's process died at it twice ({how}): needs more than {MAX_MEMORY_BYTES >> 20} MiB "
                     "of memory, or crashes the model's tokenizer; send less",
                 ),
             )
 
-    def _refused(self, entry: QueuedJob, why: str) -> InvalidRequestError:
+    def _rejected(self, entry: QueuedJob, why: str) -> InvalidRequestError:
         return InvalidRequestError(f"{entry.field}: {why}", field=entry.field, value=None)
 
     def _fail_all(self, error: RingcoreError) -> Iterator[Outcome]:
@@ -154,26 +169,36 @@ class TokenizerLane:
             yield self.queue.popleft(), error
 
     def drop_process(self) -> None:
-        """Kills the process. What it had not answered is first in the queue again, but for what has no caller."""
+        """Kills the process. Its unanswered jobs return to the head of the queue, except cancelled ones."""
         if self.process is not None:
             self._killed.append(self.process.kill())
             self.process = None
         self.queue.extendleft(entry for entry in reversed(self.in_flight) if not entry.is_abandoned)
         self.in_flight.clear()
 
-    def split_first(self) -> TokenizerLane | None:
-        """A lane of its own for a job that holds the others up, with the process; None where none does."""
+    def detach_slow_job(self) -> TokenizerLane | None:
+        """Relieves head-of-line blocking: moves a slow first job, with the process, into a lane of its own. None if no
+        job is slow."""
         if len(self.in_flight) + len(self.queue) < 2 or not self.in_flight:
             return None
-        if time.monotonic() - self.in_flight[0].started_s < _LEAVES_LANE_S:
+        if self.process is None or not self._is_slow(self.process, self.in_flight[0]):
             return None
-        leaving = TokenizerLane(self._config, self._killed, depth=1)
-        leaving.process, leaving._started_s = self.process, self._started_s
-        leaving.in_flight.append(self.in_flight.popleft())
+        detached = TokenizerLane(self._config, self._killed, depth=1)
+        detached.process, detached._started_s = self.process, self._started_s
+        detached.in_flight.append(self.in_flight.popleft())
         self.process = None
         self.drop_process()
-        return leaving
+        return detached
 
 
 def _not_started(how: str) -> RingcoreError:
     return RingcoreError(f"the tokenizer's process did not start: {how}")
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds that the process has had; 0 if it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,11 +1,12 @@
-"""Chat templates and tokenization, in processes that can be stopped, with bounded queues before them.
+"""Chat templates and tokenization in killable processes, with bounded queues (back-pressure) and two lanes.
 
     submit ──▶ short lane: queue ──▶ process       jobs of up to 16 KiB
-           ──▶ long lane:  queue ──▶ process       longer ones; the process is started for the first
+           ──▶ long lane:  queue ──▶ process       longer jobs; the process starts with the first one
 
-A job that takes longer than `tokenizer_timeout_s`, or ends its process twice, is refused; its neighbours are executed
-by a new process. A short job that takes long leaves the short lane together with its process, so that the next ones do
-not wait for it. A job whose caller has gone is dropped; one that is being executed is ended if it takes long.
+The lanes prevent head-of-line blocking of short prompts by long ones; a short job that turns out slow is detached from
+the short lane together with its process, for the same reason. A job that exceeds `tokenizer_timeout_s`, or whose
+process dies twice, is refused; a new process executes the others. A cancelled job is dropped from its queue; if it is
+being executed and takes long, its process is killed.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ __all__ = ["MAX_QUEUE_BYTES", "TokenizerPool"]
 
 MAX_QUEUE_BYTES = 64 << 20
 _SHORT_BYTES = 16 << 10  # a few milliseconds of a tokenizer
-_SHORT_DEPTH, _LONG_DEPTH = 16, 1  # jobs sent to a process and not answered
-_MAX_LEAVING = 2  # short jobs that take long, each with a process of its own
-_TICK_S = 0.25
-_AWAKE_S = 2.0  # without work, until the thread sleeps without a tick
+_SHORT_DEPTH, _LONG_DEPTH = 16, 1  # jobs in flight in a process
+_MAX_DETACHED = 2  # slow jobs detached from the short lane, each with its own process
+_POLL_S = 0.25
+_ACTIVE_S = 2.0  # idle time after which the thread polls without a timeout
 _JOIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class TokenizerPool:
-    """`submit` is thread-safe and never waits. One daemon thread does what takes time, from `start` to `close`."""
+    """`submit` is thread-safe and non-blocking. One daemon thread drives the lanes, from `start` to `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._max_jobs = config.model.max_tokenizer_queue
@@ -52,13 +53,13 @@ class TokenizerPool:
         self._killed: list[ChildProcess] = []
         self._short = TokenizerLane(config, self._killed, _SHORT_DEPTH)
         self._long = TokenizerLane(config, self._killed, _LONG_DEPTH)
-        self._leaving: list[TokenizerLane] = []
+        self._detached: list[TokenizerLane] = []
         self._num_bytes = 0
         self._num_jobs = 0
         self.num_refused = 0
         self._error: RingcoreError | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_dozing = False
+        self._is_parked = False
         self._active_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ringcore-tokenizer", daemon=True)
 
@@ -69,13 +70,13 @@ class TokenizerPool:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that wait or are executed."""
+        """Jobs that are queued or in flight."""
         return self._num_jobs
 
     def submit(self, job: TextJob) -> Future[TextAnswer]:
-        """The future raises `InvalidRequestError` where the job is refused. It may be cancelled at any time.
+        """The future raises `InvalidRequestError` if the job is refused. It may be cancelled at any time.
 
-        Raises `QueueFullError` where too much waits, and what ended the pool.
+        Raises `QueueFullError` if the queue is full (back-pressure), and the error that ended the pool.
         """
         self._owner.check()
         entry = QueuedJob(job, self._encoder.encode(job))
@@ -88,7 +89,7 @@ class TokenizerPool:
             lane = self._short if len(entry.body) <= _SHORT_BYTES else self._long
             lane.queue.append(entry)
             lane.dispatch()
-            if self._is_dozing or lane.process is None or lane.process.has_backlog:
+            if self._is_parked or lane.process is None or lane.process.has_backlog:
                 self._wake()
         entry.future.add_done_callback(lambda future: self._on_done(entry, future))
         return entry.future
@@ -99,7 +100,7 @@ class TokenizerPool:
             return
         self.num_refused += 1
         raise QueueFullError(
-            f"{self._num_jobs} prompts of {self._num_bytes} bytes wait for the tokenizer, which takes "
+            f"{self._num_jobs} prompts of {self._num_bytes} bytes wait for the tokenizer, its queue is limited to "
             f"max_tokenizer_queue={self._max_jobs} of {MAX_QUEUE_BYTES} bytes; try again in a second",
             num_waiting=self._num_jobs,
             limit=self._max_jobs,
@@ -117,7 +118,7 @@ class TokenizerPool:
                     lane.queue.remove(entry)
 
     def _lanes(self) -> list[TokenizerLane]:
-        return [self._short, self._long, *self._leaving]
+        return [self._short, self._long, *self._detached]
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:
@@ -129,35 +130,35 @@ class TokenizerPool:
     def _run(self) -> None:
         try:
             while self._error is None:
-                self._turn()
+                self._iterate()
         except BaseException as error:
-            _log.exception("the thread that feeds the tokenizer cannot go on")
+            _log.exception("the tokenizer pool's thread failed")
             self._error = RingcoreError(f"the tokenizer's thread failed: {error!r}")
         self._end()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         with self._lock:
             outcomes = [outcome for lane in self._lanes() for outcome in lane.advance()]
-            self._let_slow_jobs_leave()
+            self._detach_slow_jobs()
             reap(self._killed)
             is_idle = all(lane.is_idle for lane in self._lanes()) and not self._killed
             if not is_idle or outcomes:
                 self._active_s = time.monotonic()
-            self._is_dozing = is_idle and time.monotonic() - self._active_s > _AWAKE_S
+            self._is_parked = is_idle and time.monotonic() - self._active_s > _ACTIVE_S
             poll = self._poll()
-            timeout_s = None if self._is_dozing else _TICK_S
+            timeout_s = None if self._is_parked else _POLL_S
         for entry, outcome in outcomes:
-            self._settle(entry, outcome)
+            self._resolve(entry, outcome)
         if not outcomes:
             poll.poll(None if timeout_s is None else timeout_s * 1e3)
             self._drain_wake()
 
-    def _let_slow_jobs_leave(self) -> None:
-        for lane in [lane for lane in self._leaving if lane.is_idle]:
+    def _detach_slow_jobs(self) -> None:
+        for lane in [lane for lane in self._detached if lane.is_idle]:
             lane.drop_process()
-            self._leaving.remove(lane)
-        if len(self._leaving) < _MAX_LEAVING and (leaving := self._short.split_first()) is not None:
-            self._leaving.append(leaving)
+            self._detached.remove(lane)
+        if len(self._detached) < _MAX_DETACHED and (detached := self._short.detach_slow_job()) is not None:
+            self._detached.append(detached)
 
     def _poll(self) -> select.poll:
         poll = select.poll()
@@ -174,13 +175,13 @@ class TokenizerPool:
         except BlockingIOError:
             return
 
-    def _settle(self, entry: QueuedJob, outcome: bytes | RingcoreError) -> None:
+    def _resolve(self, entry: QueuedJob, outcome: bytes | RingcoreError) -> None:
         if not entry.future.set_running_or_notify_cancel():
             return
         try:
             answer = self._decoder.decode(outcome) if isinstance(outcome, bytes) else outcome
         except msgspec.MsgspecError as error:
-            answer = RingcoreError(f"what the tokenizer's process answers cannot be read: {error}")
+            answer = RingcoreError(f"the answer of the tokenizer's process cannot be decoded: {error}")
         if isinstance(answer, Failed):
             answer = error_from_wire(answer.error)
         if isinstance(answer, RingcoreError):
@@ -189,11 +190,11 @@ class TokenizerPool:
             entry.future.set_result(answer)
 
     # -----------------------------------------------------------------------------------------------------------
-    # The end.
+    # Shutdown.
 
     def close(self, error: RingcoreError | None = None) -> None:
-        """Ends the processes; futures that wait, and later calls, raise the error, or `EngineDeadError`. Idempotent.
-        Does nothing in a process that was forked from this one."""
+        """Ends the processes; pending futures and later calls raise the error, or `EngineDeadError`. Idempotent. Does
+        nothing in a process that was forked from this one."""
         if not self._owner.is_here:
             return
         with self._lock:
@@ -212,11 +213,11 @@ class TokenizerPool:
                 left += lane.queue
                 lane.queue.clear()
             while self._killed:
-                self._killed.pop().terminate()  # it was killed: the kernel is at it
+                self._killed.pop().terminate()  # returns soon: it was killed before
             wake_fd, self._wake_fd = self._wake_fd, -1
             if wake_fd >= 0:
                 os.close(wake_fd)
             error = self._error
         assert error is not None
         for entry in left:
-            self._settle(entry, error)
+            self._resolve(entry, error)

@@ -1,7 +1,7 @@
-"""The process in which a model's chat template and tokenizer run: what they do to time and memory, they do here.
+"""The tokenizer process: runs a model's chat template and tokenizer isolated, with bounded time and memory.
 
-Both come with the model, and a prompt may be made for them: a template may loop, a normalizer may grow a text, a
-regular expression may backtrack. `tokenizer_pool` ends a process whose job takes too long, and memory is bounded.
+Both come with the model, and a prompt may be adversarial: a template may loop, a normalizer may grow a text, a regular
+expression may backtrack. `pool` kills a process whose job exceeds its deadline, and its memory is limited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CHANNEL", "ENTRY", "MAX_MEMORY_BYTES", "execute", "main", "too_long"
 
 ENTRY = "ringcore.front_end.tokenization.process:main"
 CHANNEL = "tokenizer"  # the name of the inherited socket
-MAX_MEMORY_BYTES = 2 << 30  # above what the process has when it is ready; a million tokens take some 400 MiB
+MAX_MEMORY_BYTES = 2 << 30  # above the memory of the ready process; a million tokens take some 400 MiB
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
@@ -63,13 +63,13 @@ def _execute(
         return encoder.encode(Failed(error_to_wire(error)))
     except MemoryError:
         failure = f"the model's tokenizer needs more than {MAX_MEMORY_BYTES >> 20} MiB for it; send less"
-    except Exception as error:  # the files of a model can make it any
+    except Exception as error:  # the model's files decide which
         failure = f"the model's tokenizer fails at it: {type(error).__name__}: {error}"
     return encoder.encode(Failed(error_to_wire(InvalidRequestError(f"prompt: {failure}", field="prompt", value=None))))
 
 
 def execute(tokenizer: Tokenizer, job: TextJob) -> TextAnswer:
-    """Raises `InvalidRequestError` for what the tokenizer or the template refuses."""
+    """Raises `InvalidRequestError` for a job that the tokenizer or the template refuses."""
     match job:
         case Encode(text, add_special_tokens):
             token_ids = [] if text is None else tokenizer.encode(text, add_special_tokens)
@@ -95,7 +95,7 @@ def _encoded(tokenizer: Tokenizer, token_ids: list[int], job: Encode | EncodeCha
 
 
 def too_long(num_tokens: int | str, max_model_len: int) -> InvalidRequestError:
-    """The error of a prompt that leaves no token for its completion."""
+    """The error of a prompt that leaves no room for an output token."""
     longest = max_model_len - 1
     return InvalidRequestError(
         f"the prompt has {num_tokens} tokens and max_model_len is {max_model_len}; "

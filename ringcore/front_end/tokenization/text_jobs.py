@@ -1,5 +1,4 @@
-"""What the tokenizer's process is asked for and answers: the work on a prompt that a model's own files decide how long
-it takes."""
+"""Jobs and answers of the tokenizer process: the work on a prompt whose duration the model's own files determine."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ __all__ = [
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """-> `Encoded`. text: None where the prompt is token ids, and only `bad_words` are to be encoded."""
+    """-> `Encoded`. text: None if the prompt is token ids, and only `bad_words` are to be encoded."""
 
     text: str | None
     add_special_tokens: bool = True
@@ -31,8 +30,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeChat(msgspec.Struct, frozen=True, tag=True):
-    """-> `Encoded`. conversation: of `checkpoint.chat_template.conversation_json`. max_num_tokens: a conversation that
-    has more by the length of its text alone is refused."""
+    """-> `Encoded`. conversation: of `checkpoint.chat_template.conversation_json`. max_num_tokens: a conversation whose
+    text length alone implies more tokens is refused."""
 
     conversation: str
     bad_words: Sequence[str] = ()
@@ -41,20 +40,20 @@ class EncodeChat(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True):
-    """-> `Rendered`: the last `num_chars` characters of the conversation as the chat template writes it."""
+    """-> `Rendered`: the last `num_chars` characters of the conversation as the chat template renders it."""
 
     conversation: str
     num_chars: int
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """-> `Rendered`: the text of token ids, special tokens written out."""
+    """-> `Rendered`: the text of token ids, special tokens included."""
 
     token_ids: list[int]
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """token_texts: of each token, where they were asked for."""
+    """token_texts: of each token, if `return_token_texts`."""
 
     token_ids: list[int]
     bad_words_token_ids: list[list[int]]

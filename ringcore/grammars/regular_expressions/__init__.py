@@ -1,11 +1,11 @@
-"""Regular expressions, read by one set of rules and written again so that every library matches the same texts.
+"""Parses regular expressions and rewrites them so that every grammar library matches the same texts.
 
-`whole_regex` reads an expression as Python's `re` does with `re.ASCII`, for `re.fullmatch`; `searched_regex` reads one
-as ECMA-262 does, which is what the patterns of JSON schemas are, for a search. What no library of grammars matches
-(lookaround, back-references, places within a text, possessive quantifiers) is refused by name.
+`fullmatch_regex` reads an expression as Python's `re.fullmatch` does with `re.ASCII`; `search_regex` reads an ECMA-262
+expression, the patterns of JSON schemas, for a search. Constructs that no grammar library supports (lookaround,
+back-references, word boundaries and inner anchors, possessive quantifiers) are refused by name.
 
-What comes back has none of the constructs that libraries disagree on: letters and digits, code points as \\u{hex},
-sets of ranges of these, (?:...), | and quantifiers. A quantifier that prefers few matches the same texts as any other.
+The rewritten expression has only constructs on which the libraries agree: letters and digits, code points as
+\\u{hex}, sets of ranges of these, (?:...), | and greedy quantifiers, which match the same texts as lazy ones.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = [
     "Node",
     "Repeat",
     "Seq",
-    "searched_regex",
-    "whole_regex",
+    "fullmatch_regex",
+    "search_regex",
     "write_regex",
 ]
 
 
-def whole_regex(regex: str) -> Node:
-    """What matches a whole text where `re.fullmatch(regex, text, re.ASCII)` does. \\p{...} is taken too, which `re`
-    has not. Raises ValueError that names what cannot be kept."""
+def fullmatch_regex(regex: str) -> Node:
+    """Matches a whole text where `re.fullmatch(regex, text, re.ASCII)` does; \\p{...} is accepted too, which `re`
+    lacks. Raises ValueError that names an unsupported construct."""
     return _without_anchors(parse(regex, "python"), is_search=False)
 
 
-def searched_regex(pattern: str) -> Node:
-    """What matches a whole text in which ECMA-262's `pattern` is found. Raises ValueError as `whole_regex`."""
+def search_regex(pattern: str) -> Node:
+    """Matches a whole text in which the ECMA-262 `pattern` is found. Raises ValueError as `fullmatch_regex`."""
     return _without_anchors(parse(pattern, "ecma"), is_search=True)
 
 
@@ -71,7 +71,7 @@ def _branches(node: Node) -> Iterable[_Branch]:
     end = next((i for i in range(len(parts), first, -1) if parts[i - 1] != Anchor(False)), first)
     inner = Seq(tuple(parts[first:end]))
     if _has_anchor(inner):
-        raise ValueError("an anchor (^, $) within a regular expression, where something may stand before ^ or behind $")
+        raise ValueError("an anchor (^, $) within a regular expression, where text may precede ^ or follow $")
     yield _Branch(inner, at_start=first > 0, at_end=end < len(parts))
 
 

@@ -1,4 +1,4 @@
-"""What a regular expression is made of."""
+"""The syntax tree of a regular expression."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SURROGATES = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of these: ranges of code points in order, apart from one another and without surrogates.
+    """A character class: sorted, disjoint ranges of code points without surrogates.
 
-    properties: \\p{...} as they stand. is_negated: all but these; only with properties, else the ranges say it.
+    properties: \\p{...} verbatim. is_negated: only with properties; otherwise the ranges are complemented.
     """
 
     ranges: tuple[Range, ...]
@@ -27,7 +27,7 @@ class Chars:
 
     @classmethod
     def of(cls, ranges: Iterable[Range]) -> Chars:
-        """Of ranges in any order, which may overlap."""
+        """From ranges in any order, which may overlap."""
         merged: list[Range] = []
         for low, high in sorted(ranges):
             if merged and low <= merged[-1][1] + 1:
@@ -64,7 +64,7 @@ class Alt:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """high: None without an end."""
+    """high: None for unbounded."""
 
     node: Node
     low: int
@@ -73,7 +73,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The beginning of the text, or its end."""
+    """The start or the end of the text."""
 
     is_start: bool
 
@@ -82,7 +82,7 @@ Node: TypeAlias = Chars | Seq | Alt | Repeat | Anchor
 
 
 def chars_of(text: str) -> Chars:
-    """One of the characters of a text."""
+    """The class of the characters of a text."""
     return Chars.of((ord(char), ord(char)) for char in text)
 
 

@@ -1,4 +1,4 @@
-"""Reads a regular expression in the syntax of Python's `re`, or of ECMA-262, into a tree of four kinds of nodes."""
+"""Parses a regular expression in the syntax of Python's `re` or of ECMA-262 into a syntax tree."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ _MAX_REPEAT = 2**31 - 1
 
 
 def parse(regex: str, dialect: Dialect) -> Node:
-    """Raises ValueError that names what is wrong with the expression, or what nothing here can match."""
+    """Raises ValueError that names a syntax error, or an unsupported construct."""
     return _Parser(regex, dialect).parse()
 
 
 class _Parser:
-    """Invariant: what stands before `_at` is read. `_flags` are those of the group that is being read."""
+    """Recursive descent. The text before `_at` is consumed; `_flags` are those of the current group."""
 
     def __init__(self, text: str, dialect: Dialect) -> None:
         self._text, self._dialect = text, dialect
@@ -100,7 +100,7 @@ class _Parser:
     def _next(self) -> str:
         """One character."""
         if self._at == len(self._text):
-            raise self._error("it ends too early")
+            raise self._error("an unexpected end")
         self._at += 1
         return self._text[self._at - 1]
 
@@ -174,7 +174,7 @@ class _Parser:
         self._at = found.end()
 
     def _known_flags(self, letters: str) -> frozenset[str]:
-        """a, which is so anyway, i and s."""
+        """Only a (the default), i and s are supported."""
         if unknown := set(letters) - set("ais"):
             raise self._error(f"the flag {min(unknown)!r}")
         return frozenset(letters)
@@ -183,7 +183,7 @@ class _Parser:
     # Quantifiers.
 
     def _quantifier(self) -> re.Match[str] | None:
-        """Of what stands here; a { that begins none is a character."""
+        """The quantifier at this position; a { that does not start one is a literal."""
         found = _QUANTIFIER.match(self._text, self._at)
         if found is not None and found[4] is not None and self._dialect == "ecma":
             raise self._error("{,n}, which is no quantifier in a JSON schema")
@@ -196,11 +196,11 @@ class _Parser:
         if isinstance(node, Anchor):
             raise self._error("nothing to repeat")
         self._at = found.end()
-        self._take("?")  # how many it prefers is not what it matches
+        self._take("?")  # laziness does not change what matches
         if self._text.startswith("+", self._at):
             raise self._error("a possessive quantifier")
         if self._quantifier() is not None:
-            raise self._error("a quantifier behind another")
+            raise self._error("a quantifier after another")
         match found[0]:
             case "*":
                 return Repeat(node, 0, None)
@@ -224,7 +224,7 @@ class _Parser:
         return Chars(((ord(char), ord(char)),))
 
     def _cased(self, chars: Chars) -> Chars:
-        """With the letters of either case, where case is ignored. Only ASCII's have one, as with `re.ASCII`."""
+        """Adds the other case of ASCII letters under the flag i, as with `re.ASCII`."""
         if "i" not in self._flags:
             return chars
         if chars.properties:
@@ -233,17 +233,17 @@ class _Parser:
         return Chars.of((*chars.ranges, *chars_of("".join(letters).swapcase()).ranges))
 
     def _escape(self) -> Node:
-        """What a backslash outside a set begins."""
+        """An escape outside a set."""
         char = self._text[self._at : self._at + 1]
         if char in ("b", "B"):
-            raise self._error(f"\\{char}, a place between characters")
+            raise self._error(f"\\{char}, a word boundary")
         if self._dialect == "python" and char in ("A", "Z"):
             self._at += 1
             return Anchor(char == "A")
         return self._cased(self._escaped_chars())
 
     def _escaped_chars(self) -> Chars:
-        """What a backslash begins, in a set or outside."""
+        """An escape, in a set or outside."""
         start = self._at
         char = self._next()
         named = {"d": _DIGITS, "w": _WORD, "s": _SPACES[self._dialect]}.get(char.lower())
@@ -288,7 +288,7 @@ class _Parser:
         is_negated = self._take("^")
         ranges: list[Range] = []
         properties: list[str] = []
-        is_first = self._dialect == "python"  # where a ] that stands first is one of the characters
+        is_first = self._dialect == "python"  # in Python a leading ] is a literal
         while is_first or not self._take("]"):
             is_first = False
             low = self._item()

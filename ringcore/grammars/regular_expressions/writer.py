@@ -1,4 +1,4 @@
-"""Writes regular expressions in the constructs that all libraries agree on."""
+"""Writes regular expressions in the constructs on which all grammar libraries agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["write_regex"]
 
 
 def write_regex(node: Node) -> str:
-    """The expression, for a library that matches it as a whole."""
+    """The expression, for a full match."""
     match node:
         case Chars():
             return _write_chars(node)
@@ -21,7 +21,7 @@ def write_regex(node: Node) -> str:
         case Repeat(inner, low, high):
             return _write_repeat(inner, low, high)
         case Anchor():
-            raise AssertionError("anchors are gone")
+            raise AssertionError("anchors were removed")
 
 
 def _write_repeat(inner: Node, low: int, high: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The activation of an MLP's gate, and its product with what stands beside it."""
+"""The activation of an MLP's gate and its product with the up projection."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.product import Activation
+from ringcore.model_executor.linear_op import Activation
 
 __all__ = ["Activation", "BoundGate", "bind_activation"]
 
 
 @dataclass(frozen=True, slots=True)
 class BoundGate:
-    """An activation in the form for a device."""
+    """A gated activation, bound to a device."""
 
     activation: Activation
     activate_and_multiply: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 * size], gate beside up -> activation(gate) * up: [n, size]."""
+        """[n, 2 * size], gate then up -> activation(gate) * up: [n, size]."""
         return self.activate_and_multiply(gate_up)
 
 

@@ -1,7 +1,7 @@
-"""The vocabulary's two ends: from token ids to hidden states, and from hidden states to logits.
+"""Vocabulary-parallel embedding and LM head.
 
-Each rank has an equal run of the vocabulary, padded at its end to divide by the number of ranks. Rows of padding are
-zero, no id reaches them, and their logits are cut off.
+Each rank has an equal contiguous range of the vocabulary, padded at its end to a multiple of the number of ranks.
+Padding rows are zero, no id refers to them, and their logits are cut off.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_op import LinearOp
 from ringcore.model_executor.packing import pack_logits
-from ringcore.model_executor.product import Product
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
@@ -45,14 +45,14 @@ class VocabParallelEmbedding(WeightedLayer):
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         self.table = tensors.pop(self._weight.name)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size], equal on every rank."""
         if self._tp.size == 1:
             return F.embedding(input_ids, self.table)
-        # Each id is some rank's; the others add zeros.
+        # Each id belongs to one rank; the other ranks add zeros.
         rows = input_ids - self._tp.rank * len(self.table)
         elsewhere = (rows < 0) | (rows >= len(self.table))
         hidden = F.embedding(rows.masked_fill_(elsewhere, 0), self.table)
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(WeightedLayer):
 
 
 class ParallelLMHead(WeightedLayer):
-    """Logits from the embedding's own table where `tied` is given, else from a matrix of its own."""
+    """Logits from the table of `tied` (tied word embeddings) where given, else from its own matrix."""
 
     def __init__(
         self,
@@ -77,20 +77,20 @@ class ParallelLMHead(WeightedLayer):
         self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
         self._tied = tied
         self._tp = tp
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._tied is None else []
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes its tensor, or the table of the embedding, which is bound before."""
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Pops its tensor, or uses the table of the embedding, which is bound before."""
         table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
-        self._product = pack_logits(table, stay)
+        self._linear = pack_logits(table, updatable)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> [n, vocab_size] float32, whole and equal on every rank; in `out` where it is
-        given, without a copy where every rank has as many of the logits."""
-        part = self._product(hidden, out if self._tp.size == 1 else None)
+        """hidden: [n, hidden_size] -> [n, vocab_size] float32, complete and equal on every rank; in `out` where given,
+        without a copy if the vocabulary is not padded."""
+        part = self._linear(hidden, out if self._tp.size == 1 else None)
         if out is not None and out.dtype == part.dtype and part.shape[-1] * self._tp.size == self._vocab_size:
             return self._tp.all_gather_last_dim(part, out)
         logits = self._tp.all_gather_last_dim(part)

@@ -1,7 +1,7 @@
-"""Matrix products whose weight is split over the ranks: by rows of the weight, or by its columns.
+"""Tensor-parallel linears: column-parallel (split by outputs) and row-parallel (split by inputs).
 
-A pair needs one collective: the outputs that a column-parallel layer leaves on each rank are the inputs that the
-row-parallel layer behind it takes, and its partial sums are added over the ranks.
+A pair needs one collective: the outputs of a column-parallel layer on each rank are the inputs of the row-parallel
+layer after it, whose partial sums are all-reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_op import Gate, LinearOp
 from ringcore.model_executor.packing import pack_linear
-from ringcore.model_executor.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
 
@@ -22,7 +22,7 @@ __all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_o
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """The outputs that one rank computes of one checkpoint matrix: rows `start` to `start + length` of its weight.
+    """The outputs of one checkpoint matrix that one rank computes: rows `start` to `start + length` of its weight.
 
     order: see `WeightPart`.
     """
@@ -35,7 +35,7 @@ class OutputSlice:
 
 
 def merged_outputs(checkpoint_names: Sequence[str], num_outputs: int, tp: TensorParallel) -> list[OutputSlice]:
-    """An equal share of each of several matrices of `num_outputs` rows, side by side: gate and up, say."""
+    """An equal share of each of several matrices of `num_outputs` rows, concatenated (gate and up)."""
     assert num_outputs % tp.size == 0, (checkpoint_names, num_outputs, tp.size)
     length = num_outputs // tp.size
     return [OutputSlice(name, num_outputs, tp.rank * length, length) for name in checkpoint_names]
@@ -49,7 +49,7 @@ def qkv_outputs(
     tp: TensorParallel,
     order: tuple[int, ...] | None = None,
 ) -> list[OutputSlice]:
-    """This rank's heads of q, k and v. Where there are more ranks than KV heads, several ranks hold the same head.
+    """This rank's heads of q, k and v. With more ranks than KV heads, several ranks hold the same KV head.
 
     order: [head_dim], of the entries of each head of q and k, as in `WeightPart`.
     """
@@ -68,7 +68,7 @@ def qkv_outputs(
 
 
 class ColumnParallelLinear(WeightedLayer):
-    """One product for several matrices of the same input, each split by its outputs."""
+    """One fused linear for several matrices of the same input, each split by its outputs."""
 
     def __init__(
         self,
@@ -81,34 +81,34 @@ class ColumnParallelLinear(WeightedLayer):
     ) -> None:
         self._weight = _stacked(f"{name}.weight", ".weight", outputs, (num_inputs,), dtype)
         self._bias = _stacked(f"{name}.bias", ".bias", outputs, (), dtype) if bias else None
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes its tensors; they are freed where they were packed."""
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Pops its tensors; they are freed where the linear keeps a packed copy."""
         weight = tensors.pop(self._weight.name)
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        self._product = pack_linear(weight, bias, stay)
+        self._linear = pack_linear(weight, bias, updatable)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
-        return self._product(x)
+        return self._linear(x)
 
     def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
-        """self(norm(hidden)), in one pass where there is a kernel for it."""
-        return self._product.after_norm(norm, hidden)
+        """self(norm(hidden)), fused where there is a kernel for it."""
+        return self._linear.after_norm(norm, hidden)
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
         """gate(self(norm(hidden))), likewise: [n, half of this rank's outputs]."""
-        return self._product.gated_after_norm(norm, hidden, gate)
+        return self._linear.gated_after_norm(norm, hidden, gate)
 
 
 def _stacked(
     name: str, suffix: str, outputs: Sequence[OutputSlice], row_shape: tuple[int, ...], dtype: torch.dtype
 ) -> Weight:
-    """One tensor of all slices, one under the other."""
+    """One tensor of all slices, concatenated along dim 0."""
     parts = []
     offset = 0
     for part in outputs:
@@ -119,7 +119,7 @@ def _stacked(
 
 
 class RowParallelLinear(WeightedLayer):
-    """A product split by its inputs; the sum over the ranks is the whole output on each of them."""
+    """A linear split by its inputs; the sum over the ranks is the whole output on each of them."""
 
     def __init__(
         self,
@@ -142,24 +142,24 @@ class RowParallelLinear(WeightedLayer):
             bias_part = WeightPart(f"{checkpoint_name}.bias", (num_outputs,), 0, 0, num_outputs)
             self._bias = Weight(f"{name}.bias", (num_outputs,), dtype, (bias_part,), "bias")
         self._tp = tp
-        self._product: Product
+        self._linear: LinearOp
 
     def weights(self) -> list[Weight]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes its tensors; they are freed where they were packed."""
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Pops its tensors; they are freed where the linear keeps a packed copy."""
         bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        # Added once: by the first rank's share of the sum.
-        self._product = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, stay)
+        # The bias is added once, on rank 0.
+        self._linear = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, updatable)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
-        return self._tp.all_reduce(self._product(x))
+        return self._tp.all_reduce(self._linear(x))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         """hidden [n, num_outputs] += self(x), rounded once where there is a kernel for it."""
         if self._tp.size == 1:
-            self._product.add_to(hidden, x)
+            self._linear.add_to(hidden, x)
         else:
-            self._tp.all_reduce_add(self._product.partial(x), hidden.rows)
+            self._tp.all_reduce_add(self._linear.partial(x), hidden.rows)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""RMS normalisation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
 def bind_rms_norm(
     weight: torch.Tensor, eps: float, *, plus_one: bool = False, derived: Derived | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`ops.rms_norm` with this weight, in the fastest form that works for its shape, dtype and device.
+    """`ops.rms_norm` with this weight, in the fastest form for its shape, dtype and device.
 
-    plus_one: by 1 + weight, as Gemma has it, and rounded once: x and the sum are taken in float32 whatever the dtype.
-    derived: gets what is computed from the weight.
+    plus_one: multiplies by 1 + weight, as Gemma does, rounded once: x and 1 + weight are float32 whatever the dtype.
+    derived: collects what is computed from the weight.
     """
     derived = derived or Derived()
     if plus_one:
@@ -39,13 +39,13 @@ def _in_float32(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 def _norm_weight(
     name: str, checkpoint_name: str, size: int, dtype: torch.dtype, order: tuple[int, ...] | None = None
 ) -> Weight:
-    part = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size, order=order)
-    return Weight(f"{name}.weight", (size,), dtype, (part,), "norm")
+    split = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size, order=order)
+    return Weight(f"{name}.weight", (size,), dtype, (split,), "norm")
 
 
 class RMSNorm(WeightedLayer):
-    """Normalises rows of `size`, of the residual stream say, which is float32 also where `dtype` is not; the result is
-    of `dtype`, rounded once. Whole on every rank. `plus_one`: see `bind_rms_norm`."""
+    """Normalises rows of `size`, such as the residual stream, which is float32 for every `dtype`; the result is of
+    `dtype`, rounded once. Replicated on every rank. `plus_one`: see `bind_rms_norm`."""
 
     def __init__(
         self, name: str, checkpoint_name: str, size: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False
@@ -61,7 +61,7 @@ class RMSNorm(WeightedLayer):
     def weights(self) -> list[Weight]:
         return [self._weight]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         weight = tensors.pop(self._weight.name)
         derived = self._derived = Derived()
         self.gain = derived.make(lambda: 1 + weight.float()) if self._plus_one else weight
@@ -79,14 +79,14 @@ class RMSNorm(WeightedLayer):
     def refresh(self) -> None:
         self._derived.refresh()
 
-    def __call__(self, x: torch.Tensor, parts: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-        parts: [p, n, size] float32; first x += their sum, in place.
+        partials: [p, n, size] float32; first x += their sum, in place (deferred split-K reduction).
         """
-        if parts is None:
+        if partials is None:
             return self._normalise(x)
-        return self._normalise(x, parts=parts) if self._has_kernel else self._normalise(x.add_(parts.sum(0)))
+        return self._normalise(x, partials=partials) if self._has_kernel else self._normalise(x.add_(partials.sum(0)))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         """hidden [n, size] += the norm of x [n, size]."""
@@ -99,7 +99,7 @@ class RMSNorm(WeightedLayer):
 
 
 class HeadNorm(WeightedLayer):
-    """Normalises each head of q and k, side by side in one tensor, q and k with a weight of their own.
+    """Normalises each head of q and k, concatenated in one tensor, q and k with a weight of their own (QK norm).
 
     `order`: of the entries of a head, as in `WeightPart`. `plus_one`: see `bind_rms_norm`.
     """
@@ -130,7 +130,7 @@ class HeadNorm(WeightedLayer):
     def weights(self) -> Sequence[Weight]:
         return self._weights
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         rows = [tensors.pop(weight.name) for weight in self._weights]
         derived = self._derived = Derived()
         by_head = [row.expand(heads, -1) for row, heads in zip(rows, self._num_heads, strict=True)]

@@ -1,8 +1,9 @@
-"""Rotary position embedding: the angles of every kind, and the layout in which they are cheap to apply.
+"""Rotary position embedding (RoPE): the angles of every kind, and the interleaved layout in which they are cheap to
+apply.
 
-A checkpoint pairs entry i of a head with entry i + head_dim / 2. Here q and k come out of their product with the
-pairs side by side, 2i and 2i + 1: the rows of the weight are loaded in that order (`interleaved`), and turning a pair
-is then one product of complex numbers. Scores do not change, since q and k change alike.
+A checkpoint pairs entry i of a head with entry i + head_dim / 2. Here q and k come out of their projection with the
+pairs interleaved, 2i and 2i + 1: the rows of the weight are loaded in that order (`interleaved`), and the rotation of a
+pair is then one complex product. Scores do not change, since q and k are permuted alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ringcore.attention.layer import WrittenPages
+from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm
@@ -27,12 +28,12 @@ def interleaved(head_dim: int) -> torch.Tensor:
     return torch.arange(head_dim).view(2, head_dim // 2).t().flatten()
 
 
-# q [n, heads, head_dim], k and v [n, kv_heads, head_dim]; None where keys and values are in their pages.
+# q [n, heads, head_dim], k and v [n, kv_heads, head_dim]; None if keys and values are in the KV cache already.
 Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Rotation(Protocol):
-    """How a step's tokens are turned, in the form of the device; the same for many layers."""
+    """The rotation of a step's tokens, in the form for the device; shared by many layers."""
 
     def __call__(
         self,
@@ -40,19 +41,19 @@ class Rotation(Protocol):
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        kv_target: KVWriteTarget | None = None,
     ) -> Heads:
-        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its memory is used up. pages: where keys
-        and values may be written in passing.
+        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; overwritten. kv_target: where keys and
+        values may be written by the same kernel.
 
-        -> q and k normalised, where the model does that, and turned, and v. They may be views, with other heads
-        between one token's and the next one's. k and v are None where they were written to the pages.
+        -> q and k, normalised if the model has a QK norm, and rotated, and v. They may be strided views. k and v are
+        None if they were written to kv_target.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ComplexRotation:
-    """In plain torch: one product of complex numbers."""
+    """In plain torch: one complex product."""
 
     angles: torch.Tensor  # [n, 1, head_dim / 2] complex64, for `ops.apply_rotary`
 
@@ -62,7 +63,7 @@ class ComplexRotation:
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        kv_target: KVWriteTarget | None = None,
     ) -> Heads:
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
         qk, v = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
@@ -75,7 +76,7 @@ class ComplexRotation:
 
 @dataclass(frozen=True, slots=True)
 class KernelRotation:
-    """By one kernel, norms, pages and all, in place."""
+    """By one fused kernel, in place: QK norm, rotation and KV cache write."""
 
     cos_sin: torch.Tensor  # [n, head_dim] float32, by token, as `qk_norm_rope` takes it
 
@@ -85,12 +86,12 @@ class KernelRotation:
         num_heads: int,
         num_kv_heads: int,
         head_norm: HeadNorm | None,
-        pages: WrittenPages | None = None,
+        kv_target: KVWriteTarget | None = None,
     ) -> Heads:
         from ringcore.kernels.qk_norm_rope import qk_norm_rope
 
         gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
-        kv_cache, slots = (None, None) if pages is None else pages
+        kv_cache, slots = (None, None) if kv_target is None else kv_target
         qk_norm_rope(
             *(qkv, None, self.cos_sin, num_heads, num_kv_heads),
             norm_weight=gain,
@@ -99,14 +100,14 @@ class KernelRotation:
             slot_mapping=slots,
         )
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
-        if pages is not None:
+        if kv_target is not None:
             return heads[:, :num_heads], None, None
         q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         return q, k, v
 
 
 class RotaryEmbedding:
-    """The angle of every pair at every position, gathered once a step for all layers."""
+    """The angle of every pair at every position, gathered once per step for all layers."""
 
     def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
         assert head_dim % 2 == 0, head_dim
@@ -133,9 +134,9 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(head_dim: int, rope: RopeSpec) -> tuple[torch.Tensor, float]:
-    """([head_dim / 2] float32 radians a position, the factor on q and k) of a kind of rotary embedding.
+    """([head_dim / 2] float32 radians per position, the factor on q and k) of a kind of rotary embedding.
 
-    The formulas are those of transformers, in its order of operations: a last bit here is multiplied by a position.
+    The formulas and their order of operations are those of transformers: a last bit here is multiplied by a position.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -148,11 +149,11 @@ def inverse_frequencies(head_dim: int, rope: RopeSpec) -> tuple[torch.Tensor, fl
             return _llama3(frequencies, rope), 1.0
         case "yarn":
             return _yarn(frequencies, head_dim, rope), _yarn_factor(rope)
-    raise AssertionError(f"rope kind {rope.kind!r} passed the reader of the configuration")
+    raise AssertionError(f"rope kind {rope.kind!r} passed the config reader")
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     factor, low, high = _given(rope.factor), _given(rope.low_freq_factor), _given(rope.high_freq_factor)
     context = _given(rope.original_max_position_embeddings)
     wavelengths = 2 * math.pi / frequencies
@@ -167,7 +168,7 @@ def _yarn(frequencies: torch.Tensor, head_dim: int, rope: RopeSpec) -> torch.Ten
     factor, context = _given(rope.factor), _given(rope.original_max_position_embeddings)
 
     def pair_with(turns: float) -> float:
-        """The pair, as a real number, that turns so many times within the original context."""
+        """The pair, as a real number, that makes `turns` rotations within the original context."""
         return (head_dim * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(rope.theta))
 
     low, high = pair_with(_given(rope.beta_fast)), pair_with(_given(rope.beta_slow))
@@ -182,7 +183,8 @@ def _yarn(frequencies: torch.Tensor, head_dim: int, rope: RopeSpec) -> torch.Ten
 
 
 def _yarn_factor(rope: RopeSpec) -> float:
-    """What keeps the attention's temperature: given, or from `factor` as the paper says, or from the two mscales."""
+    """The factor that preserves the attention temperature: given, or from `factor` as in the paper, or from the two
+    mscales."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -196,6 +198,6 @@ def _yarn_factor(rope: RopeSpec) -> float:
 
 
 def _given(value: float | None) -> float:
-    """A field that the kind needs and the reader of the configuration has checked."""
+    """A field that the kind requires and the config reader has checked."""
     assert value is not None
     return value

@@ -1,4 +1,4 @@
-"""The seam between the worker and a model."""
+"""The interface between the worker and a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CausalLM"]
 
 
 class CausalLM(ABC):
-    """A decoder-only language model on one rank. Built without weights; `weights()` says what to load where."""
+    """A decoder-only language model on one rank. Built without weights; `weights()` declares them."""
 
     vocab_size: int
     attention_layers: Sequence[Attention]
@@ -28,18 +28,19 @@ class CausalLM(ABC):
 
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
-        """Every tensor of this rank: its final (fused, sliced) shape and the checkpoint slices that fill it."""
+        """Every tensor of this rank: its final (fused, sharded) shape and the checkpoint slices that fill it."""
 
     @abstractmethod
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Takes the loaded tensors, by `Weight.name`, and prepares them for the device (packing, say).
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Binds the loaded tensors, by `Weight.name`, and prepares them for the device (packing on a CPU).
 
-        stay: they have a place for good, and may get other contents there; then `refresh` is called.
+        updatable: the tensors keep their addresses for the life of the model and may get new contents there; then the
+        worker calls `refresh`.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """The tensors have new contents: what was derived from them is made anew, at the addresses it has."""
+        """The tensors have new contents: recomputes what was derived from them, at the same addresses."""
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -47,5 +48,5 @@ class CausalLM(ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank; in `out`,
-        contiguous, where it is given."""
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, complete and equal on every rank; in `out`,
+        contiguous, where given."""

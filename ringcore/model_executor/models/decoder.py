@@ -30,9 +30,9 @@ __all__ = ["DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the code of a family fixes and its configuration does not say."""
+    """What is fixed by the code of a model family and not stated by its configuration."""
 
-    head_norm: bool = False  # q and k are normalised per head before they are turned
+    head_norm: bool = False  # q and k are normalised per head before the rotary embedding (QK norm)
     norm_plus_one: bool = False  # norms multiply by 1 + weight: see `bind_rms_norm`
     activation: Activation = "silu"  # of the MLP's gate
 
@@ -84,10 +84,10 @@ class SelfAttention:
         return [self.qkv_proj, *([self.head_norm] if self.head_norm else []), self.o_proj]
 
     def __call__(self, norm: RMSNorm, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        """hidden: [n, hidden_size], which `norm` is for -> what `o_proj` takes: [n, num_heads * head_dim]."""
+        """hidden: [n, hidden_size], normalised by `norm` first -> the input of `o_proj`: [n, num_heads * head_dim]."""
         qkv = self.qkv_proj.after_norm(norm, hidden)
-        pages = self.attention.pages(ctx)
-        q, k, v = rotation(qkv, self.num_heads, self.num_kv_heads, self.head_norm, pages)
+        kv_target = self.attention.kv_write_target(ctx)
+        q, k, v = rotation(qkv, self.num_heads, self.num_kv_heads, self.head_norm, kv_target)
         return self.attention(q, k, v, ctx).reshape(len(hidden), -1)
 
 
@@ -119,16 +119,16 @@ class MLP:
         return [self.gate_up_proj, self.down_proj]
 
     def bind_activation(self, device: torch.device) -> None:
-        """It has no weights that say where it runs."""
+        """The activation has no weights from which it could infer its device."""
         self._gate = bind_activation(self._activation, device)
 
     def __call__(self, norm: RMSNorm, hidden: Residual) -> torch.Tensor:
-        """hidden: [n, hidden_size], which `norm` is for -> what `down_proj` takes: [n, this rank's part]."""
+        """hidden: [n, hidden_size], normalised by `norm` first -> the input of `down_proj`: [n, this rank's share]."""
         return self.gate_up_proj.gated_after_norm(norm, hidden, self._gate)
 
 
 class DecoderLayer:
-    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # what a checkpoint calls the norm before the MLP
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # the checkpoint's name of the norm before the MLP
 
     def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
         self.input_norm = layer_norm(index, "input_norm", "input_layernorm", spec, dtype, family)
@@ -140,10 +140,11 @@ class DecoderLayer:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
     def __call__(self, hidden: Residual, rotation: Rotation, ctx: ForwardContext) -> None:
-        """Adds to `hidden` [n, hidden_size] what attention and the MLP make of it.
+        """Adds the contributions of attention and the MLP to `hidden` [n, hidden_size].
 
-        A norm goes with the product behind it, an addition with the product before it: for few rows on a GPU each
-        pair is one kernel. For more rows an addition may wait for the norm behind it.
+        A norm is the prologue of the linear after it, a residual add the epilogue of the linear before it: for few rows
+        on a GPU each pair is one fused kernel. For more rows a residual add may be deferred to the next norm (split-K
+        partials).
         """
         attended = self.self_attention(self.input_norm, hidden, rotation, ctx)
         self.self_attention.o_proj.add_to(hidden, attended)
@@ -165,7 +166,7 @@ def layer_norm(
 
 
 class DenseDecoder(CausalLM):
-    """The whole model; a family says with class attributes what the configuration leaves open."""
+    """The whole model; a family sets class attributes for what the configuration leaves open."""
 
     family: ClassVar[Family] = Family()
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -178,7 +179,7 @@ class DenseDecoder(CausalLM):
         )
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
-        # By layer, the index of its rotary embedding: the last one is that of the layers with a window.
+        # By layer, the index of its rotary embedding: the last one is for layers with a sliding window.
         self.rotary_of_layer = [len(ropes) - 1 if i in spec.sliding_windows else 0 for i in range(spec.num_layers)]
         self.layers = [self.layer_class(i, spec, tp, dtype, self.family) for i in range(spec.num_layers)]
         self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
@@ -187,30 +188,30 @@ class DenseDecoder(CausalLM):
         self.attention_layers = [layer.self_attention.attention for layer in self.layers]
 
     def _weighted(self) -> list[WeightedLayer]:
-        """Every layer with weights, the embedding before the head that may share its table."""
+        """Every layer with weights, the embedding before the LM head that may share its table."""
         inner = [weighted for layer in self.layers for weighted in layer.layers()]
         return [self.embed_tokens, *inner, self.norm, self.lm_head]
 
     def weights(self) -> list[Weight]:
         return [weight for layer in self._weighted() for weight in layer.weights()]
 
-    def bind(self, tensors: Tensors, stay: bool = False) -> None:
-        """Empties `tensors`, layer by layer, so that a weight and its packed copy are never both held for long."""
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        """Pops from `tensors` layer by layer, so that a weight and its packed copy coexist only briefly."""
         for layer in self._weighted():
-            layer.bind(tensors, stay)
+            layer.bind(tensors, updatable)
         device = self.embed_tokens.table.device
         for rotary in self.rotaries:
             rotary.bind(device)
         for decoder_layer in self.layers:
             decoder_layer.mlp.bind_activation(device)
-        assert not len(tensors), "a weight was declared and not taken"
+        assert not len(tensors), "a declared weight was not bound"
 
     def refresh(self) -> None:
         for layer in self._weighted():
             layer.refresh()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: [n] int64 -> a new tensor [n, hidden_size], what the first layer takes."""
+        """input_ids: [n] int64 -> a new tensor [n, hidden_size], the input of the first layer."""
         return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -225,6 +226,6 @@ class DenseDecoder(CausalLM):
         return hidden.normed(self.norm)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, whole and equal on every rank; in `out`,
-        contiguous, where it is given."""
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, complete and equal on every rank; in `out`,
+        contiguous, where given."""
         return self.lm_head(hidden, out)

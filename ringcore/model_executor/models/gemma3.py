@@ -16,7 +16,7 @@ __all__ = ["Gemma3ForCausalLM"]
 
 
 class Gemma3Layer(DecoderLayer):
-    """Both contributions are normalised once more before they are added."""
+    """Both contributions are normalised again before the residual add (post-norms)."""
 
     mlp_norm_name = "pre_feedforward_layernorm"
 
@@ -38,7 +38,7 @@ class Gemma3Layer(DecoderLayer):
 
 
 class Gemma3ForCausalLM(DenseDecoder):
-    """Layers with a sliding window between some that see all tokens, each kind with a rotary embedding of its own."""
+    """Sliding-window layers interleaved with full-attention layers, each kind with its own rotary embedding."""
 
     family = Family(head_norm=True, norm_plus_one=True, activation="gelu_tanh")
     layer_class = Gemma3Layer

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and their kin: SmolLM2, TinyLlama, and others that publish as LlamaForCausalLM."""
+"""Llama 2, 3 and derivatives: SmolLM2, TinyLlama, and others published as LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["LlamaForCausalLM"]
 
 
 class LlamaForCausalLM(DenseDecoder):
-    """The dense decoder as it is; biases, head size and tying are the configuration's."""
+    """The dense decoder without changes; biases, head size and tying come from the configuration."""

@@ -8,6 +8,6 @@ __all__ = ["Qwen3ForCausalLM"]
 
 
 class Qwen3ForCausalLM(DenseDecoder):
-    """No biases; each head of q and k is normalised before it is turned."""
+    """No biases; q and k heads are normalised before the rotary embedding (QK norm)."""
 
     family = Family(head_norm=True)

@@ -1,9 +1,9 @@
-// Requests to the service, and their errors as a person can read them.
+// Requests to the service, and their errors as readable text.
 
 const KEY = "ringcore.key";
 
 export class ApiError extends Error {
-  /** status: of HTTP, 0 where there was no answer; param: the field that is wrong, or null. */
+  /** status: of HTTP, 0 without a response; param: the invalid field, or null. */
   constructor(message, { status = 0, param = null, code = null, retryAfterS = 1 } = {}) {
     super(message);
     Object.assign(this, { status, param, code, retryAfterS });
@@ -13,7 +13,7 @@ export class ApiError extends Error {
     return this.status === 401;
   }
 
-  /** Whether the same request may be answered later. */
+  /** Whether the same request may succeed later. */
   get isTemporary() {
     return [0, 429, 503].includes(this.status);
   }
@@ -31,7 +31,7 @@ export async function getJson(path, signal) {
   return (await ask(path, { signal })).json();
 }
 
-/** The chunks of one streamed answer. Leaving the loop, or `signal`, ends the request. */
+/** The chunks of one streamed response. Leaving the loop, or `signal`, aborts the request. */
 export async function* streamChat(body, signal) {
   const answer = await ask("v1/chat/completions", {
     method: "POST",
@@ -65,7 +65,7 @@ async function ask(path, options) {
   return answer;
 }
 
-/** A failure of the network as an `ApiError`; an abort stays what it is. */
+/** A network failure as an `ApiError`; an abort is returned unchanged. */
 async function connected(promise, signal) {
   try {
     return await promise;
@@ -85,14 +85,14 @@ function unreachable(message, cause) {
 
 async function errorOf(answer) {
   const retryAfterS = Number(answer.headers.get("Retry-After")) || 1;
-  let told = {};
+  let error = {};
   try {
-    told = (await answer.json()).error ?? {};
+    error = (await answer.json()).error ?? {};
   } catch {
-    // A proxy's own page, say: the status has to do.
+    // Not JSON, for example a proxy's error page: use the status only.
   }
-  const message = told.message ?? `The service answered ${answer.status} ${answer.statusText}.`;
-  return new ApiError(message, { status: answer.status, param: told.param, code: told.code, retryAfterS });
+  const message = error.message ?? `The service answered ${answer.status} ${answer.statusText}.`;
+  return new ApiError(message, { status: answer.status, param: error.param, code: error.code, retryAfterS });
 }
 
 /** The data of server-sent events. */
@@ -114,6 +114,6 @@ async function* eventsOf(stream, signal) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // of a stream that has failed there is nothing left to cancel
+    reader.cancel().catch(() => {}); // a failed stream cannot be cancelled
   }
 }

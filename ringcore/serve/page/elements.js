@@ -1,4 +1,4 @@
-// Elements of the page. Text goes in as text alone: nothing here, or anywhere in the page, parses HTML.
+// Elements of the page. Text is inserted as text nodes only: the page never parses HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ export function button(text, onClick, className = "quiet") {
   return made;
 }
 
-/** Writes only what has changed: an equal text would be announced, and laid out, again. */
+/** Writes only changed text: equal text would be announced by screen readers, and laid out, again. */
 export function setText(node, text) {
   if (node.textContent !== text) {
     node.textContent = text;

@@ -1,11 +1,11 @@
-// The engine's state and load, looked at again and again: /health and /metrics.
+// Polls the engine's state and load: /health and /metrics.
 
 import { byId, setText } from "./elements.js";
 
 const BUSY_MS = 1000;
 const IDLE_MS = 3000;
-const LONGEST_MS = 15000; // between looks at an engine that is gone
-const LOOK_TIMEOUT_MS = 10000;
+const MAX_POLL_MS = 15000; // between polls of an engine that does not respond
+const POLL_TIMEOUT_MS = 10000;
 const TOLD = {
   starting: "starting",
   ready: "ready",
@@ -16,22 +16,22 @@ const TOLD = {
 };
 const SAMPLE = /^vllm:(\w+)(?:\{.*\})? ([^ ]+)$/gm;
 
-export class EngineWatch {
+export class EngineMonitor {
   #failures = 0;
-  #waiting = []; // those that wait for an engine that is ready
+  #waiting = []; // resolvers that wait for a ready engine
   #wake = () => {};
-  isBusy = false; // while an answer is under way, looks are more frequent
+  isBusy = false; // while an answer streams, polls are more frequent
 
   start() {
-    document.addEventListener("visibilitychange", () => this.lookNow());
+    document.addEventListener("visibilitychange", () => this.pollNow());
     this.#run();
   }
 
-  lookNow() {
+  pollNow() {
     this.#wake();
   }
 
-  /** Ends when a look from now on finds the engine ready, at the earliest after so many seconds; raises the signal's
+  /** Resolves when a later poll finds the engine ready, at the earliest after so many seconds; raises the signal's
    * reason. */
   async ready(afterS, signal) {
     await paused(afterS * 1000, signal);
@@ -40,16 +40,16 @@ export class EngineWatch {
       this.#waiting.push(resolve);
       signal.addEventListener("abort", () => reject(signal.reason), { once: true });
       this.#failures = 0;
-      this.lookNow();
+      this.pollNow();
     });
   }
 
   async #run() {
     for (;;) {
       if (!document.hidden) {
-        const waiting = this.#waiting; // those that come during a look wait for the next
+        const waiting = this.#waiting; // waiters that arrive during a poll wait for the next one
         this.#waiting = [];
-        const state = await this.#look();
+        const state = await this.#poll();
         this.#failures = state === "ready" ? 0 : this.#failures + 1;
         if (state === "ready") {
           waiting.forEach((resolve) => resolve());
@@ -63,7 +63,7 @@ export class EngineWatch {
 
   #pause() {
     const often = this.isBusy || this.#waiting.length ? BUSY_MS : IDLE_MS;
-    const pauseMs = Math.min(often * 1.5 ** this.#failures, LONGEST_MS);
+    const pauseMs = Math.min(often * 1.5 ** this.#failures, MAX_POLL_MS);
     return new Promise((resolve) => {
       const timer = setTimeout(resolve, pauseMs);
       this.#wake = () => {
@@ -73,7 +73,7 @@ export class EngineWatch {
     });
   }
 
-  async #look() {
+  async #poll() {
     const [health, metrics] = await Promise.all([fetched("health"), fetched("metrics")]);
     const state = stateOf(health);
     byId("state").dataset.state = state;
@@ -100,8 +100,8 @@ function paused(ms, signal) {
 
 async function fetched(path) {
   try {
-    const answer = await fetch(path, { signal: AbortSignal.timeout(LOOK_TIMEOUT_MS), cache: "no-store" });
-    return await answer.text(); // of /health it says the state with 503 as well
+    const answer = await fetch(path, { signal: AbortSignal.timeout(POLL_TIMEOUT_MS), cache: "no-store" });
+    return await answer.text(); // /health has a body with status 503 too
   } catch {
     return null;
   }
@@ -116,7 +116,7 @@ function stateOf(health) {
   }
 }
 
-/** Names to values; of a name with several labels the last is taken, and only names with one are read here. */
+/** Metric names to values; for a name with several label sets the last wins (the page reads only names with one). */
 function samplesOf(text) {
   return new Map([...text.matchAll(SAMPLE)].map(([, name, value]) => [name, Number(value)]));
 }

@@ -1,8 +1,8 @@
-// A small part of Markdown as nodes. What a model writes is not trusted: it becomes text nodes and nothing else.
+// A subset of Markdown as DOM nodes. Model output is untrusted: it becomes text nodes only.
 
 import { button, element } from "./elements.js";
 
-const MAX_INLINE = 20000; // characters of a block that is looked through for emphasis: bounds the time
+const MAX_INLINE = 20000; // characters of a block that are parsed for inline markup: bounds the time
 const MAX_DEPTH = 5; // of emphasis within emphasis
 const FENCE = /^ *(`{3,}|~{3,}) *([^\s`]*)/;
 const HEADING = /^(#{1,6}) +(.*?)(?: +#+)?$/;
@@ -27,7 +27,7 @@ const INLINE = new RegExp(
 );
 const EMPHASIS = { strong: "strong", strong2: "strong", gone: "del", em: "em", em2: "em" };
 
-/** A text that grows, in `root`: blocks that stay the same keep their nodes, so what is selected in them stays so. */
+/** Renders a growing text in `root`: unchanged blocks keep their nodes, and so the user's selection. */
 export class MarkdownView {
   #root;
   #sources = [];
@@ -88,7 +88,7 @@ function blockEnd(lines, start) {
     return endWhere(lines, start, (one) => !QUOTE.test(one));
   }
   if (ITEM.test(line)) {
-    // An item goes on in indented lines; a code block is one of its own.
+    // Indented lines continue an item; a code block is a block of its own.
     return endWhere(lines, start, (one) => FENCE.test(one) || !(ITEM.test(one) || /^ +\S/.test(one)));
   }
   if (isTable(lines, start)) {
@@ -110,7 +110,7 @@ function fenceEnd(lines, start, fence) {
     const bare = one.trim();
     return bare.startsWith(fence) && bare === fence[0].repeat(bare.length);
   });
-  return Math.min(end + 1, lines.length); // not closed yet, it goes on to the end
+  return Math.min(end + 1, lines.length); // not closed yet: extends to the end
 }
 
 function begins(line) {
@@ -156,7 +156,7 @@ function codeNode(lines, [, fence, language]) {
     .join("\n");
   const head = element("figcaption", {}, element("span", {}, language || "text"));
   if (navigator.clipboard) {
-    // Only where the page came from this machine or by https.
+    // The clipboard exists only in secure contexts: localhost or https.
     const copy = button("Copy", async () => {
       await navigator.clipboard.writeText(code);
       copy.textContent = "Copied";
@@ -166,7 +166,7 @@ function codeNode(lines, [, fence, language]) {
   return element("figure", { class: "code" }, head, element("pre", { tabindex: "0" }, element("code", {}, code)));
 }
 
-/** Lists within lists by their indentation. */
+/** Nested lists by indentation. */
 function listNode(lines) {
   const root = element("div", { class: "list" });
   let open = []; // {indent, list}
@@ -235,7 +235,7 @@ function inlineNode(match, depth) {
   return element(EMPHASIS[name], {}, ...inlineNodes(emphases[name], depth));
 }
 
-/** A link only to the web, in a tab of its own, which learns nothing of this one; else the text as it was written. */
+/** A link for http(s) only, in a new tab without opener and referrer; else the source text. */
 function linkNode(source, label, url, depth) {
   if (!/^https?:\/\//i.test(url) || !URL.canParse(url)) {
     return source;

@@ -1,18 +1,18 @@
-// The page: a conversation with the model, and what it costs.
+// The page: a conversation with the model, and its timings.
 
 import { ApiError, getJson, hasKey, keepKey, streamChat } from "./api.js";
 import { byId, setText } from "./elements.js";
-import { EngineWatch } from "./engine.js";
+import { EngineMonitor } from "./engine.js";
 import { Settings, SettingsError } from "./settings.js";
 import { Turn } from "./turn.js";
 
-const NEAR_END = 80; // pixels: who is so near to the end is kept there while an answer grows
+const NEAR_END = 80; // pixels: a view this near to the end scrolls with a growing answer
 
 class Page {
   #settings = new Settings();
-  #engine = new EngineWatch();
+  #engine = new EngineMonitor();
   #turns = [];
-  #stopper = null; // of the answer under way
+  #abortController = null; // the AbortController of the streaming answer
   #model = null;
 
   start() {
@@ -22,7 +22,7 @@ class Page {
       this.#send();
     });
     message.addEventListener("keydown", (event) => {
-      // While characters are composed, Enter chooses one of them.
+      // During IME composition Enter selects a candidate.
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         this.#send();
@@ -43,14 +43,14 @@ class Page {
     this.#nameModel();
   }
 
-  /** The model's name, as soon as there is a service, and a key where it wants one. */
+  /** Loads the model's name, once the service responds and has a key if it requires one. */
   async #nameModel() {
     const { signal } = new AbortController();
     for (;;) {
       try {
         const { data } = await getJson("v1/models", signal);
         this.#model = data[0].id;
-        // A folder's last part says enough; the whole is in the title.
+        // Shows the last part of a path; the title has the whole.
         setText(byId("model"), this.#model.split("/").findLast((part) => part) ?? this.#model);
         byId("model").title = this.#model;
         document.title = byId("model").textContent;
@@ -70,7 +70,7 @@ class Page {
   #send() {
     const message = byId("message");
     const question = message.value.trim();
-    if (!question || this.#stopper) {
+    if (!question || this.#abortController) {
       return;
     }
     message.value = "";
@@ -82,26 +82,26 @@ class Page {
   }
 
   async #answer(turn) {
-    this.#stopper = new AbortController();
+    this.#abortController = new AbortController();
     this.#engine.isBusy = true;
-    this.#engine.lookNow();
+    this.#engine.pollNow();
     this.#showComposer();
     announce("Waiting for the answer.");
     try {
-      await this.#stream(turn, this.#stopper.signal);
+      await this.#stream(turn, this.#abortController.signal);
       turn.finished();
       announce(`Answer: ${turn.content}`);
     } catch (error) {
       this.#showFailure(turn, error);
     } finally {
-      this.#stopper = null;
+      this.#abortController = null;
       this.#engine.isBusy = false;
-      this.#engine.lookNow();
+      this.#engine.pollNow();
       this.#showComposer();
     }
   }
 
-  /** Takes the whole answer. A request that came to nothing is sent again, where that may help. */
+  /** Streams the whole answer. A request that failed before its first chunk is retried if that may help. */
   async #stream(turn, signal) {
     for (;;) {
       turn.begin();
@@ -153,13 +153,13 @@ class Page {
   }
 
   #again(turn) {
-    if (!this.#stopper) {
+    if (!this.#abortController) {
       this.#answer(turn);
     }
   }
 
   #stop() {
-    this.#stopper?.abort();
+    this.#abortController?.abort();
   }
 
   #newChat() {
@@ -172,7 +172,7 @@ class Page {
 
   #showComposer() {
     const message = byId("message");
-    const isAnswering = this.#stopper !== null;
+    const isAnswering = this.#abortController !== null;
     const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
     byId("welcome").hidden = this.#turns.length > 0;
     byId("send").hidden = isAnswering;
@@ -181,11 +181,11 @@ class Page {
     message.style.height = "auto";
     message.style.height = `${message.scrollHeight}px`;
     if (hadFocus) {
-      message.focus(); // the button that had it is gone
+      message.focus(); // the focused button was removed
     }
   }
 
-  /** Follows what grows, unless the person has scrolled up to read. */
+  /** Scrolls with the growing answer, unless the user has scrolled up. */
   #keepAtEnd() {
     const scroll = byId("scroll");
     let isAtEnd = true;
@@ -205,7 +205,7 @@ function announce(text) {
   setText(byId("announcer"), text);
 }
 
-/** Until a key was given, which may be another wrong one. */
+/** Waits until the user has entered a key, which may be wrong again. */
 async function askForKey(signal) {
   const dialog = byId("key");
   setText(
@@ -216,14 +216,14 @@ async function askForKey(signal) {
   if (!dialog.open) {
     dialog.showModal();
   }
-  const over = new AbortController(); // takes the listeners away
+  const over = new AbortController(); // removes the listeners
   const { promise, resolve, reject } = Promise.withResolvers();
   const given = () => {
     keepKey(byId("key-value").value.trim());
     resolve();
   };
   byId("key-form").addEventListener("submit", given, { signal: over.signal });
-  // Without a key there is nothing to do here: closed by Escape, it comes again.
+  // The page needs a key: closed by Escape, the dialog opens again.
   dialog.addEventListener("close", () => dialog.showModal(), { signal: over.signal });
   signal?.addEventListener("abort", () => reject(signal.reason), { signal: over.signal });
   try {

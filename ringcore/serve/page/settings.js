@@ -1,4 +1,4 @@
-// What a person sets for all answers, kept in this browser.
+// The user's settings for all answers, in the browser's local storage.
 
 import { byId, setText } from "./elements.js";
 
@@ -28,7 +28,7 @@ export class Settings {
     return this.#form.elements.system.value.trim();
   }
 
-  /** The fields of a request. Raises `SettingsError` for a number or a JSON text that is none. */
+  /** The fields of a request. Raises `SettingsError` for an invalid number or JSON text. */
   fields() {
     const fields = {};
     for (const input of this.#inputs()) {
@@ -48,7 +48,7 @@ export class Settings {
     return this.#input(param) !== undefined;
   }
 
-  /** Opens the settings, at the field that an error names, with what is wrong with it. */
+  /** Opens the settings at the field that an error names, with its message. */
   open(param = null, problem = "") {
     const error = byId("settings-error");
     setText(error, problem);
@@ -61,7 +61,7 @@ export class Settings {
     wrong?.focus();
   }
 
-  /** `tools[0].function` is of the field `tools`. */
+  /** `tools[0].function` belongs to the field `tools`. */
   #input(param) {
     const name = /^\w+/.exec(param ?? "")?.[0];
     return this.#inputs().find((input) => input.name === name);

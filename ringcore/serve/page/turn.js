@@ -1,4 +1,4 @@
-// One question and its answer: what is known of it, and how it is shown.
+// One question and its answer: state and view.
 
 import { button, element, setText } from "./elements.js";
 import { MarkdownView } from "./markdown.js";
@@ -13,7 +13,7 @@ export class Turn {
   content = "";
   reasoning = "";
   calls = []; // {id, name, arguments}, in the order of their indices
-  end = null; // why the answer is over; null while it goes on
+  end = null; // why the answer ended; null while it streams
   #measured = new Measured();
   #view;
   #isDrawing = false;
@@ -27,7 +27,7 @@ export class Turn {
     return this.#view.node;
   }
 
-  /** For the next request: nothing of a question that has no answer. A call that broke off cannot be repeated. */
+  /** The messages for the next request; none for a question without an answer. Incomplete calls are left out. */
   get messages() {
     const calls = this.calls.filter((call) => isJson(call.arguments));
     if (!this.content && !calls.length) {
@@ -48,7 +48,7 @@ export class Turn {
     return !this.content && !this.reasoning && !this.calls.length;
   }
 
-  /** The request goes out, the first time or again. */
+  /** The request is sent, the first time or again. */
   begin() {
     Object.assign(this, { content: "", reasoning: "", calls: [], end: null });
     this.#measured = new Measured(performance.now());
@@ -57,7 +57,7 @@ export class Turn {
   }
 
   take(chunk) {
-    this.#measured.saw(chunk, performance.now());
+    this.#measured.record(chunk, performance.now());
     for (const choice of chunk.choices) {
       const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
       this.content += content ?? "";
@@ -68,9 +68,9 @@ export class Turn {
     this.#drawSoon();
   }
 
-  #takeCall({ index, id, function: told }) {
-    const call = (this.calls[index] ??= { id, name: told.name, arguments: "" });
-    call.arguments += told.arguments;
+  #takeCall({ index, id, function: delta }) {
+    const call = (this.calls[index] ??= { id, name: delta.name, arguments: "" });
+    call.arguments += delta.arguments;
   }
 
   waits(message) {
@@ -82,14 +82,14 @@ export class Turn {
     this.#draw();
   }
 
-  /** actions: [text, what to do] of buttons below the error. */
+  /** actions: [label, callback] of the buttons below the error. */
   failed(error, actions) {
     this.end = "error";
     this.#draw();
     this.#view.showError(error, actions);
   }
 
-  /** The last of it, at once: frames are not drawn for a page that nobody sees. */
+  /** Renders the rest at once: browsers draw no frames for a hidden page. */
   finished() {
     this.#draw();
   }
@@ -116,19 +116,19 @@ function isJson(text) {
   }
 }
 
-/** Moments of one answer, in the page's own time, and its tokens as the service counts them. */
+/** Timestamps of one answer, on the page's clock, and its token counts from the service. */
 class Measured {
   #sentMs;
   #firstMs = null;
   #lastMs = null;
-  #numFirst = 0; // tokens that the first chunk brought: they are not part of the rate
+  #numFirst = 0; // tokens of the first chunk, which the rate excludes
   #usage = null;
 
   constructor(sentMs) {
     this.#sentMs = sentMs;
   }
 
-  saw({ usage }, nowMs) {
+  record({ usage }, nowMs) {
     const numBefore = this.#usage?.completion_tokens ?? 0;
     this.#usage = usage ?? this.#usage;
     const num = this.#usage?.completion_tokens ?? 0;
@@ -140,7 +140,7 @@ class Measured {
     }
   }
 
-  /** What is known so far: name to text. */
+  /** The figures known so far: name to text. */
   figures() {
     if (this.#firstMs === null) {
       return {};
@@ -210,7 +210,7 @@ class TurnView {
       const text = element("div", { class: "reasoning-text" });
       const details = element("details", { class: "reasoning" }, summary, text);
       details.open = isGoingOn;
-      // Opened or closed by hand, it stays so.
+      // The user's choice of open or closed is kept.
       summary.addEventListener("click", () => (this.#reasoning.isTouched = true));
       this.#reasoning = { details, summary, text, isTouched: false };
       this.#content.before(details);
@@ -264,7 +264,7 @@ class TurnView {
   }
 }
 
-/** Arguments that are whole, laid out; else as far as they have come. */
+/** Complete arguments as formatted JSON; else the text so far. */
 function indented(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -1,1 +1,1 @@
-"""What is done to logits before sampling, and what is reported of them."""
+"""Logit adjustments before sampling, log-probabilities, and the results of a step."""

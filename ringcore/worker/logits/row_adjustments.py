@@ -1,7 +1,7 @@
-"""What a worker knows of rows whose logits are adjusted before one of them is drawn, and how that is done in a step.
+"""Logit adjustments by row: biases, penalties, custom logits processors, token bitmasks, applied before sampling.
 
-Biases, penalties, custom processors, masks: in this order, which `SamplingParams` documents. All of it follows from
-what a row was admitted with and from its tokens, so a row that comes back after a preemption goes on as it was.
+They are applied in this order, which `SamplingParams` documents. Their state follows from the row's admission and its
+tokens alone, so a request that resumes after a preemption continues unchanged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ringcore.grammars import Grammars, Matcher
 from ringcore.model_executor.logit_adjustments import LogitAdjustments
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.worker.logits.row_processors import RowProcessors
-from ringcore.worker.rows.followed_rows import FollowedRows
-from ringcore.worker.rows.row_tables import ALL_BITS, CountTable, MaskTable, bar_tokens, mask_of
+from ringcore.worker.rows.output_dependent_masks import OutputDependentMasks
+from ringcore.worker.rows.row_tables import ALL_BITS, BitmaskTable, CountTable, mask_tokens, token_bitmask
 from ringcore.worker.rows.upload import upload
 
 __all__ = ["NO_TOKEN_LEFT", "AdjustLogits", "AdjustmentOps", "CountTokens", "RowAdjustments"]
 
 NO_TOKEN_LEFT = (
     "no token is left to sample: allowed_token_ids, bad_words, structured_outputs, min_tokens or a logits processor "
-    "bar every one; loosen one of them"
+    "mask every one; loosen one of them"
 )
-_ALIGNMENT = 4  # words: each column begins at a multiple of 16 bytes
+_ALIGNMENT = 4  # words: each column starts at a multiple of 16 bytes
 
 
 class AdjustLogits(Protocol):
@@ -50,14 +50,14 @@ CountTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class AdjustmentOps(NamedTuple):
-    """The two operations, by kernels or by their reference."""
+    """The two operations, as kernels or as their torch reference."""
 
     adjust_logits: AdjustLogits
     count_tokens: CountTokens
 
 
-class _Sent(NamedTuple):
-    """What the device was told last, which holds as long as the same rows sample."""
+class _DeviceInputs(NamedTuple):
+    """The inputs on the device, valid while `version` is unchanged and the same rows sample."""
 
     version: int
     rows: np.ndarray
@@ -65,38 +65,38 @@ class _Sent(NamedTuple):
 
 
 class RowAdjustments:
-    """The rows 0 to max_num_seqs - 1. A row that asks for nothing of this costs nothing here.
+    """The adjustments of rows 0 to max_num_seqs - 1. A row without any costs nothing.
 
-    `is_adjusted` rows have at least one of: a place in the counts, biases, a mask, a processor, something that failed.
+    `is_adjusted` rows have at least one of: token counts, biases, a bitmask, a processor, a failed admission.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, dtype: str, ops: AdjustmentOps) -> None:
-        """dtype: that the model computes in. Raises `ConfigError` for a custom processor."""
+        """dtype: the model's compute dtype. Raises `ConfigError` for a custom processor."""
         max_rows, vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
         self.grammars: Grammars | None = None  # the worker's, for structured outputs
         self.is_adjusted = np.zeros(max_rows, dtype=bool)
-        self.needs_token_ids = np.zeros(max_rows, dtype=bool)  # of every earlier step, before it samples
+        self.needs_token_ids = np.zeros(max_rows, dtype=bool)  # the host must know all its tokens before it samples
         self._vocab_size, self._device, self._ops = vocab_size, device, ops
         self._penalties = np.zeros((3, max_rows), dtype=np.float32)  # repetition, frequency, presence
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # ids, ascending; values
         self._counts = CountTable(max_rows, vocab_size, device)
-        self._masks = MaskTable(max_rows, vocab_size, device)
-        self._followed = FollowedRows(self._masks)
+        self._bitmasks = BitmaskTable(max_rows, vocab_size, device)
+        self._dependent_masks = OutputDependentMasks(self._bitmasks)
         self._processors = RowProcessors(config, device, dtype)
         self._failed: dict[int, str] = {}
-        self._version = 0  # of all that `_Sent` holds
-        self._sent: _Sent | None = None
+        self._version = 0  # incremented when anything in `_DeviceInputs` changes
+        self._device_inputs: _DeviceInputs | None = None
 
     # -----------------------------------------------------------------------------------------------------------
-    # Rows come and go.
+    # Admission and removal of rows.
 
     def admit(self, request: NewRequest) -> None:
-        """What cannot be done is the row's error in its first step."""
+        """What fails here becomes the row's error in its first step."""
         row, params = request.row, request.sampling_params
-        takes_part, wants_tokens, wrong = self._processors.admit(request)
+        participates, wants_tokens, error = self._processors.admit(request)
         has_penalties = params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
         is_masked = bool(params.allowed_token_ids or request.bad_words_token_ids or params.structured_outputs)
-        if not (takes_part or wrong or has_penalties or is_masked or params.logit_bias):
+        if not (participates or error or has_penalties or is_masked or params.logit_bias):
             return
         self._version += 1
         self.is_adjusted[row] = True
@@ -109,41 +109,41 @@ class RowAdjustments:
             ids, values = zip(*pairs, strict=True)
             self._biases[row] = np.array(ids, dtype=np.int32), np.array(values, dtype=np.float32)
         if is_masked or wants_tokens:
-            wrong = wrong or self._admit_masked(request, is_masked, wants_tokens)
-        if wrong is not None:
-            self._failed[row] = wrong
+            error = error or self._admit_masked(request, is_masked, wants_tokens)
+        if error is not None:
+            self._failed[row] = error
 
     def _admit_masked(self, request: NewRequest, is_masked: bool, wants_tokens: bool) -> str | None:
-        """-> what is wrong with its grammar."""
+        """-> the error message of its grammar, or None."""
         row, params = request.row, request.sampling_params
         matcher: Matcher | None = None
         if params.structured_outputs is not None:
             try:
-                assert self.grammars is not None, "structured outputs were asked of a runner without grammars"
+                assert self.grammars is not None, "structured outputs need a runner with grammars"
                 matcher = self.grammars.matcher(params.structured_outputs)
             except InvalidRequestError as error:
                 return error.message
         allowed = self._allowed(params.allowed_token_ids, request.bad_words_token_ids) if is_masked else None
         long_words = [word for word in request.bad_words_token_ids if len(word) > 1]
         if allowed is not None:
-            self._masks.admit(row, allowed)
+            self._bitmasks.admit(row, allowed)
         if matcher is not None or long_words or wants_tokens:
             self.needs_token_ids[row] = True
-            has_mask = matcher is not None or bool(long_words)
+            changes = matcher is not None or bool(long_words)
             stops = request.stop_token_ids
-            self._followed.admit(row, allowed if has_mask else None, long_words, matcher, stops)
+            self._dependent_masks.admit(row, allowed if changes else None, long_words, matcher, stops)
         return None
 
     def _allowed(self, allowed_token_ids: Sequence[int] | None, bad_words: Sequence[Sequence[int]]) -> np.ndarray:
-        """[num_words] int32: what the row may sample whatever it has written."""
+        """[num_words] int32: the part of the row's bitmask that does not depend on its output."""
         if allowed_token_ids:
-            words = mask_of(self._vocab_size, np.array(allowed_token_ids, dtype=np.int64))
+            bitmask = token_bitmask(self._vocab_size, np.array(allowed_token_ids, dtype=np.int64))
         else:
-            words = np.full(-(-self._vocab_size // 32), ALL_BITS, dtype=np.int32)
+            bitmask = np.full(-(-self._vocab_size // 32), ALL_BITS, dtype=np.int32)
         single = [word[0] for word in bad_words if len(word) == 1]
         if single:
-            bar_tokens(words, np.array(single, dtype=np.int64))
-        return words
+            mask_tokens(bitmask, np.array(single, dtype=np.int64))
+        return bitmask
 
     def clear(self, rows: np.ndarray) -> None:
         """Forgets rows [n]."""
@@ -152,8 +152,8 @@ class RowAdjustments:
         self._version += 1
         for row in rows[self.is_adjusted[rows]].tolist():
             self._counts.release(row)
-            self._masks.release(row)
-            self._followed.clear(row)
+            self._bitmasks.release(row)
+            self._dependent_masks.clear(row)
             self._processors.clear(row)
             self._biases.pop(row, None)
             self._failed.pop(row, None)
@@ -163,8 +163,8 @@ class RowAdjustments:
     # -----------------------------------------------------------------------------------------------------------
     # A step.
 
-    def tell_failed(self, rows: np.ndarray, errors: dict[int, RowError]) -> None:
-        """Adds those of rows [n] that could not be admitted as asked to `errors`."""
+    def report_failed(self, rows: np.ndarray, errors: dict[int, RowError]) -> None:
+        """Adds to `errors` those of rows [n] whose admission or matcher failed."""
         if self._failed:
             _add_errors(errors, {row: self._failed[row] for row in rows.tolist() if row in self._failed})
 
@@ -175,40 +175,40 @@ class RowAdjustments:
         generated: Callable[[int], np.ndarray],
         errors: dict[int, RowError],
     ) -> torch.Tensor:
-        """logits [n, vocab_size] of any float dtype, as they come from the model, for rows [n]; -> what is drawn from,
-        [n, vocab_size] float32, elsewhere in memory. Nothing waits for the device.
+        """The model's logits [n, vocab_size] of any float dtype, of rows [n] -> adjusted logits [n, vocab_size] float32
+        to sample from, in new memory. Does not wait for the device.
 
-        generated: the tokens of a row that `needs_token_ids`, [num_generated] int32. Adds to `errors`, by row.
+        generated: a row's generated tokens, [num_generated] int32, if it `needs_token_ids`. Adds to `errors`, by row.
         """
-        followed = rows[self.needs_token_ids[rows]].tolist()
-        if followed:
-            failed = self._followed.update(followed, generated, self.grammars)
+        dependent = rows[self.needs_token_ids[rows]].tolist()
+        if dependent:
+            failed = self._dependent_masks.update(dependent, generated, self.grammars)
             self._failed |= failed
             _add_errors(errors, failed)
-        self._masks.send()
+        self._bitmasks.send()
         inputs, ops = self._inputs(rows), self._ops
-        if not self._processors.take_part(rows):
+        if not self._processors.participates(rows):
             return ops.adjust_logits(logits, inputs)
         adjusted = ops.adjust_logits(logits, inputs, masks=False)
-        seen = self._followed.num_seen
-        _add_errors(errors, self._processors.apply(adjusted, rows, lambda row: generated(row)[: seen(row)]))
+        num_seen = self._dependent_masks.num_seen
+        _add_errors(errors, self._processors.apply(adjusted, rows, lambda row: generated(row)[: num_seen(row)]))
         return ops.adjust_logits(adjusted, inputs, out=adjusted, bias=False, penalties=False)
 
     def count(self, rows: np.ndarray, token_ids: torch.Tensor) -> None:
-        """Takes in what rows [n], those of the last `adjust`, sampled: [n] int64, on the device."""
+        """Counts token_ids [n] int64, on the device, which rows [n] of the last `adjust` sampled."""
         if (self._counts.slot_of_row[rows] >= 0).any():
             inputs = self._inputs(rows)
             self._ops.count_tokens(inputs.counts, inputs.counts_slot, token_ids)
 
     def _inputs(self, rows: np.ndarray) -> LogitAdjustments:
-        """For rows [n]; sent to the device where anything has changed."""
-        sent = self._sent
-        if sent is None or sent.version != self._version or not np.array_equal(sent.rows, rows):
-            sent = self._sent = _Sent(self._version, rows.copy(), self._send(rows))
-        return sent.inputs
+        """The device inputs of rows [n]; copied to the device only where they changed."""
+        current = self._device_inputs
+        if current is None or current.version != self._version or not np.array_equal(current.rows, rows):
+            current = self._device_inputs = _DeviceInputs(self._version, rows.copy(), self._send(rows))
+        return current.inputs
 
     def _send(self, rows: np.ndarray) -> LogitAdjustments:
-        """All columns by one copy. A column of one element at least has an address."""
+        """All columns in one H2D copy, each with room for at least one element, so that it has an address."""
         none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         biases = [self._biases.get(row, none) for row in rows.tolist()]
         ends = np.cumsum([len(ids) for ids, _ in biases], dtype=np.int32)
@@ -223,27 +223,27 @@ class RowAdjustments:
             ends,
             np.concatenate([ids for ids, _ in biases]),
             np.concatenate([values for _, values in biases]).view(np.int32),
-            self._masks.slot_of_row[rows],
+            self._bitmasks.slot_of_row[rows],
         ]
         places = np.cumsum([0, *(-(-max(1, len(column)) // _ALIGNMENT) * _ALIGNMENT for column in columns)])
         packed = np.zeros(places[-1], dtype=np.int32)
         for at, column in zip(places, columns, strict=False):
             packed[at : at + len(column)] = column
         on_device = upload(packed, self._device)
-        found = [on_device[at : at + len(column)] for at, column in zip(places, columns, strict=False)]
-        floats = [found[index].view(torch.float32) for index in (0, 1, 2, 7)]
+        views = [on_device[at : at + len(column)] for at, column in zip(places, columns, strict=False)]
+        floats = [views[index].view(torch.float32) for index in (0, 1, 2, 7)]
         return LogitAdjustments(
             repetition_penalty=floats[0],
             frequency_penalty=floats[1],
             presence_penalty=floats[2],
-            counts_slot=found[3],
+            counts_slot=views[3],
             counts=self._counts.tensor,
-            bias_start=found[4],
-            bias_end=found[5],
-            bias_ids=found[6],
+            bias_start=views[4],
+            bias_end=views[5],
+            bias_ids=views[6],
             bias_values=floats[3],
-            mask_slot=found[8],
-            masks=self._masks.tensor,
+            mask_slot=views[8],
+            masks=self._bitmasks.tensor,
         )
 
 

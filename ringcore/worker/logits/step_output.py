@@ -1,4 +1,4 @@
-"""From what the rows of a step sampled to the value that goes back."""
+"""Builds a `ModelRunnerOutput` from the sampled tokens of one or more steps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["SampledRows", "make_output"]
 
 
 class SampledRows(NamedTuple):
-    """What each row of a step that samples got."""
+    """The rows of a step that sampled, and their tokens."""
 
     rows: np.ndarray  # [n] int32
     token_ids: np.ndarray  # [n] int32
     logprobs: list[TokenLogprobs | None] | None  # [n]
-    prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts that the step came to the end of
+    prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts whose last chunk this step computed
 
 
 def make_output(
     step: int, num_scheduled: int, steps: Sequence[SampledRows], errors: dict[int, RowError]
 ) -> ModelRunnerOutput:
-    """Of the steps of one message, whose rows are the same, without the rows that have an error."""
+    """The output of the steps of one message, which share their rows; rows with an error are left out."""
     if not steps:
         return ModelRunnerOutput(step, None, int_array())
     rows = steps[0].rows
-    assert all(len(other.rows) == len(rows) for other in steps), "a row of several steps did not sample in each"
+    assert all(len(other.rows) == len(rows) for other in steps), "a row did not sample in each step of its message"
     token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1)  # [n, num_steps]
     logprobs: list[TokenLogprobs | None] | None = None
     good = ~np.isin(rows, list(errors)) if errors else np.ones(len(rows), dtype=bool)

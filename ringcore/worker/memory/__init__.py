@@ -1,1 +1,1 @@
-"""Device memory in arenas that can be unmapped, and the host stores that keep their content."""
+"""Device memory in arenas that can be unmapped, and the host stores of their contents during sleep."""

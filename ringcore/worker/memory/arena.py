@@ -1,13 +1,13 @@
-"""Arenas: ranges of device addresses with memory behind them that can be taken away and given back.
+"""Arenas: reserved ranges of device virtual addresses whose physical memory can be unmapped and mapped again.
 
-A captured graph and a tensor are addresses. What lives in an arena keeps its addresses while the physical memory behind
-them is returned to the device, and is the same again once there is memory behind them and the contents are copied back.
+Tensors and captured CUDA graphs refer to addresses. Tensors in an arena keep their addresses while the physical memory
+is returned to the device, and are valid again after memory is mapped and the contents are copied back.
 
-    reserved   |----------------------------- capacity -----------------------------|   addresses, which cost nothing
-    mapped     |--- piece 0 ---|--- piece 1 ---|- piece 2 -|                            physical memory behind them
-    used       |-- tensor --|---- tensor ----|-- tensor --|                             carved, in order of asking
+    reserved   |----------------------------- capacity -----------------------------|   virtual addresses, which are
+    free mapped     |--- piece 0 ---|--- piece 1 ---|- piece 2 -|                            physical memory
+    used       |-- tensor --|---- tensor ----|-- tensor --|                             bump-allocated
 
-The calls are those of CUDA's driver (CUDA driver API, "Virtual memory management"), which Ascend has under other names.
+The interface follows CUDA's (CUDA driver API, "Virtual memory management"); Ascend has the same under other names.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from ringcore.host.byte_sizes import format_bytes
 
 __all__ = ["ALIGNMENT", "Arena", "PieceUse", "TensorView", "VirtualMemory"]
 
-ALIGNMENT = 256  # bytes: of a tensor's address, as torch's own allocators and the copy engines like it
+ALIGNMENT = 256  # bytes, of a tensor's address; torch's allocators and the copy engines prefer the same
 _MIN_PIECE_BYTES = 64 << 20
-_MAX_PIECE_BYTES = 1 << 30  # 16 handles of it take the driver no longer than one of 16 GiB, but 107 of them 0.1 s:
-_LARGE_SHARE = 16  # so a piece may also be this part of its arena
-_SMALL_SHARE = 8  # a piece for small tensors is at most this part of what is mapped already
+_MAX_PIECE_BYTES = 1 << 30  # mapping 16 handles of 1 GiB takes as long as one of 16 GiB, but 107 of them take 0.1 s:
+_LARGE_SHARE = 16  # so a piece may also be 1/16 of its arena
+_SMALL_SHARE = 8  # a piece for small tensors is at most 1/8 of the mapped memory
 
 
 class VirtualMemory(ABC):
-    """One device's virtual addresses and physical memory, apart from each other. Sizes and addresses in bytes.
+    """The virtual memory management of one device: address ranges and physical memory separately. Sizes in bytes.
 
-    All sizes and addresses are multiples of `granularity`. A handle stands for physical memory. Every method raises
-    `CapacityError` where the device has no memory left, and RuntimeError with the driver's words for anything else.
+    All sizes and addresses are multiples of `granularity`. A handle owns physical memory. Every method raises
+    `CapacityError` where the device is out of memory, and RuntimeError with the driver's message for any other error.
     """
 
     granularity: int
 
-    # Whether `create` may wait until so much is cleared. CUDA's driver clears what was released in the background, at a
-    # few hundred GB/s: one large handle has to wait for all of it, the first of several for its own share.
+    # Whether `create` may wait for memory to be cleared. CUDA's driver clears released memory in the background, at a
+    # few hundred GB/s: one large handle waits for all of its memory, the first of several only for its own share.
     waits_to_create: ClassVar[bool] = True
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> int:
-        """-> the first of so many addresses, which nobody else gets."""
+        """-> the base address of a reserved range."""
 
     @abstractmethod
     def create(self, num_bytes: int) -> Any:
-        """-> the handle of so much physical memory; what it holds is not said."""
+        """-> a handle of uninitialized physical memory."""
 
     @abstractmethod
     def map(self, address: int, num_bytes: int, handle: Any) -> None:
-        """Puts a handle's memory, all of it, behind reserved addresses that have none."""
+        """Maps all of a handle's memory at reserved, unmapped addresses."""
 
     @abstractmethod
     def set_access(self, address: int, num_bytes: int) -> None:
@@ -63,25 +63,25 @@ class VirtualMemory(ABC):
 
     @abstractmethod
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Takes away what one `map` put there."""
+        """Undoes one `map`."""
 
     @abstractmethod
     def release(self, handle: Any) -> None:
-        """Gives physical memory, no longer mapped, back to the device."""
+        """Returns unmapped physical memory to the device."""
 
     @abstractmethod
     def free(self, address: int, num_bytes: int) -> None:
-        """Gives up what one `reserve` took; nothing may be mapped there."""
+        """Undoes one `reserve`; nothing may be mapped in the range."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when the device has done all it was given, so that nothing uses what is unmapped next."""
+        """Waits for all work on the device, so that no kernel or copy uses memory that is unmapped next."""
 
 
 # (address, bytes, owner) -> a uint8 tensor over mapped addresses, which keeps `owner` alive
 TensorView = Callable[[int, int, object], torch.Tensor]
 
-# (uint8 [n] of an arena's contents, the first of these bytes) -> None
+# (uint8 [n]: a part of an arena's contents, its offset in bytes) -> None
 PieceUse = Callable[[torch.Tensor, int], None]
 
 
@@ -89,49 +89,49 @@ PieceUse = Callable[[torch.Tensor, int], None]
 class _Piece:
     offset: int
     num_bytes: int
-    handle: Any  # None while there is no memory behind it
+    handle: Any  # None while unmapped
 
 
 class Arena:
-    """The tensors of one purpose, on one device. They are carved and never given back one by one.
+    """A bump allocator of the tensors of one tag on one device; tensors are not freed individually.
 
-    pieces: contiguous from offset 0; `_end` is where the last one ends, `used_bytes` <= `_end` <= `capacity`. A part of
-    each, at least, is used. A tensor may lie in several.
-    A tensor keeps its arena alive. `close` does not wait for tensors: after it they must not be touched.
+    Pieces are contiguous from offset 0; `_end` is the end of the last one, `used_bytes` <= `_end` <= `capacity`. Every
+    piece is at least partly used. A tensor may span several pieces.
+    A tensor keeps its arena alive. `close` does not wait for tensors: they must not be accessed afterwards.
     """
 
     def __init__(self, tag: str, capacity: int, memory: VirtualMemory, view: TensorView) -> None:
-        """Reserves `capacity` bytes of addresses, rounded up. tag: what the log and errors call it."""
+        """Reserves `capacity` bytes of addresses, rounded up. tag: its name in the log and in errors."""
         self.tag = tag
         self._memory, self._view = memory, view
         self._pieces: list[_Piece] = []
         self._end = 0
         self.used_bytes = 0
-        self._address: int | None = None  # until it is reserved, and after `close`
+        self._address: int | None = None  # None before it is reserved, and after `close`
         self.capacity = _round_up(capacity, memory.granularity)
         self._address = memory.reserve(self.capacity)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the process takes everything with it, the driver first
+        if not sys.is_finalizing():  # at exit the driver frees the memory, and may be unloaded already
             self.close()
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical memory that the arena has now."""
+        """The physical memory mapped now."""
         return sum(piece.num_bytes for piece in self._pieces if piece.handle is not None)
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all its tensors have memory behind them."""
+        """Whether every piece is mapped."""
         return all(piece.handle is not None for piece in self._pieces)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """-> uint8 [num_bytes] at a multiple of 256 bytes; what it holds is not said.
+        """-> uninitialized uint8 [num_bytes] at a multiple of 256 bytes.
 
-        Raises `CapacityError` where the device or the arena has too little left.
+        Raises `CapacityError` where the device or the arena lacks memory.
         """
         assert self._address is not None, f"arena {self.tag} is closed"
-        assert self.is_mapped, f"arena {self.tag} has no memory behind it"
+        assert self.is_mapped, f"arena {self.tag} is not mapped"
         begin = _round_up(self.used_bytes, ALIGNMENT)
         length = max(1, num_bytes)  # so that an empty tensor has an address of its own
         if begin + length > self._end:
@@ -140,8 +140,8 @@ class Arena:
         return self._view(self._address + begin, length, self)[:num_bytes]
 
     def _grow(self, num_bytes: int) -> None:
-        """Maps `num_bytes` or more. A large tensor gets what it needs, in as many pieces as that takes; many small ones
-        share pieces that grow with the arena: few handles, since each costs, and little that nobody uses."""
+        """Maps `num_bytes` or more. A large tensor gets pieces of its size; small tensors share pieces that grow with
+        the arena: few handles, since each costs time, and little unused memory."""
         left = self.capacity - self._end
         if num_bytes > left:
             raise CapacityError(
@@ -158,7 +158,7 @@ class Arena:
         self._end += wanted
 
     def _cut(self, num_bytes: int) -> list[_Piece]:
-        """-> pieces of so much in all, behind those that there are, and without memory."""
+        """-> unmapped pieces of `num_bytes` in all, after the existing ones."""
         end = self._end + num_bytes
         largest = _round_up(max(_MAX_PIECE_BYTES, end // _LARGE_SHARE), self._memory.granularity)
         if not self._memory.waits_to_create:
@@ -166,33 +166,33 @@ class Arena:
         return [_Piece(at, min(largest, end - at), None) for at in range(self._end, end, largest)]
 
     def contents(self) -> torch.Tensor:
-        """uint8 [used_bytes]: all its tensors, and what lies between them, in the order of their addresses."""
+        """uint8 [used_bytes]: all tensors and the padding between them, in address order."""
         assert self._address is not None, f"arena {self.tag} is closed"
-        assert self.is_mapped, f"arena {self.tag} has no memory behind it"
+        assert self.is_mapped, f"arena {self.tag} is not mapped"
         return self._view(self._address, max(1, self.used_bytes), self)[: self.used_bytes]
 
     def unmap(self) -> None:
-        """Gives all physical memory back to the device and keeps the addresses; the contents are gone. Idempotent.
+        """Returns all physical memory to the device and keeps the addresses; the contents are lost. Idempotent.
 
-        Waits for the device first. Until `map`, whoever touches a tensor of the arena has an illegal access.
+        Waits for the device first. Until `map`, any access to a tensor of the arena is illegal.
         """
         self._memory.synchronize()
         for piece in self._pieces:
             self._unmap_piece(piece)
 
     def map(self, use: PieceUse | None = None) -> None:
-        """Puts new memory behind all addresses; what it holds is not said. Idempotent.
+        """Maps uninitialized memory at all unmapped pieces. Idempotent.
 
-        use: given the part of `contents` that lies in a piece as soon as that is mapped, in the order of addresses.
-        What it begins, a copy say, goes on while the next piece is waited for.
+        use: called with each piece's part of `contents` as soon as the piece is mapped, in address order. Asynchronous
+        work that it starts, such as a copy, overlaps with the mapping of the next piece.
 
-        Raises `CapacityError`, with what it needs in all, where the device does not have it. Whatever it raises, or
-        `use` does, it has waited for the device then and takes none.
+        Raises `CapacityError`, with the total need, where the device lacks memory. On any error, also of `use`, it
+        waits for the device and unmaps the new pieces.
         """
-        self._map_all([piece for piece in self._pieces if piece.handle is None], "to have memory again", use)
+        self._map_all([piece for piece in self._pieces if piece.handle is None], "to be mapped again", use)
 
     def _map_all(self, pieces: list[_Piece], purpose: str, use: PieceUse | None = None) -> None:
-        """All of them, or none. purpose: what the error says that the memory is for."""
+        """Maps all pieces or none. purpose: of the memory, for the error."""
         try:
             for piece in pieces:
                 self._map_piece(piece)
@@ -204,17 +204,17 @@ class Arena:
             for piece in pieces:
                 self._unmap_piece(piece)
             if isinstance(error, CapacityError):
-                raise self._no_room(purpose, sum(piece.num_bytes for piece in pieces), taken, error) from error
+                raise self._capacity_error(purpose, sum(piece.num_bytes for piece in pieces), taken, error) from error
             raise
 
     def _used_part(self, piece: _Piece) -> torch.Tensor:
         assert self._address is not None, f"arena {self.tag} is closed"
         num_bytes = min(piece.num_bytes, self.used_bytes - piece.offset)
-        assert num_bytes > 0, f"arena {self.tag} has a piece that nobody uses"
+        assert num_bytes > 0, f"arena {self.tag} has an unused piece"
         return self._view(self._address + piece.offset, num_bytes, self)
 
-    def _no_room(self, purpose: str, needed: int, taken: int, error: CapacityError) -> CapacityError:
-        """taken: what was mapped before the device said no, and is given back."""
+    def _capacity_error(self, purpose: str, needed: int, taken: int, error: CapacityError) -> CapacityError:
+        """taken: bytes that were mapped before the failure and are unmapped again."""
         available = error.details.get("available_bytes", 0) + taken
         return CapacityError(
             f"{self.tag}: {purpose} it needs {format_bytes(needed)}, {format_bytes(available)} are free; end what "
@@ -224,7 +224,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Gives back memory and addresses. Idempotent."""
+        """Frees memory and addresses. Idempotent."""
         if self._address is None:
             return
         self.unmap()
@@ -241,7 +241,7 @@ class Arena:
         except BaseException:
             memory.release(handle)
             raise
-        piece.handle = handle  # from here on `_unmap_piece` takes it back
+        piece.handle = handle  # from here on `_unmap_piece` undoes it
         memory.set_access(address, piece.num_bytes)
 
     def _unmap_piece(self, piece: _Piece) -> None:

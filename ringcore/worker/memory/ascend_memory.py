@@ -1,6 +1,6 @@
-"""Ascend's virtual memory by the C interface of its runtime, libascendcl.
+"""Ascend's virtual memory management by the C interface of its runtime, libascendcl.
 
-Written by the documentation (CANN, "AscendCL API: memory management", and the header acl_rt.h) and tested against a
+Written from the documentation (CANN, "AscendCL API: memory management", and the header acl_rt.h) and tested against a
 stand-in for the library. It has never run on an Ascend device.
 """
 
@@ -87,7 +87,7 @@ class AscendVirtualMemory(VirtualMemory):
         self._call("aclrtMapMem", address, num_bytes, 0, handle, 0)
 
     def set_access(self, address: int, num_bytes: int) -> None:
-        """What is mapped can be used at once."""
+        """Mapped memory is accessible at once."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._call("aclrtUnmapMem", address)

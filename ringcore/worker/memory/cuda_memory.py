@@ -1,4 +1,4 @@
-"""CUDA's virtual memory by the driver's own calls, which the package cuda-bindings has for Python."""
+"""CUDA's virtual memory management by the driver API of cuda-bindings, and pinned host copies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 
 class CudaVirtualMemory(VirtualMemory):
-    """Of GPU `index` among those that the process sees. `driver` is the module cuda.bindings.driver."""
+    """The virtual memory of GPU `index` of the process's visible GPUs. driver: the module cuda.bindings.driver."""
 
     def __init__(self, index: int, driver: Any = None, cuda: Any = torch.cuda) -> None:
         self._cu = driver if driver is not None else _import_driver()
         self._cuda, self._device = cuda, torch.device("cuda", index)
-        cuda.synchronize(self._device)  # makes torch's context, in which all else happens
+        cuda.synchronize(self._device)  # creates torch's primary context, which all calls use
         location = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._properties = self._cu.CUmemAllocationProp()
         self._properties.type = self._cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -38,7 +38,7 @@ class CudaVirtualMemory(VirtualMemory):
 
     @classmethod
     def refusal(cls, index: int, driver: Any = None) -> str | None:
-        """Why this process cannot have it on GPU `index`; None if it can."""
+        """Why virtual memory management is unavailable on GPU `index`; None if it is available."""
         if driver is None and importlib.util.find_spec("cuda") is None:
             return "the package cuda-bindings is not installed"
         try:
@@ -48,14 +48,14 @@ class CudaVirtualMemory(VirtualMemory):
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         code, value = driver.cuDeviceGetAttribute(attribute, index)
         if int(code):
-            return f"the driver does not tell whether GPU {index} has virtual memory: {code}"
-        return None if value else f"GPU {index} has no virtual memory that a program can manage"
+            return f"the driver does not report whether GPU {index} has virtual memory management: {code}"
+        return None if value else f"GPU {index} has no virtual memory management"
 
     def reserve(self, num_bytes: int) -> int:
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def create(self, num_bytes: int) -> Any:
-        """What torch has cached and does not use, it gives up for this where nothing else is left."""
+        """Empties torch's cache and retries where the device is out of memory."""
         try:
             return self._call("cuMemCreate", num_bytes, self._properties, 0)
         except CapacityError:
@@ -81,18 +81,18 @@ class CudaVirtualMemory(VirtualMemory):
         self._cuda.synchronize(self._device)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """What the driver's function returns behind its code; the error that the code stands for is raised."""
+        """Calls the driver; -> what it returns after the error code, which is raised as an exception."""
         code, *values = getattr(self._cu, name)(*args)
         if not int(code):
             return values[0] if values else None
         _, text = self._cu.cuGetErrorString(code)
-        words = text.decode() if isinstance(text, bytes) else str(code)
+        message = text.decode() if isinstance(text, bytes) else str(code)
         if int(code) != int(self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
-            raise RuntimeError(f"{name} on {self._device}: {words} (error {int(code)})")
+            raise RuntimeError(f"{name} on {self._device}: {message} (error {int(code)})")
         free = int(self._cuda.mem_get_info(self._device)[0])
         needed = next((arg for arg in args if isinstance(arg, int)), 0)
         raise CapacityError(
-            f"{name} on {self._device}: {words}: {format_bytes(needed)} asked, {format_bytes(free)} free; lower "
+            f"{name} on {self._device}: {message}: {format_bytes(needed)} asked, {format_bytes(free)} free; lower "
             "gpu_memory_utilization or kv_cache_bytes, or end what else uses this GPU",
             needed_bytes=needed,
             available_bytes=free,
@@ -106,7 +106,7 @@ def _import_driver() -> Any:
 
 
 class _CudaArray:
-    """An address as objects with CUDA memory tell it to each other (Numba, "CUDA array interface", version 3)."""
+    """An address with `__cuda_array_interface__` (Numba, "CUDA array interface", version 3)."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner
@@ -120,16 +120,16 @@ class _CudaArray:
 
 
 def tensor_at(address: int, num_bytes: int, owner: object, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes] over mapped addresses of `device`. torch holds on to what it was made of, and so to `owner`."""
+    """uint8 [num_bytes] over mapped addresses of `device`. The tensor keeps `owner` alive."""
     tensor = torch.as_tensor(_CudaArray(address, num_bytes, owner), device=device)
-    assert tensor.data_ptr() == address, "torch copied what it should look at"
+    assert tensor.data_ptr() == address, "torch copied the memory instead of viewing it"
     return tensor
 
 
 class CudaLink(HostLink):
-    """Copies by a stream of their own. `cuda` is torch's module of that name, `driver` the module cuda.bindings.driver.
+    """H2D and D2H copies on a stream of their own. cuda: torch.cuda. driver: the module cuda.bindings.driver.
 
-    Memory is registered, not allocated by the runtime: cudaHostAlloc takes five times as long for as much.
+    Host memory is pinned by cudaHostRegister: cudaHostAlloc of the same size takes five times as long.
     """
 
     wants_registered: ClassVar[bool] = True
@@ -142,11 +142,11 @@ class CudaLink(HostLink):
         self._check("cuCtxGetCurrent", int(code))
 
     def register(self, memory: torch.Tensor) -> None:
-        """By any thread. One that captures a graph meanwhile is not disturbed: registering counts among the calls that
-        end another thread's capture, unless the calling thread says that it has no part in it."""
+        """Pins host memory; callable from any thread. The relaxed capture mode keeps this call from invalidating a CUDA
+        graph capture that another thread runs at the same time."""
         (code,) = self._cu.cuCtxSetCurrent(self._context)
         self._check("cuCtxSetCurrent", int(code))
-        self._cuda.set_device(self._device)  # each thread has its own
+        self._cuda.set_device(self._device)  # per thread
         before = self._exchange_mode(self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             code = int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -165,7 +165,7 @@ class CudaLink(HostLink):
         self._check("cudaHostUnregister", int(self._cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
     def _exchange_mode(self, mode: Any) -> Any:
-        """-> the calling thread's mode before."""
+        """-> the calling thread's previous mode."""
         code, before = self._cu.cuThreadExchangeStreamCaptureMode(mode)
         self._check("cuThreadExchangeStreamCaptureMode", int(code))
         return before

@@ -1,4 +1,4 @@
-"""Where weights and pages get their memory: from arenas, or from torch's own allocator."""
+"""The allocators of weights and KV cache: arenas, or torch's own allocator."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ MemoryTag = Literal["weights", "kv_cache"]
 
 
 class DeviceMemory(ABC):
-    """The large and long-lived memory of one device, by purpose."""
+    """Allocates the large, long-lived memory of one device, by tag."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
-        """-> uint8 [num_bytes] at a multiple of 256 bytes; what it holds is not said.
+        """-> uninitialized uint8 [num_bytes] at a multiple of 256 bytes.
 
-        Raises `CapacityError` where the device has too little left.
+        Raises `CapacityError` where the device lacks memory.
         """
 
     @property
     def arenas(self) -> Mapping[str, Arena]:
-        """By tag; empty where the memory cannot be taken away."""
+        """By tag; empty where the memory cannot be unmapped."""
         return {}
 
     @property
     @abstractmethod
     def mapped_bytes(self) -> int:
-        """What it has of the device beside torch's allocator."""
+        """Device memory in use outside torch's allocator."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what it has; tensors of it must not be touched afterwards. Idempotent."""
+        """Frees its memory; its tensors must not be accessed afterwards. Idempotent."""
 
 
 class PlainMemory(DeviceMemory):
-    """torch's allocator: memory goes back with the last tensor that looks at it."""
+    """torch's allocator: memory is freed with the last tensor that views it."""
 
     mapped_bytes = 0
 
@@ -59,11 +59,11 @@ class PlainMemory(DeviceMemory):
         return memory[begin : begin + num_bytes]
 
     def close(self) -> None:
-        """There is nothing that the tensors do not hold."""
+        """Nothing to free: the tensors own the memory."""
 
 
 class ArenaMemory(DeviceMemory):
-    """An arena a tag, made when it is first asked for, each with addresses for all that the device has."""
+    """One arena per tag, created at its first allocation, with addresses for the device's whole memory."""
 
     def __init__(self, capacity: int, memory: VirtualMemory, view: TensorView) -> None:
         self._capacity, self._memory, self._view = capacity, memory, view

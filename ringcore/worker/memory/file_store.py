@@ -1,4 +1,4 @@
-"""Keeps the contents of device memory in a file, where the host has no memory for them either."""
+"""A host store in a file, for hosts without memory for the weights during sleep."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ringcore.worker.memory.host_store import HostStore
 
 __all__ = ["FileStore"]
 
-_PIECE_BYTES = 8 << 20  # that is read or written at once
+_PIECE_BYTES = 8 << 20  # per read or write
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileStore(HostStore):
-    """In a file without a name, through two buffers: one is on its way to or from the device, while the other is read
-    or written. The file keeps its length, so that there is room for the next time."""
+    """In an unnamed file, double-buffered: one pinned buffer is copied to or from the device while the other is read
+    from or written to the file. The file keeps its length, so that the disk space stays reserved for the next sleep."""
 
     def __init__(self, num_bytes: int, directory: str, link: HostLink) -> None:
         super().__init__(num_bytes)
         self._directory, self._link = directory, link
         self._file: IO[bytes] | None = None
         self._buffers: list[torch.Tensor] = []
-        self._copied: list[Any] = [None, None]  # by buffer, the last copy that `restore` began out of it; None: ended
-        self._turn = 0  # the buffer that it takes next
+        self._copied: list[Any] = [None, None]  # per buffer, the last H2D copy of `restore`; None: finished
+        self._turn = 0  # the buffer that `restore` uses next
         self._registered: torch.Tensor | None = None
 
-    def _make(self, is_awaited: bool) -> None:
+    def _allocate(self, is_awaited: bool) -> None:
         try:
             file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  it lives as long as this
         except OSError as error:
@@ -57,7 +57,7 @@ class FileStore(HostStore):
         return self._file.fileno()
 
     def save(self, contents: torch.Tensor) -> None:
-        """Has ended when it returns: what the disk refuses must be known before the contents go."""
+        """Synchronous: a disk error must be raised before the contents are discarded."""
         assert len(contents) == self.num_bytes, (len(contents), self.num_bytes)
         fd = self._fd()
         try:
@@ -70,19 +70,19 @@ class FileStore(HostStore):
             os.ftruncate(fd, 0)
             if error.errno not in _DISK_FULL:
                 raise
-            raise self._no_room(error) from error
+            raise self._capacity_error(error) from error
 
     def _write_all(self, fd: int, contents: torch.Tensor) -> None:
-        behind: tuple[Any, torch.Tensor, int] | None = None  # a copy under way: into which buffer, for where
+        pending: tuple[Any, torch.Tensor, int] | None = None  # the D2H copy in flight, its buffer, its file offset
         for index, at in enumerate(range(0, self.num_bytes, _PIECE_BYTES)):
             piece = contents[at : at + _PIECE_BYTES]
             buffer = self._buffers[index % 2][: len(piece)]
             copied = self._link.copy(piece, buffer)
-            if behind is not None:
-                self._write(fd, *behind)
-            behind = copied, buffer, at
-        if behind is not None:
-            self._write(fd, *behind)
+            if pending is not None:
+                self._write(fd, *pending)
+            pending = copied, buffer, at
+        if pending is not None:
+            self._write(fd, *pending)
 
     def _write(self, fd: int, copied: Any, buffer: torch.Tensor, at: int) -> None:
         self._link.wait(copied)
@@ -100,8 +100,8 @@ class FileStore(HostStore):
             left, at = left[count:], at + count
 
     def restore(self, out: torch.Tensor, at: int) -> None:
-        """Has read all of it when it returns; the last two copies may be under way. Raises OSError where the disk does
-        not give back what it took."""
+        """Returns after the last read; the last two H2D copies may be in flight. Raises OSError where the file is
+        shorter than it was written."""
         assert 0 <= at <= at + len(out) <= self.num_bytes, (at, len(out), self.num_bytes)
         fd = self._fd()
         for begin in range(0, len(out), _PIECE_BYTES):
@@ -118,9 +118,9 @@ class FileStore(HostStore):
         self._copied = [None, None]
 
     def drop(self) -> None:
-        """The room is kept."""
+        """A no-op: the file keeps its disk space."""
 
-    def _no_room(self, error: OSError) -> CapacityError:
+    def _capacity_error(self, error: OSError) -> CapacityError:
         stat = os.statvfs(self._directory)
         free = stat.f_bavail * stat.f_frsize
         return CapacityError(

@@ -1,4 +1,4 @@
-"""The seam between a device's memory and the host's: copies, and what makes them fast."""
+"""The interface of copies between device and host memory, and of pinning host memory for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["HostLink", "LocalLink"]
 
 
 class HostLink(ABC):
-    """How a device's memory and the host's reach each other. Both ends of a copy are uint8, of one length."""
+    """Asynchronous copies between device and host memory, in order. Both ends of a copy are uint8 of equal length."""
 
-    wants_registered: ClassVar[bool]  # whether host memory has to be made known before copies are fast
+    wants_registered: ClassVar[bool]  # whether host memory has to be pinned for fast copies
 
     @abstractmethod
     def register(self, memory: torch.Tensor) -> None:
-        """Makes host memory known; a copy must not go beyond it. Raises `CapacityError` or RuntimeError."""
+        """Pins host memory; a copy must lie within one registered range. Raises `CapacityError` or RuntimeError."""
 
     @abstractmethod
     def unregister(self, memory: torch.Tensor) -> None:
@@ -25,33 +25,33 @@ class HostLink(ABC):
 
     @abstractmethod
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> Any:
-        """Begins a copy, after those that were given before; -> what `wait` takes."""
+        """Starts a copy after all earlier ones; -> a token for `wait`."""
 
     @abstractmethod
     def wait(self, copied: Any) -> None:
-        """Returns when that copy has ended, and all before it."""
+        """Waits for a copy, and all before it."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns when all copies have ended."""
+        """Waits for all copies."""
 
 
 class LocalLink(HostLink):
-    """The device is the host: a copy has ended when it returns."""
+    """The device is the host: copies are synchronous."""
 
     wants_registered: ClassVar[bool] = False
 
     def register(self, memory: torch.Tensor) -> None:
-        """Nobody has to know."""
+        """A no-op."""
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Nobody knew."""
+        """A no-op."""
 
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(source)
 
     def wait(self, copied: Any) -> None:
-        """It has ended."""
+        """A no-op: copies are synchronous."""
 
     def finish(self) -> None:
-        """They have ended."""
+        """A no-op: copies are synchronous."""

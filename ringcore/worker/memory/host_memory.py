@@ -1,4 +1,4 @@
-"""Memory of the host by the kernel's own calls: addresses apart from what is behind them, and memory in huge pages.
+"""Host memory by Linux system calls: virtual memory management for a CPU's arenas, and huge pages.
 
 See mmap(2), memfd_create(2) and madvise(2).
 """
@@ -26,7 +26,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE_BYTES = 2 << 20
 
-# Not Python's mmap: it has no fixed addresses, and holds the interpreter's lock while the kernel clears pages.
+# Not Python's mmap: it has no MAP_FIXED, and holds the GIL while the kernel clears pages.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -35,21 +35,20 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostVirtualMemory(VirtualMemory):
-    """A CPU's. A handle is the descriptor of a file without a name, whose pages are zeros, and are taken from the host
-    as they are first written."""
+    """A CPU's virtual memory. A handle is the file descriptor of a memfd; its pages are zeros, allocated on write."""
 
     granularity = mmap.PAGESIZE
-    waits_to_create: ClassVar[bool] = False  # and what is free is looked at once for all that is asked
+    waits_to_create: ClassVar[bool] = False  # one check of the free memory covers the whole request
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
-        """free_bytes: of the host, for this process."""
+        """free_bytes: host memory available to this process."""
         self._free_bytes = free_bytes
 
     def reserve(self, num_bytes: int) -> int:
         return _map(None, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
 
     def create(self, num_bytes: int) -> int:
-        """The kernel would promise any amount, and end the process when it is written."""
+        """Checks the free memory: the kernel overcommits, and the OOM killer would end the process on write."""
         free = self._free_bytes()
         if num_bytes > free:
             raise CapacityError(
@@ -58,7 +57,7 @@ class HostVirtualMemory(VirtualMemory):
                 needed_bytes=num_bytes,
                 available_bytes=free,
             )
-        file = os.memfd_create("ringcore arena")  # closed in children
+        file = os.memfd_create("ringcore arena")  # close-on-exec
         try:
             os.ftruncate(file, num_bytes)
         except OSError:
@@ -70,10 +69,10 @@ class HostVirtualMemory(VirtualMemory):
         _map(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, handle)
 
     def set_access(self, address: int, num_bytes: int) -> None:
-        """What is mapped can be used at once."""
+        """Mapped memory is accessible at once."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """One call: between two, somebody else could be given the addresses."""
+        """One mmap call, not munmap and mmap: in between another thread could be given the addresses."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         _map(address, num_bytes, _PROT_NONE, flags, -1)
 
@@ -85,7 +84,7 @@ class HostVirtualMemory(VirtualMemory):
             raise _os_error("munmap")
 
     def synchronize(self) -> None:
-        """Every operation here has ended when it returns."""
+        """A no-op: every operation is synchronous."""
 
 
 def _map(address: int | None, num_bytes: int, access: int, flags: int, file: int) -> int:
@@ -108,34 +107,34 @@ def host_view(address: int, num_bytes: int, owner: object) -> torch.Tensor:
 
 
 class HugePages:
-    """Memory of this process alone, in huge pages where the kernel has some. It goes with the last tensor over it.
+    """Private memory in huge pages where the kernel has them, freed with the last tensor that views it.
 
-    tensor: uint8 [num_bytes], at a multiple of 2 MiB; its pages are zeros, taken as they are first written.
+    tensor: uint8 [num_bytes], aligned to 2 MiB; its pages are zeros, allocated on first write.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where the kernel has no addresses left."""
+        """Raises OSError where the process has no virtual addresses left."""
         memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         begin = -whole.data_ptr() % _HUGE_PAGE_BYTES
         self.tensor = whole[begin : begin + num_bytes]
-        _advise(self.tensor, mmap.MADV_HUGEPAGE)  # a kernel without them has small ones
+        _advise(self.tensor, mmap.MADV_HUGEPAGE)  # falls back to small pages
 
     def populate(self, num_threads: int, piece_bytes: int, may_take: Callable[[int], bool]) -> bool:
-        """Takes all pages now, by several threads: one clears them far more slowly than the memory could.
+        """Populates all pages with several threads: a single thread clears them far below memory bandwidth.
 
-        may_take: asked before each piece, from any of the threads, with the bytes that are still to be taken; whether
-        to go on. Whatever it raises ends all of them, and is raised here. -> whether it was not stopped.
+        may_take: called before each piece, from any of the threads, with the remaining bytes; False stops all threads.
+        An exception of it stops all threads and is raised here. -> whether all pages were populated.
         """
         return _Population(self.tensor, piece_bytes, may_take).run(num_threads)
 
     def give_back(self) -> None:
-        """The pages go back to the host; the contents are gone."""
+        """Returns the pages to the host; the contents are lost."""
         _advise(self.tensor, mmap.MADV_DONTNEED)
 
 
 class _Population:
-    """Threads that take pieces one after the other, until none is left or one of them fails."""
+    """Threads that populate pieces in order, until none is left or one of them fails."""
 
     def __init__(self, memory: torch.Tensor, piece_bytes: int, may_take: Callable[[int], bool]) -> None:
         self._pieces = [memory[at : at + piece_bytes] for at in range(0, len(memory), piece_bytes)]
@@ -153,7 +152,7 @@ class _Population:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()  # ends: each piece is a call to the kernel
+            thread.join()  # terminates: each piece is one system call
         if self._error is not None:
             raise self._error
         return not self._is_stopped
@@ -181,7 +180,7 @@ class _Population:
 def _populate(piece: torch.Tensor) -> None:
     while (code := _advise(piece, _POPULATE_WRITE)) == errno.EINTR:
         pass
-    if code == errno.EINVAL:  # an older kernel: it takes a page that is written
+    if code == errno.EINVAL:  # before Linux 5.14: touch every page
         piece[:: mmap.PAGESIZE] = 0
     elif code == errno.ENOMEM:
         raise CapacityError(
@@ -194,5 +193,5 @@ def _populate(piece: torch.Tensor) -> None:
 
 
 def _advise(memory: torch.Tensor, advice: int) -> int:
-    """-> 0, or the kernel's error."""
+    """-> 0, or errno."""
     return ctypes.get_errno() if _libc.madvise(memory.data_ptr(), memory.nbytes, advice) else 0

@@ -1,9 +1,9 @@
-"""Where the contents of device memory are kept while the device has no memory for them.
+"""The host stores, which hold the contents of device memory during sleep.
 
-    empty --save--> kept --restore--> kept --drop--> empty        a store has room for one tensor, again and again
+    empty --save--> kept --restore--> kept --drop--> empty        a store holds one tensor, and is reusable
 
-What `save` and `restore` begin has ended after `finish`. To make a store's memory takes longer than a copy, so it is
-made in the background, once, and stays; what fails there is tried again, and raised, when it is needed.
+The copies that `save` and `restore` start are complete after `finish`. Allocating a store's memory takes longer than a
+copy, so it is allocated once, in the background; a failure there is retried, and raised, when the store is needed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = ["HostBudget", "HostStore", "MemoryStore"]
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 300.0  # by then something is broken: 16 GiB take a second
-_PIECE_BYTES = 64 << 20  # of memory that is taken at once
-_COPY_BYTES = 256 << 20  # above 64 MiB a copy is as fast as the link
+_TIMEOUT_S = 300.0  # longer means that it hangs: 16 GiB take a second
+_PIECE_BYTES = 64 << 20  # populated at once
+_COPY_BYTES = 256 << 20  # copies above 64 MiB reach the link's bandwidth
 _MAX_THREADS = 16
-_SHARE_AHEAD = 4  # this part of the cores: the others compile kernels and read weights meanwhile
+_BACKGROUND_SHARE = 4  # 1/4 of the cores: the others compile kernels and read weights at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """Host memory, as one of the ranks of a host may take it."""
+    """The host memory that one of the ranks of a host may allocate."""
 
     free_bytes: Callable[[], int]  # now, for this process
-    num_ranks: int  # which take theirs at the same time
+    num_ranks: int  # ranks that allocate at the same time
 
     def check(self, num_bytes: int, left: int, in_flight: int) -> None:
-        """Raises `CapacityError` where `left` bytes, of `num_bytes` in all, are more than what is free less what every
-        rank may be taking at this moment, `in_flight` at most: the kernel would not refuse, but end a process."""
+        """Raises `CapacityError` where the remaining `left` of `num_bytes` exceed the free memory less what every rank
+        may be allocating concurrently, at most `in_flight` each: the kernel overcommits, and kills a process later."""
         free = self.free_bytes()
         needed = left + self.num_ranks * min(in_flight, num_bytes)
         if needed > free:
@@ -59,41 +59,41 @@ class HostBudget:
 
 
 class HostStore(ABC):
-    """Of `num_bytes`. All methods are called by one thread."""
+    """A store of `num_bytes`. All methods are called by one thread."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._making: Future[None] | None = None
         self._is_closing = threading.Event()
 
-    def make_ahead(self) -> None:
-        """Begins to make what `save` needs, in a thread, beside what else has to be done. A failure goes to the log."""
+    def allocate_in_background(self) -> None:
+        """Starts a thread that allocates what `save` needs. A failure is logged."""
         self._begin(is_awaited=False)
 
     def _begin(self, *, is_awaited: bool) -> Future[None]:
-        assert self._making is None, "it is being made"
+        assert self._making is None, "the allocation is already in progress"
         making = self._making = Future()
-        # A failed call of the device's runtime is remembered by the thread that made it: so it is none of ours.
+        # The CUDA runtime keeps the last error per thread: in a thread of its own it does not affect others.
         threading.Thread(target=self._run, args=(making, is_awaited), name="host store", daemon=True).start()
         return making
 
     def _run(self, making: Future[None], is_awaited: bool) -> None:
         started = time.monotonic()
         try:
-            self._make(is_awaited)
+            self._allocate(is_awaited)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what was taken, and the error may be kept
+            traceback.clear_frames(error.__traceback__)  # their locals hold memory, and the error may outlive this call
             if not self._is_closing.is_set():
                 _log.warning("no room to keep weights in while the engine sleeps: %s; sleep tries again", error)
             making.set_exception(error)
         else:
-            _log.info("room for %.2f GiB of weights made in %.2f s", self.num_bytes / 2**30, time.monotonic() - started)
+            _log.info("host store of %.2f GiB allocated in %.2f s", self.num_bytes / 2**30, time.monotonic() - started)
             making.set_result(None)
 
     def ready(self) -> None:
-        """Returns when `save` can begin; what could not be made ahead is tried once more.
+        """Waits until `save` can start; a failed background allocation is retried once.
 
-        Raises `CapacityError` where there is no room, RuntimeError where it takes too long.
+        Raises `CapacityError` where memory is short, RuntimeError where it takes too long.
         """
         making = self._making
         if making is None or (making.done() and making.exception() is not None):
@@ -103,42 +103,42 @@ class HostStore(ABC):
 
     def _await(self, making: Future[None]) -> None:
         try:
-            making.result(_PATIENCE_S)
+            making.result(_TIMEOUT_S)
         except TimeoutError as error:
             if making.done():
-                raise  # its own
-            raise RuntimeError(f"the room for weights is not made after {_PATIENCE_S:.0f} s") from error
+                raise  # raised by the allocation itself
+            raise RuntimeError(f"the memory to keep weights in is not allocated after {_TIMEOUT_S:.0f} s") from error
 
     @abstractmethod
-    def _make(self, is_awaited: bool) -> None:
-        """Makes all that `save` needs, or nothing. Ends early, by any error, where `_is_closing`. is_awaited: somebody
-        waits for it, and has nothing else to do."""
+    def _allocate(self, is_awaited: bool) -> None:
+        """Allocates all that `save` needs, or nothing. Stops early, with any error, once `_is_closing`. is_awaited:
+        `ready` waits for it, so that it may use all cores."""
 
     @abstractmethod
     def save(self, contents: torch.Tensor) -> None:
-        """Begins to keep `contents`, uint8 [num_bytes] on the device, which stay as they are until `finish`.
+        """Starts to copy `contents`, uint8 [num_bytes] on the device, which must not change until `finish`.
 
-        Raises `CapacityError`; then nothing is kept.
+        Raises `CapacityError`; then the store stays empty.
         """
 
     @abstractmethod
     def restore(self, out: torch.Tensor, at: int) -> None:
-        """Begins to write what is kept, from byte `at` on, to `out`: uint8 on the device, all of it or a part."""
+        """Starts to copy the kept bytes from `at` on to `out`, uint8 on the device: all of them or a part."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns when what was begun has ended."""
+        """Waits for the copies that were started."""
 
     @abstractmethod
     def drop(self) -> None:
-        """What is kept is not needed any more."""
+        """Discards the kept contents."""
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Frees everything. Idempotent."""
         self._is_closing.set()
         making, self._making = self._making, None
         if making is not None:
-            making.exception(_PATIENCE_S)
+            making.exception(_TIMEOUT_S)
         self._close()
 
     @abstractmethod
@@ -146,19 +146,19 @@ class HostStore(ABC):
 
 
 class MemoryStore(HostStore):
-    """In one piece of host memory. A device that wants it registered has it for good. Otherwise pages are taken as they
-    are written, and given back when they are not needed."""
+    """In one allocation of host memory. Where the link wants it pinned, it stays allocated for the life of the store.
+    Otherwise pages are allocated on write, and returned to the host by `drop`."""
 
     def __init__(self, num_bytes: int, link: HostLink, budget: HostBudget) -> None:
         super().__init__(num_bytes)
         self._link, self._budget = link, budget
         self._pages: HugePages | None = None
 
-    def _make(self, is_awaited: bool) -> None:
+    def _allocate(self, is_awaited: bool) -> None:
         pages = HugePages(self.num_bytes)
         if self._link.wants_registered:
             cores = len(os.sched_getaffinity(0)) // self._budget.num_ranks
-            num_threads = min(_MAX_THREADS, max(1, cores if is_awaited else cores // _SHARE_AHEAD))
+            num_threads = min(_MAX_THREADS, max(1, cores if is_awaited else cores // _BACKGROUND_SHARE))
 
             def may_take(left: int) -> bool:
                 self._budget.check(self.num_bytes, left, num_threads * _PIECE_BYTES)
@@ -182,7 +182,7 @@ class MemoryStore(HostStore):
         self._copy(self._memory()[at : at + len(out)], out, is_new=False)
 
     def _copy(self, source: torch.Tensor, out: torch.Tensor, *, is_new: bool) -> None:
-        """is_new: pages of `out` are taken by the copy."""
+        """is_new: the copy allocates the pages of `out`."""
         size = _PIECE_BYTES if is_new else _COPY_BYTES
         try:
             for at in range(0, len(source), size):

@@ -1,4 +1,4 @@
-"""What the driver's management library (NVML) says of one process on one GPU."""
+"""The memory of one process on one GPU, from the driver's management library (NVML)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["process_bytes"]
 
 
 def process_bytes(uuid: str, pid: int) -> int | None:
-    """The memory that process `pid` has on the GPU `uuid`, the driver's share included, in bytes.
+    """The memory of process `pid` on the GPU `uuid`, including the driver's, in bytes.
 
-    uuid: with or without the prefix of its kind; that of an instance (MIG) stands for the instance.
-    None where NVML is not installed, fails, does not tell sizes, or does not know the process: in a container it may
-    list the host's numbers.
+    uuid: with or without the prefix GPU- or MIG-; a MIG instance's uuid selects the instance.
+    None where NVML is not installed, fails, does not report sizes, or does not list the process: in a container it may
+    list the host's pids.
     """
     try:
         import pynvml
@@ -32,7 +32,7 @@ def process_bytes(uuid: str, pid: int) -> int | None:
 
 
 def _find(pynvml: Any, uuid: str) -> Any:
-    """CUDA gives the bare number, NVML wants to know of what."""
+    """CUDA reports the bare UUID, NVML needs the prefix."""
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")

@@ -23,14 +23,14 @@ __all__ = ["CpuPlatform"]
 
 
 class CpuPlatform(Platform):
-    """All ranks share one host; `proc` and `cgroups` are where the kernel tells about it. With enable_sleep_mode, the
-    engine option, its memory comes from arenas."""
+    """All ranks share one host. proc, cgroups: the kernel's file systems that describe it. With the engine option
+    enable_sleep_mode, memory is allocated from arenas."""
 
     device = torch.device("cpu")
     attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa",)
-    # Of what is available once the weights are loaded. A quarter is left to all else that lives on a host: other
-    # programs grow, this engine's own other processes take some, and the file cache counts as available, without which
-    # every file is read from its disk again.
+    # Of the memory available after the weights are loaded. A quarter is left for the rest of the host: other programs
+    # grow, this engine's other processes need some, and the page cache counts as available, though without it every
+    # file is read from disk again.
     default_memory_share: ClassVar[float] = 0.75
     attention_gathers: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ class CpuPlatform(Platform):
         return GlooCommunicator(rank, size, rendezvous)
 
     def shared_memory_bytes(self, num_ranks: int) -> int:
-        """An equal part of what is free: all ranks have the same memory."""
+        """An equal share of the free memory: all ranks share the host's."""
         return self.free_memory_bytes() // num_ranks
 
     def memory_budget_bytes(self, asked_bytes: int) -> int:
@@ -67,18 +67,17 @@ class CpuPlatform(Platform):
         return self._host.free_memory_bytes()
 
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
-        """Pages are mapped, not filled: memory is taken, and cleared, as it is first written.
+        """Maps the KV cache without touching it: pages are allocated, and cleared, on first write.
 
-        torch's zeros touch everything at once. numpy's do not, but ask for huge pages, and then each block, which lies
-        in as many places as a layer has heads, has 2 MiB cleared at every one of them; and they are not aligned.
+        torch.zeros touches all memory at once. np.zeros does not, but requests huge pages: a block, which is scattered
+        over as many places as a layer has heads, would clear 2 MiB at each of them; and np.zeros is not aligned.
         """
         if tag != "kv_cache" or isinstance(self._memory, ArenaMemory):
             return self._memory.allocate(num_bytes, tag)
         try:
-            memory = mmap.mmap(
-                -1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )  # gone with the tensor
-        except OSError as error:  # a limit of the process, or a kernel that promises no more than there is
+            # Unmapped with the last tensor that views it.
+            memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:  # a limit of the process, or a kernel that does not overcommit
             raise CapacityError(
                 f"{tag}: {format_bytes(num_bytes, exact=True)} asked: {error.strerror}; lower "
                 "gpu_memory_utilization or kv_cache_bytes, or raise the limit on this process's memory (ulimit -v)",
@@ -91,10 +90,10 @@ class CpuPlatform(Platform):
         return self._memory.arenas
 
     def clear_new(self, memory: torch.Tensor) -> None:
-        """New pages are zeros; to write them would take them."""
+        """A no-op: new pages are zeros, and writing them would allocate them."""
 
     def synchronize(self) -> None:
-        """Every operation here has ended when it returns."""
+        """A no-op: every operation is synchronous."""
 
     def close(self) -> None:
         self._memory.close()

@@ -28,7 +28,7 @@ _BFLOAT16_SINCE = (8, 0)  # compute capability: below, bfloat16 is emulated
 
 
 class CudaPlatform(Platform):
-    """Rank i has GPU i of those that the process may see. `cuda` is torch's module of that name."""
+    """Rank i uses GPU i of the process's visible GPUs. cuda: torch.cuda."""
 
     attention_backends: ClassVar[Sequence[str]] = ("triton", "flash_attn")
     default_memory_share: ClassVar[float] = 0.9
@@ -43,9 +43,9 @@ class CudaPlatform(Platform):
         driver: Any = None,
         enable_sleep_mode: bool = False,
     ) -> None:
-        """device_memory, enable_sleep_mode: the engine options; the latter needs arenas. Raises `ConfigError` where
-        there is no GPU for the rank, or no arena on it though one was asked for. driver: the module
-        cuda.bindings.driver, imported where it is not given."""
+        """device_memory, enable_sleep_mode: the engine options; the latter needs arenas. driver: the module
+        cuda.bindings.driver, imported if None. Raises `ConfigError` where there is no GPU for the rank, or no arenas
+        though the options need them."""
         count = cuda.device_count() if cuda.is_available() else 0
         if rank >= count:
             raise ConfigError(
@@ -97,35 +97,34 @@ class CudaPlatform(Platform):
         return int(self._cuda.mem_get_info(self.device)[1])
 
     def free_memory_bytes(self) -> int:
-        """What the card has, and what torch holds of it and does not use."""
+        """The device's free memory, plus torch's cached free memory."""
         unused = self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device)
         return int(self._cuda.mem_get_info(self.device)[0] + unused)
 
     def shared_memory_bytes(self, num_ranks: int) -> int:
-        """The card: each rank has one of its own."""
+        """The whole card: each rank has its own."""
         return self.total_memory_bytes()
 
     def memory_budget_bytes(self, asked_bytes: int) -> int:
-        """Less what this process has of the card: a neighbour on the card is no part of the sum. But never more than
-        is free."""
+        """Less what this process uses of the card, other processes' memory not counted; at most the free memory."""
         return min(asked_bytes - self._own_memory_bytes(), self.free_memory_bytes())
 
     def _own_memory_bytes(self) -> int:
-        """What this process has of the card and uses, the driver's share included."""
+        """What this process uses of the card, including the driver's share, without torch's cached free memory."""
         unused = int(self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device))
         return max(0, self.process_memory().own_bytes - unused)
 
     def process_memory(self) -> ProcessMemory:
-        """All that is in use counts as this process's where nobody can tell."""
+        """By NVML; where NVML cannot attribute memory, all used memory of the card counts as this process's."""
         torch_bytes, arena_bytes = int(self._cuda.memory_reserved(self.device)), self._memory.mapped_bytes
         own = process_bytes(str(self._cuda.get_device_properties(self.device).uuid), os.getpid())
-        if own is None or own < torch_bytes + arena_bytes:  # less than is known: it is another process of that number
+        if own is None or own < torch_bytes + arena_bytes:  # below the known minimum: NVML's pid is another process
             free, total = self._cuda.mem_get_info(self.device)
             own = int(total) - int(free)
         return ProcessMemory(own, torch_bytes, arena_bytes)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """By what torch's allocator reserves: memory that it holds in parts too small for anything is gone too."""
+        """Measured by what torch's allocator reserves, so that fragmentation counts."""
         cuda, device = self._cuda, self.device
         cuda.synchronize(device)
         cuda.empty_cache()
@@ -155,6 +154,6 @@ class CudaPlatform(Platform):
         self._cuda.synchronize(self.device)
 
     def close(self) -> None:
-        gc.collect()  # tensors in cycles hold memory too
+        gc.collect()  # tensors in reference cycles hold memory
         self._memory.close()
         self._cuda.empty_cache()

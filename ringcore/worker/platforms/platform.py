@@ -1,4 +1,4 @@
-"""The seam between a worker and the kind of device it runs on."""
+"""The interface between a worker and its kind of device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Platform", "ProcessMemory"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What one process has of a device, in bytes. Others on the device are no part of it, where the driver tells."""
+    """One process's device memory in bytes; without other processes' memory where the driver can attribute it."""
 
     own_bytes: int  # all of it
-    torch_bytes: int  # of that, what torch's allocator holds, used or not
-    arena_bytes: int  # and what is mapped into arenas
+    torch_bytes: int  # of that, reserved by torch's allocator
+    arena_bytes: int  # of that, mapped into arenas
 
     @property
     def non_torch_bytes(self) -> int:
@@ -37,8 +37,8 @@ class Platform(ABC):
     device: torch.device
     attention_backends: ClassVar[Sequence[str]]  # for attention_backend="auto", the best first
     default_memory_share: ClassVar[float]  # of `shared_memory_bytes`, where the user gave no gpu_memory_utilization
-    attention_gathers: ClassVar[bool]  # whether its backends copy pages together
-    measures_steps: ClassVar[bool] = False  # whether a step is run, to see what it takes, before there are pages
+    attention_gathers: ClassVar[bool]  # whether its backends gather pages into a copy
+    measures_steps: ClassVar[bool] = False  # whether a profile run measures steps before the KV cache is allocated
 
     @classmethod
     @abstractmethod
@@ -47,7 +47,7 @@ class Platform(ABC):
 
     @abstractmethod
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
-        """Meets the other ranks through the file `rendezvous`. Raises RuntimeError where one is absent."""
+        """Joins the process group through the file `rendezvous`. Raises RuntimeError where a rank is missing."""
 
     @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
@@ -55,61 +55,60 @@ class Platform(ABC):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """What this device has, or this process's limit if that is lower."""
+        """The device's memory, or this process's limit if that is lower."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:
-        """What can be allocated now without taking it from anybody."""
+        """What can be allocated now."""
 
     @abstractmethod
     def shared_memory_bytes(self, num_ranks: int) -> int:
-        """What gpu_memory_utilization is a share of, for this rank, one of `num_ranks` of the host."""
+        """The memory of which gpu_memory_utilization is a share, for this rank, one of `num_ranks` of the host."""
 
     @abstractmethod
     def memory_budget_bytes(self, asked_bytes: int) -> int:
-        """What this rank may still take, where it asks for so much of `shared_memory_bytes`; negative where its process
-        has more than that already."""
+        """What this rank may still allocate if its share is `asked_bytes`; negative if it already uses more."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, tag: MemoryTag) -> torch.Tensor:
-        """-> uint8 [num_bytes] for what lives as long as the engine, at a multiple of 256 bytes.
+        """-> uint8 [num_bytes] for the life of the engine, at a multiple of 256 bytes.
 
-        "kv_cache" is zero-filled: what a page holds before its first token must be finite. What "weights" holds is not
-        said. Raises `CapacityError` where the device has too little left.
+        "kv_cache" is zero-filled: attention needs finite values in unwritten slots. "weights" is uninitialized. Raises
+        `CapacityError` where the device lacks memory.
         """
 
     @property
     def arenas(self) -> Mapping[str, Arena]:
-        """What `allocate` takes from, by tag; empty where that is torch's allocator, which keeps what it has."""
+        """The arenas of `allocate`, by tag; empty with torch's allocator, whose memory cannot be unmapped."""
         return {}
 
     def clear_new(self, memory: torch.Tensor) -> None:
-        """Fills memory that was mapped just now with zeros; they may be there only after `synchronize`."""
+        """Zero-fills newly mapped memory; asynchronous until `synchronize`."""
         memory.zero_()
 
     def release_cached(self) -> int:
-        """Gives back what the device's allocators hold and do not use; -> bytes."""
+        """Returns the allocators' cached free memory to the device; -> bytes."""
         return 0
 
     def host_link(self) -> HostLink:
-        """-> what copies between this device's memory and the host's."""
+        """-> the copies between device and host memory."""
         return LocalLink()
 
     def process_memory(self) -> ProcessMemory | None:
-        """What this process has of the device now; None where that is not told apart."""
+        """This process's device memory now; None where it is not known."""
         return None
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Runs `run`; -> the most that torch took from the device meanwhile, beside what it had before.
+        """Runs `run`; -> the peak of the memory that torch reserved meanwhile, beyond what it had before.
 
-        Asked only where `measures_steps`. Raises torch's OutOfMemoryError where it is too much.
+        Called only where `measures_steps`. Raises torch's OutOfMemoryError.
         """
         raise RuntimeError(f"memory of a step is not measured on {self.device}")
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when the device has done all it was given."""
+        """Waits for all work on the device."""
 
     def close(self) -> None:  # noqa: B027  memory of a host goes with the tensors
-        """Gives back the memory of `allocate`, whose tensors must not be touched afterwards, and what is cached.
+        """Frees the memory of `allocate`, whose tensors must not be accessed afterwards, and cached memory.
         Idempotent."""

@@ -1,1 +1,1 @@
-"""The persistent rows of running requests, on the host and on the device."""
+"""The persistent batch: the rows of running requests, on the host and on the device."""

@@ -1,4 +1,4 @@
-"""Which blocks each row has in one KV cache group."""
+"""The block tables of all rows in one KV cache group, and the slot mapping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["AppendedBlocks", "BlockTable"]
 
 
 class AppendedBlocks(NamedTuple):
-    """Entries of a block table that were empty and now are not."""
+    """Newly filled entries of a block table."""
 
     rows: np.ndarray  # [n] int32
     columns: np.ndarray  # [n] int64
@@ -18,30 +18,30 @@ class AppendedBlocks(NamedTuple):
 
 
 class BlockTable:
-    """The first num_blocks[row] of block_ids[row] are the row's blocks, the others 0.
+    """The first num_blocks[row] entries of block_ids[row] are the row's blocks, the others 0 (the null block).
 
-    A block that a sliding window has left behind keeps its place: as 0, where it was left behind before the row began,
-    else as an id that may be another row's by now.
+    A block that left the sliding window keeps its column: as 0 where it left the window before the row was admitted,
+    else as a stale id, whose block another row may own by now.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
-        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        # np.zeros commits pages on first touch, so that unused rows cost nothing.
         self.block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def clear(self, rows: np.ndarray) -> None:
-        """`rows`: at least one."""
+        """rows: [n], not empty."""
         self.block_ids[rows, : int(self.num_blocks[rows].max())] = 0
         self.num_blocks[rows] = 0
 
     def set(self, row: int, block_ids: np.ndarray) -> None:
-        """Of a row that has none."""
+        """Sets the blocks of a row that has none."""
         self.block_ids[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
 
     def append(self, rows: np.ndarray, block_ids: np.ndarray) -> AppendedBlocks:
-        """A row may come several times: its blocks are appended in the order of the arrays."""
+        """A row may occur several times: its blocks are appended in the order of the arrays."""
         if not len(rows):
             return AppendedBlocks(rows, rows, block_ids)
         order = np.argsort(rows, kind="stable")
@@ -54,11 +54,11 @@ class BlockTable:
         return appended
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, is_cached: np.ndarray | None) -> np.ndarray:
-        """[n] int64: where token positions[i] of row rows[i] is written: block_id * block_size + offset in the block.
+        """The slot mapping, [n] int64: block_id * block_size + offset for the token positions[i] of row rows[i].
 
-        is_cached: [n] bool. Such a token is computed for its logits; its keys and values are there, in a block that
-        other rows may be reading. What this step makes of them can differ in the last bit, so it goes to the null block
-        and a shared block keeps the numbers that it was shared with.
+        is_cached: [n] bool. Such a token is recomputed for its logits only; its keys and values are in the prefix
+        cache, in a block that other rows may be reading. The recomputed ones can differ in the last bit, so they are
+        written to the null block and the shared block keeps its contents.
         """
         blocks, offsets = np.divmod(positions, self.block_size)
         block_ids = self.block_ids[rows, blocks].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The rows as the GPU has them: kept in step with the host's by the same deltas, sent as words and their places."""
+"""The device's copy of the persistent batch: updated by the same deltas as the host's, as (index, word) writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ __all__ = ["DeviceRows"]
 
 
 class DeviceRows:
-    """What the kernels of `kernels.step` work on. The host's rows remain the ones that are asked; these follow them."""
+    """The state that the kernels of `kernels.step` read and write. The host's rows are authoritative for everything but
+    the sampled tokens; this mirrors them."""
 
     def __init__(self, rows: RequestRows, device: torch.device) -> None:
         max_rows, max_stops = rows.stop_token_ids.shape
@@ -42,22 +43,22 @@ class DeviceRows:
             tuple(table.block_size for table in tables),
             tuple(table.block_ids.shape[1] for table in tables),
         )
-        assert self.layout.num_words < 1 << 31, "the block tables are too large for 32-bit places"
+        assert self.layout.num_words < 1 << 31, "the block tables are too large for 32-bit indices"
         self.state = self.layout.allocate(device)
-        self._batch = np.full(max_rows, -1, dtype=np.int32)  # what the device's batch is once all words are written
+        self._batch = np.full(max_rows, -1, dtype=np.int32)  # the device's batch after all pending writes
         self._places: list[np.ndarray] = []
         self._words: list[np.ndarray] = []
         self._pinned = PinnedWords(device)
 
     @property
     def batch(self) -> torch.Tensor:
-        """[max_rows] int32: the rows that decode, -1 behind them."""
+        """[max_rows] int32: the decoding rows, then -1 (padding)."""
         return self.state[self.layout.batch_at : self.layout.batch_at + self.layout.max_rows]
 
-    # What changes is gathered first, and then written by one kernel.
+    # Changes are gathered on the host, then written by one kernel.
 
     def admit(self, requests: Iterable[NewRequest], rows: RequestRows) -> None:
-        """`rows` has taken them in."""
+        """Mirrors requests that `rows` has already admitted."""
         for request in requests:
             row, num_stops = request.row, len(request.stop_token_ids)
             record = np.zeros(RECORD_HEAD.value + num_stops, dtype=np.int32)
@@ -79,29 +80,29 @@ class DeviceRows:
                 self._add(self._table_at(group, row) + np.arange(len(block_ids)), block_ids)
 
     def append(self, appended: Sequence[AppendedBlocks]) -> None:
-        """Blocks, by KV cache group."""
+        """Appended block table entries, by KV cache group."""
         layout = self.layout
         for group, (rows, columns, block_ids) in enumerate(appended):
             places = layout.table_at(group) + rows.astype(np.int64) * layout.table_stride(group) + columns
             self._add(places, block_ids)
 
     def set_batch(self, scheduled: np.ndarray) -> None:
-        """The rows that decode from now on, one token a step."""
+        """Sets the rows that decode from the next step on, one token each per step."""
         n = len(scheduled)
         changed = np.flatnonzero(self._batch[:n] != scheduled)
         if len(changed):
             self._batch[changed] = scheduled[changed]
             self._add(self.layout.batch_at + changed, scheduled[changed])
-        behind = n + np.flatnonzero(self._batch[n:] >= 0)
-        if len(behind):
-            self._batch[behind] = -1
-            self._add(self.layout.batch_at + behind, self._batch[behind])
+        stale = n + np.flatnonzero(self._batch[n:] >= 0)  # become padding
+        if len(stale):
+            self._batch[stale] = -1
+            self._add(self.layout.batch_at + stale, self._batch[stale])
 
     def write(self) -> None:
-        """Sends what has been gathered, in the order of the device's work; does not wait.
+        """Launches the gathered writes on the current stream; does not wait.
 
-        No place is in it twice: a message admits a row once and appends behind what the row has, and a batch is set
-        once before it is written.
+        No index occurs twice: a message admits a row once and appends after the row's last block, and the batch is set
+        once before each write.
         """
         if not self._places:
             return

@@ -1,4 +1,4 @@
-"""One step's inputs, gathered from the rows without a loop over tokens or sequences."""
+"""One step's model inputs, gathered from the persistent batch without a Python loop over tokens or sequences."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["InputBatch"]
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """The tokens of a step, row after row, and the places where it samples."""
+    """The tokens of a step, packed row after row (varlen), and the indices where it samples."""
 
-    input_ids: torch.Tensor  # [num_tokens] int64; 0 where the device alone knows it
+    input_ids: torch.Tensor  # [num_tokens] int64; 0 where only the device has the token
     positions: torch.Tensor  # [num_tokens] int64
     metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
-    sample_rows: np.ndarray  # [num_sampled] int32: those whose known tokens are all computed after the step
-    sample_tokens: torch.Tensor | None  # [num_sampled] int64: their last tokens in the step; None: all tokens, in order
+    sample_rows: np.ndarray  # [num_sampled] int32: rows whose known tokens are all computed after the step
+    sample_tokens: torch.Tensor | None  # [num_sampled] int64: indices of their last tokens; None: all, in order
 
     @property
     def query_start_loc_cpu(self) -> np.ndarray:
@@ -40,9 +40,9 @@ class InputBatch:
         starts: np.ndarray | None = None,
         num_decodes: int = 0,
     ) -> InputBatch:
-        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one of each.
+        """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one each.
 
-        starts: [n] int64, where they begin if not with the row's first that is not computed. num_decodes: see
+        starts: [n] int64, the position of each row's first token, by default its first uncomputed one. num_decodes: see
         `AttentionMetadata`.
         """
         if starts is None:

@@ -1,6 +1,6 @@
-"""What a worker knows of the requests that run: row-indexed columns, changed by deltas.
+"""The persistent batch: the state of the running requests as row-indexed columns, updated by deltas.
 
-On a CPU these numpy arrays are the device's own memory, so the next step's input is taken from them directly.
+On a CPU these numpy arrays are the device's own memory, so the next step's input is gathered from them directly.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ UNKNOWN_TOKEN = -1
 
 
 class RowListener(Protocol):
-    """Keeps something of its own by row, and hears when rows come and go."""
+    """Keeps its own per-row state; `RequestRows` notifies it when a row is admitted or cleared."""
 
     def admit(self, request: NewRequest) -> None: ...
 
     def clear(self, rows: np.ndarray) -> None:
-        """rows: [n], not empty; some may be in use, or not."""
+        """rows: [n], not empty; a row may be unused already."""
         ...
 
 
 class RequestRows:
-    """The rows 0 to max_num_seqs - 1; a request has one from its admission until it finishes or is preempted.
+    """Rows 0 to max_num_seqs - 1; a request keeps its row from its admission until it finishes or is preempted.
 
-    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, the slots of the
-    first num_cached_tokens were filled before the row began. A row not in use has no tokens and no blocks.
+    Of a row in use: num_computed_tokens <= num_tokens, the first num_tokens of `token_ids` are known, and the slots of
+    the first num_cached_tokens were filled before the row was admitted (prefix cache). An unused row has no tokens and
+    no blocks.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RequestRows:
             BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
         ]
         self.scheduled = int_array()  # [n]: the rows of the last step
-        # np.zeros takes memory as it is touched, so that rows which never run cost nothing.
+        # np.zeros commits pages on first touch, so that unused rows cost nothing.
         self.token_ids = np.zeros((max_num_seqs, kv_cache.max_model_len), dtype=np.int32)
         self.stop_token_ids = np.zeros((max_num_seqs, MAX_STOP_TOKEN_IDS + num_eos_tokens), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -66,15 +67,14 @@ class RequestRows:
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: none asked for
-        self.num_admissions = np.zeros(
-            max_num_seqs, dtype=np.int64
-        )  # since the start: who asks can tell requests apart
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: not requested
+        # Admissions of each row since the start: distinguishes the requests that have used a row.
+        self.num_admissions = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, delta: SchedulerOutput) -> list[AppendedBlocks]:
-        """Takes in what changed since the last step, in the order of the message's fields.
+        """Applies what changed since the last step, in the order of the message's fields.
 
-        -> the blocks that were appended, by KV cache group; none where no group has any.
+        -> the appended block table entries by KV cache group; empty where the message appends none.
         """
         self._clear(delta.finished_rows)
         for request in delta.new_requests:
@@ -84,11 +84,11 @@ class RequestRows:
             tables = zip(self.block_tables, delta.new_blocks, strict=True)
             appended = [table.append(new.rows, new.block_ids) for table, new in tables]
         if delta.rows is not None:
-            self.scheduled = delta.rows.copy()  # the message's own memory may be its sender's
+            self.scheduled = delta.rows.copy()  # the message's memory may be the sender's ring buffer
         return appended
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Clears every row."""
         self._clear(np.flatnonzero(self.num_tokens))
         self.scheduled = int_array()
 
@@ -129,21 +129,21 @@ class RequestRows:
             listener.admit(request)
 
     def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray | None) -> None:
-        """These tokens are computed; None: one of each."""
+        """Counts the scheduled tokens of `rows` as computed; num_scheduled_tokens None: one each."""
         self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int) -> None:
-        """One sampled token each; the input of the row's next step. `UNKNOWN_TOKEN`: the device alone knows it."""
+        """Appends one sampled token per row, its next input. `UNKNOWN_TOKEN`: only the device has the token."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
     def generated(self, row: int) -> np.ndarray:
-        """[num_generated] int32, a view; `UNKNOWN_TOKEN` where the device alone knows it."""
+        """[num_generated] int32, a view; `UNKNOWN_TOKEN` where only the device has the token."""
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
     def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
-        """The sampling parameters of `rows` [n], whose next tokens stand at the end of what they have."""
-        barred_rows, barred_ids = self._barred(rows)
+        """The sampling parameters of `rows` [n], whose next token has the position num_tokens."""
+        masked_rows, masked_ids = self._masked_stop_tokens(rows)
         return SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -152,21 +152,21 @@ class RequestRows:
             seed=self.seed[rows],
             position=self.num_tokens[rows],
             num_logprobs=self.num_logprobs[rows],
-            barred_rows=barred_rows,
-            barred_ids=barred_ids,
+            masked_rows=masked_rows,
+            masked_ids=masked_ids,
         )
 
-    def _barred(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stop tokens of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
+    def _masked_stop_tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stop tokens to mask, of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
         num_generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
         early = np.flatnonzero(num_generated < self.min_tokens[rows])
         counts = self.num_stop_token_ids[rows[early]]
-        there = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
-        return np.repeat(early, counts), self.stop_token_ids[rows[early]][there].astype(np.int64)
+        is_used = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
+        return np.repeat(early, counts), self.stop_token_ids[rows[early]][is_used].astype(np.int64)
 
 
-def _num_logprobs(asked: int | None) -> int:
-    """As a column has it: -1 for none, and all that there are is more than any vocabulary has."""
-    if asked is None:
+def _num_logprobs(requested: int | None) -> int:
+    """The column's encoding: -1 for none; the whole vocabulary is the largest int32."""
+    if requested is None:
         return -1
-    return np.iinfo(np.int32).max if asked < 0 else asked
+    return np.iinfo(np.int32).max if requested < 0 else requested

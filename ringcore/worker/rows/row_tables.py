@@ -1,7 +1,7 @@
-"""Tables on the device with a place for each row that needs one: how often tokens were seen, and which may be sampled.
+"""Device tables with a slot for each row that needs one: token counts, and token bitmasks.
 
-A table is there from its first row on and grows by doubling, up to a place for every row. A launch may still read a
-table when it grows: memory is given back in the order of the device's work.
+A table is allocated for its first row and grows by doubling, up to a slot for every row. A kernel may still read the
+old table when it grows: torch's allocator reuses the memory in stream order.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import torch
 from ringcore.model_executor.logit_adjustments import reset_counts
 from ringcore.worker.rows.upload import upload
 
-__all__ = ["CountTable", "MaskTable", "bar_tokens", "mask_of", "table_bytes"]
+__all__ = ["BitmaskTable", "CountTable", "mask_tokens", "table_bytes", "token_bitmask"]
 
-ALL_BITS = -1  # a word of a mask that bars nothing
+ALL_BITS = -1  # a word of a bitmask that allows every token
 
 
 def table_bytes(max_rows: int, vocab_size: int) -> int:
-    """The most that both tables take of the device: while one grows to its full size, the one before is still there."""
+    """Peak device memory of both tables: while one grows to its full size, the old one is still allocated."""
     size_before = (1 << (max_rows - 1).bit_length()) // 2
     return (max_rows + size_before) * 4 * (vocab_size + -(-vocab_size // 32))
 
 
-def mask_of(vocab_size: int, token_ids: np.ndarray) -> np.ndarray:
-    """[ceil(vocab_size / 32)] int32, the bits of these tokens [n] set."""
+def token_bitmask(vocab_size: int, token_ids: np.ndarray) -> np.ndarray:
+    """[ceil(vocab_size / 32)] int32, with the bits of token_ids [n] set."""
     words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     np.bitwise_or.at(words, token_ids >> 5, np.uint32(1) << (token_ids & 31).astype(np.uint32))
     return words.view(np.int32)
 
 
-def bar_tokens(words: np.ndarray, token_ids: np.ndarray) -> None:
-    """Clears the bits of these tokens [n] in words [num_words] int32."""
-    words &= ~mask_of(32 * len(words), token_ids)
+def mask_tokens(bitmask: np.ndarray, token_ids: np.ndarray) -> None:
+    """Clears the bits of token_ids [n] in bitmask [num_words] int32: these tokens cannot be sampled."""
+    bitmask &= ~token_bitmask(32 * len(bitmask), token_ids)
 
 
 class _Slots:
-    """Which place each row has. 0 <= a place < size, and no two rows have the same."""
+    """The slot of each row. 0 <= slot < size, and no two rows share a slot."""
 
     def __init__(self, max_rows: int) -> None:
         self.of_row = np.full(max_rows, -1, dtype=np.int32)
-        self.size = 0  # places so far
+        self.size = 0  # slots so far
         self._free: list[int] = []
 
     def take(self, row: int) -> int:
-        assert self.of_row[row] < 0, f"row {row} has a place"
+        assert self.of_row[row] < 0, f"row {row} has a slot"
         if not self._free:
             size = min(max(1, 2 * self.size), len(self.of_row))
             self._free += range(size - 1, self.size - 1, -1)
@@ -60,7 +60,7 @@ class _Slots:
 
 
 class _Table:
-    """[size, width] int32 on the device; what new places hold is arbitrary."""
+    """[size, width] int32 on the device; new slots are uninitialized."""
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
         self._slots = _Slots(max_rows)
@@ -74,7 +74,7 @@ class _Table:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """With a place at least, so that it has an address."""
+        """With at least one slot, so that it has an address."""
         size = max(1, self._slots.size)
         old = self._tensor
         if old is None or len(old) < size:
@@ -89,7 +89,7 @@ class _Table:
 
 
 class CountTable(_Table):
-    """How often each token was generated, and whether the prompt has it: see `LogitAdjustments.counts`."""
+    """Per row, how often each token was generated, and whether the prompt has it: see `LogitAdjustments.counts`."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
@@ -99,30 +99,30 @@ class CountTable(_Table):
         reset_counts(self.tensor, slot, prompt_ids, output_ids)
 
 
-class MaskTable(_Table):
-    """Which tokens each row may sample; the host's copy is written, and sent when a step needs it."""
+class BitmaskTable(_Table):
+    """A token bitmask per row. Writes go to the host's copy; `send` copies it to the device when a step needs it."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, -(-vocab_size // 32), device)
         self._host = np.empty((0, self._width), dtype=np.int32)
         self._changed: set[int] = set()
 
-    def admit(self, row: int, words: np.ndarray) -> None:
+    def admit(self, row: int, bitmask: np.ndarray) -> None:
         self._slots.take(row)
         if len(self._host) < self._slots.size:
             grown = np.zeros((self._slots.size, self._width), dtype=np.int32)
             grown[: len(self._host)] = self._host
             self._host = grown
-        self.set(row, words)
+        self.set(row, bitmask)
 
-    def set(self, row: int, words: np.ndarray | int) -> None:
-        """words: [width] int32, or one for all."""
+    def set(self, row: int, bitmask: np.ndarray | int) -> None:
+        """bitmask: [width] int32, or one word for all."""
         slot = int(self._slots.of_row[row])
-        self._host[slot] = words
+        self._host[slot] = bitmask
         self._changed.add(slot)
 
     def send(self) -> None:
-        """Brings the device up to date, by one copy that nobody waits for."""
+        """Copies the changed bitmasks to the device in one asynchronous H2D copy."""
         if self._changed:
             slots = np.array(sorted(self._changed), dtype=np.int64)
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""From the host's memory to the device's without waiting: by copies from pinned memory, or read there by a kernel."""
+"""Asynchronous H2D transfers: copies from pinned host memory, or kernels that read pinned memory in place."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 
 __all__ = ["PinnedWords", "upload"]
 
-_BUFFERS = 8  # more than steps are ever under way
+_BUFFERS = 8  # more than the steps in flight
 _MIN_WORDS = 1 << 14
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on `device`, on a CPU where it is. A GPU copies it in the order of its work, and nobody waits for it."""
+    """`array` on `device`: an H2D copy from pinned memory on the current stream, which the host does not wait for; on a
+    CPU the array's own memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
@@ -26,11 +27,12 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 @dataclass(slots=True)
 class _Buffer:
     words: torch.Tensor  # [2, capacity] int32, pinned
-    read: torch.cuda.Event | None = None  # passed when the kernel that reads it has ended
+    read: torch.cuda.Event | None = None  # recorded after the kernel that reads the buffer
 
 
 class PinnedWords:
-    """Pairs of int32 arrays that a kernel reads where they are, each kept until the kernel that reads it has ended."""
+    """Pairs of int32 arrays in pinned host memory that a kernel reads in place. A pool of buffers: one is reused only
+    after its event shows that the kernel that reads it has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -42,7 +44,7 @@ class PinnedWords:
 
     @contextmanager
     def filled(self, first: np.ndarray, second: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """[n] int32 each. Kernels launched inside, on the current stream, may read the two tensors [n or more]."""
+        """[n] int32 each. Kernels launched in the context, on the current stream, may read the two tensors [>= n]."""
         buffer = self._buffers[self._next]
         if buffer.read is not None:
             buffer.read.synchronize()

@@ -1,1 +1,1 @@
-"""Runs a step: rows to tensors, the model eagerly or in CUDA graphs, logits to tokens."""
+"""The model runners: input batch, forward pass (eager or as CUDA graphs), sampling."""

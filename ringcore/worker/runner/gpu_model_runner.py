@@ -1,4 +1,4 @@
-"""Runs steps on a GPU: launched without waiting for them, their tokens taken from pinned memory when they are there."""
+"""Runs steps on a GPU: `execute` launches them asynchronously; their tokens are read later from a pinned ring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kv_cache.spec import KVCacheConfig
-from ringcore.model_executor.sampler import LaunchedLogprobs, launch_logprobs
+from ringcore.model_executor.sampler import PendingLogprobs, launch_logprobs
 from ringcore.protocol.steps import ModelRunnerOutput, RowError, SchedulerOutput
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
@@ -33,36 +33,36 @@ from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
 __all__ = ["GPUModelRunner", "LaunchedOutput"]
 
 _FLAGS = BAD_LOGITS | BAD_HIDDEN
-_ALL_BARRED = 1  # in place of a token, in an adjusted step: the model's logits are finite, and none was left
+_ALL_MASKED = 1  # in place of a token id, in an adjusted step: the logits are finite, but every token is masked
 
 
-class _Order(NamedTuple):
-    """The rows of a step as they stand in its batch."""
+class _BatchOrder(NamedTuple):
+    """The order of a step's rows in its batch."""
 
-    scheduled: np.ndarray  # [n] int32: rows with one token left first
+    scheduled: np.ndarray  # [n] int32: decoding rows first
     counts: np.ndarray | None  # [n] int32: tokens of each; None: one
     num_decodes: int
-    back: np.ndarray | None  # [n]: where each row of the message stands in the batch; None: the same order
+    inverse: np.ndarray | None  # [n]: the batch index of each row of the message; None: the same order
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """One step under way."""
+    """One step in flight."""
 
     number: int  # in the result ring
     rows: np.ndarray  # [n] int32, in the order of the batch
     starts: np.ndarray  # [n] int64: the position of each row's first token in the step
-    admissions: np.ndarray  # [n]: which request of the row it was
-    sampling: np.ndarray  # [num_sampled]: places in the batch of the rows that sample, in the message's order
-    logprobs: LaunchedLogprobs | None  # in the order of the batch
+    admissions: np.ndarray  # [n]: identifies the row's request, see `RequestRows.num_admissions`
+    sampling: np.ndarray  # [num_sampled]: batch indices of the rows that sample, in the message's order
+    logprobs: PendingLogprobs | None  # in the order of the batch
     errors: dict[int, RowError]  # of the whole message, by row
-    ends: np.ndarray  # [n] int64: the position behind each row's last token in the step
-    is_adjusted: bool  # whether any row's logits were adjusted before the draw
+    ends: np.ndarray  # [n] int64: one past the position of each row's last token in the step
+    is_adjusted: bool  # whether any row's logits were adjusted before sampling
     prompt_logprobs: Sequence[LaunchedPromptLogprobs]
-    words: np.ndarray | None = None  # [n] int32: what the ring had, once it is read
+    words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
 
     def sampled(self) -> SampledRows:
-        """Of a step that was read."""
+        """The samples of a step that was read."""
         assert self.words is not None
         logprobs = None
         if self.logprobs is not None:
@@ -72,23 +72,23 @@ class LaunchedStep:
         return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
 
 
-class _Drawn(NamedTuple):
-    """What the rows of a step that sample are on their way to."""
+class _LaunchedSamples(NamedTuple):
+    """The samples of a launched step, for the rows that sample."""
 
     token_ids: torch.Tensor  # [num_sampled] int64
     ok: torch.Tensor  # [num_sampled] bool
-    logprobs: LaunchedLogprobs | None
+    logprobs: PendingLogprobs | None
     is_adjusted: bool
 
 
 class GPUModelRunner(ModelRunner):
-    """As `ModelRunner`, but `execute` returns before the device has done the work. What a row sampled stays on the
-    device, where the row's next step finds it; the host learns it later than the device goes on.
+    """As `ModelRunner`, but `execute` returns before the device has done the work (async scheduling). Sampled tokens
+    stay on the device, where the row's next step reads them; the host reads them one or more steps later.
 
-    A step in which every row has one token left is a `DecodeStep`, by a CUDA graph unless they are off. The host puts
-    the batch of any other step together; the model's pass is a graph too where the step is small, else launched
-    operation by operation. Where a row's logits are adjusted, a step is launched in two parts. Between them the host
-    waits for the tokens of earlier steps if a row has to know its own, while the device computes the first part.
+    A step in which every row decodes is a `DecodeStep`, a CUDA graph unless `enforce_eager`. The host gathers the batch
+    of any other (mixed) step; the forward pass is a graph too where the step is small, else launched eagerly. A step
+    with adjusted logits is launched in two parts. Between them the host waits for the tokens of earlier steps if a row
+    `needs_token_ids`, while the device computes the first part.
     """
 
     adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
@@ -100,13 +100,13 @@ class GPUModelRunner(ModelRunner):
         super().__init__(config, loaded, kv_cache_config, platform, rank)
         self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
         self._device_rows = DeviceRows(self.rows, self._device)
-        self._followed: list[LaunchedStep] = []  # whose tokens some row has to know before its next step samples
+        self._unread_steps: list[LaunchedStep] = []  # with rows that `needs_token_ids`: read before their next sampling
         self._decode: DecodeStep | None = None
         self._mixed: MixedGraphs | None = None
         parts = (self._model, self._backends, self._group_of_layer, self._kv_caches, self._device_rows)
         is_eager = config.device.enforce_eager or self._device.type != "cuda"
         none = torch.zeros(2, dtype=torch.int32, device=self._device)
-        one = none[:1], none[None, :1]  # the length and the block table of a sequence
+        one = none[:1], none[None, :1]  # the length and the block table of one sequence
         if all(backend.plan_on_device(*one) is not None for backend in self._backends):
             self._decode = DecodeStep(*parts, self.ring) if is_eager else DecodeGraphs(*parts, self.ring)
         plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in self._backends)
@@ -117,7 +117,7 @@ class GPUModelRunner(ModelRunner):
     def warm_up(self) -> None:
         super().warm_up()
         if self._decode is not None:
-            self._decode.prepare_common()
+            self._decode.warm_up()
 
     @property
     def num_graphs_left(self) -> int:
@@ -125,7 +125,7 @@ class GPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_graph(self) -> None:
-        """Those of decoding steps first: they are launched more often."""
+        """Decoding graphs before mixed ones: they are launched more often."""
         graphs = next((graphs for graphs in self._all_graphs if graphs.missing), None)
         if graphs is not None:
             graphs.capture(graphs.missing[-1])
@@ -136,7 +136,7 @@ class GPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedOutput:
-        """Launches one message, of one step or several; its output is `result()` of what this returns."""
+        """Launches the one or several steps of a message; the returned object's `result()` is their output."""
         appended = self.rows.apply(step)
         self._device_rows.admit(step.new_requests, self.rows)
         self._device_rows.append(appended)
@@ -146,17 +146,17 @@ class GPUModelRunner(ModelRunner):
             self._device_rows.write()
             return output
         for index in range(step.num_steps):
-            output.read(index + 1 - self.ring.num_slots // 2)  # before its slot is used again
+            output.read(index + 1 - self.ring.num_slots // 2)  # before its ring slot is reused
             launched = self._launch(scheduled, counts if index == 0 else None, output.errors)
             output.launched.append(launched)
             if launched.is_adjusted and self.adjustments.needs_token_ids[scheduled].any():
-                self._followed = [step for step in self._followed if step.words is None] + [launched]
+                self._unread_steps = [step for step in self._unread_steps if step.words is None] + [launched]
         return output
 
     def _launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> LaunchedStep:
-        self.adjustments.tell_failed(scheduled, errors)
+        self.adjustments.report_failed(scheduled, errors)
         starts = self.rows.num_computed_tokens[scheduled]
-        # One token, and no more that are known: what follows is what it samples.
+        # One uncomputed token: the row decodes.
         is_decode = starts + 1 == self.rows.num_tokens[scheduled]
         if counts is not None:
             is_decode &= counts == 1
@@ -174,9 +174,9 @@ class GPUModelRunner(ModelRunner):
         self.rows.advance(scheduled, None)
         if is_adjusted:
             adjusted = self._adjust(logits, scheduled, errors)
-            token_ids = self._decode.launch_rest(adjusted, partial(_mark_barred, logits))
+            token_ids = self._decode.launch_sampling(adjusted, partial(_mark_fully_masked, logits))
             self.adjustments.count(scheduled, token_ids)
-            del adjusted  # log-probabilities, which need as much memory, are of what the model said
+            del adjusted  # frees the memory for log-probabilities, which are of the model's raw logits
         logprobs = None
         if self.is_output_rank:
             logprobs = launch_logprobs(logits, token_ids, self.rows.num_logprobs[scheduled])
@@ -191,10 +191,10 @@ class GPUModelRunner(ModelRunner):
             errors=errors,
             ends=starts + 1,
             is_adjusted=is_adjusted,
-            prompt_logprobs=self._finished_prompts(scheduled),
+            prompt_logprobs=self._finished_prompt_logprobs(scheduled),
         )
 
-    def _launch_ragged(self, order: _Order, errors: dict[int, RowError]) -> LaunchedStep:
+    def _launch_ragged(self, order: _BatchOrder, errors: dict[int, RowError]) -> LaunchedStep:
         self._device_rows.write()
         rows, scheduled, device = self.rows, order.scheduled, self._device
         starts = rows.num_computed_tokens[scheduled]
@@ -204,108 +204,110 @@ class GPUModelRunner(ModelRunner):
         fill_last_tokens(state, layout, batch.input_ids, on_device, order.num_decodes)
         graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
         hidden = self._forward(batch) if graphs is None else graphs.forward(batch)
-        self._take_prompts(batch, scheduled, hidden)
+        self._take_prompt_logprobs(batch, scheduled, hidden)
         rows.advance(scheduled, order.counts)
-        drawn = self._sample_ragged(batch, hidden, errors)
+        samples = self._sample_ragged(batch, hidden, errors)
         sampling = np.isin(scheduled, batch.sample_rows)
-        samples = np.where(sampling, np.cumsum(sampling) - 1, -1)
+        sample_index = np.where(sampling, np.cumsum(sampling) - 1, -1)
         counts = np.ones(len(scheduled), dtype=np.int64) if order.counts is None else order.counts
         ragged = RaggedRows(
             starts=upload(batch.query_start_loc_cpu[:-1], device),
             counts=upload(counts.astype(np.int32), device),
-            samples=upload(samples.astype(np.int32), device),
+            samples=upload(sample_index.astype(np.int32), device),
             finite=torch.isfinite(hidden.sum(-1, dtype=torch.float32)),
         )
-        finish_rows(state, layout, on_device, drawn.token_ids, drawn.ok, self.ring.words, len(scheduled), ragged)
+        finish_rows(state, layout, on_device, samples.token_ids, samples.ok, self.ring.words, len(scheduled), ragged)
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
         return LaunchedStep(
             number=self.ring.launched(),
             rows=scheduled,
             starts=starts,
             admissions=rows.num_admissions[scheduled],
-            sampling=np.flatnonzero(sampling) if order.back is None else order.back[sampling[order.back]],
-            logprobs=drawn.logprobs,
+            sampling=np.flatnonzero(sampling) if order.inverse is None else order.inverse[sampling[order.inverse]],
+            logprobs=samples.logprobs,
             errors=errors,
             ends=starts + counts,
-            is_adjusted=drawn.is_adjusted,
-            prompt_logprobs=self._finished_prompts(scheduled),
+            is_adjusted=samples.is_adjusted,
+            prompt_logprobs=self._finished_prompt_logprobs(scheduled),
         )
 
-    def _sample_ragged(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> _Drawn:
-        """Of the rows that sample, in the order of the batch."""
+    def _sample_ragged(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> _LaunchedSamples:
+        """Samples for the rows whose known tokens are all computed, in the order of the batch."""
         rows = batch.sample_rows
         if not len(rows):
             none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
-            return _Drawn(*none, logprobs=None, is_adjusted=False)
+            return _LaunchedSamples(*none, logprobs=None, is_adjusted=False)
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]
         logits = self._model.compute_logits(last)
         inputs = self.rows.sampling_inputs(rows)
-        # Zeros: where launches are caught instead of run, it is used as an index with what is in it.
+        # Zeros: in kernel warm-up, which intercepts launches, these ids are used as indices without being sampled.
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
         is_adjusted = bool(self.adjustments.is_adjusted[rows].any())
         adjusted = self._adjust(logits, rows, errors) if is_adjusted else logits
         _, ok = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, self._device), token_ids=token_ids)
         del adjusted
         if is_adjusted:
-            _mark_barred(logits, token_ids, ok)
+            _mark_fully_masked(logits, token_ids, ok)
             self.adjustments.count(rows, token_ids)
         logprobs = launch_logprobs(logits, token_ids, inputs.num_logprobs) if self.is_output_rank else None
-        return _Drawn(token_ids, ok, logprobs, is_adjusted)
+        return _LaunchedSamples(token_ids, ok, logprobs, is_adjusted)
 
     def _adjust(self, logits: torch.Tensor, rows: np.ndarray, errors: dict[int, RowError]) -> torch.Tensor:
-        """[n, vocab_size] float32. Waits for earlier steps where a row has to know its tokens, and for nothing else."""
+        """-> adjusted logits [n, vocab_size] float32. Waits for earlier steps only where a row `needs_token_ids`."""
         if self.adjustments.needs_token_ids[rows].any():
-            for launched in self._followed:
+            for launched in self._unread_steps:
                 self.read(launched)
-            self._followed.clear()
+            self._unread_steps.clear()
         return self.adjustments.adjust(logits, rows, self.rows.generated, errors)
 
     # -----------------------------------------------------------------------------------------------------------
-    # When the device has done it.
+    # Reading the results.
 
     def read(self, launched: LaunchedStep) -> None:
-        """Takes the step's words from the ring, once; adds to its errors, and contains what went wrong."""
+        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
         if launched.words is not None:
             return
         words = launched.words = self.ring.take(launched.number, len(launched.rows))
         if launched.is_adjusted:
-            self._take_tokens(launched, words)
+            self._store_token_ids(launched, words)
         flagged = np.flatnonzero(words & _FLAGS)
         if not len(flagged):
             return
-        is_barred = (words[flagged] == _ALL_BARRED | BAD_LOGITS) & launched.is_adjusted
-        for place in flagged[is_barred].tolist():
+        is_masked = (words[flagged] == _ALL_MASKED | BAD_LOGITS) & launched.is_adjusted
+        for place in flagged[is_masked].tolist():
             row = int(launched.rows[place])
             launched.errors.setdefault(row, RowError(row, NO_TOKEN_LEFT))
-        broken = flagged[~is_barred]
-        for place in broken.tolist():
+        non_finite = flagged[~is_masked]
+        for place in non_finite.tolist():
             row = int(launched.rows[place])
             what = "hidden states" if words[place] & BAD_HIDDEN else "logits"
             launched.errors.setdefault(row, self._row_error(row, what))
-        if len(broken):
-            self._erase_from(launched, broken)
+        if len(non_finite):
+            self._zero_kv_since(launched, non_finite)
 
-    def _take_tokens(self, launched: LaunchedStep, words: np.ndarray) -> None:
-        """Those of rows that have to know them, unless the rows are others' by now."""
+    def _store_token_ids(self, launched: LaunchedStep, words: np.ndarray) -> None:
+        """Stores the sampled ids of rows that `needs_token_ids`, unless another request has the row by now."""
         places = launched.sampling
         rows = launched.rows[places]
-        mine = self.adjustments.needs_token_ids[rows]
-        mine &= self.rows.num_admissions[rows] == launched.admissions[places]
-        places = places[mine]
-        self.rows.token_ids[rows[mine], launched.ends[places]] = words[places] & ~_FLAGS
+        is_stored = self.adjustments.needs_token_ids[rows]
+        is_stored &= self.rows.num_admissions[rows] == launched.admissions[places]
+        places = places[is_stored]
+        self.rows.token_ids[rows[is_stored], launched.ends[places]] = words[places] & ~_FLAGS
 
     @torch.inference_mode()
-    def _erase_from(self, launched: LaunchedStep, broken: np.ndarray) -> None:
-        """Writes zeros over what the rows have written since this step began, unless they are others' by now."""
-        rows, starts = launched.rows[broken], launched.starts[broken]
+    def _zero_kv_since(self, launched: LaunchedStep, places: np.ndarray) -> None:
+        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another
+        request has the row by now."""
+        rows, starts = launched.rows[places], launched.starts[places]
         counts = self.rows.num_computed_tokens[rows] - starts
-        mine = (self.rows.num_admissions[rows] == launched.admissions[broken]) & (counts > 0)
-        if mine.any():
-            self._erase(InputBatch.gather(self.rows, rows[mine], counts[mine], self._device, starts=starts[mine]))
+        is_current = (self.rows.num_admissions[rows] == launched.admissions[places]) & (counts > 0)
+        if is_current.any():
+            rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
+            self._zero_kv(InputBatch.gather(self.rows, rows, counts, self._device, starts=starts))
 
 
 class LaunchedOutput:
-    """The `PendingOutput` of one message."""
+    """The `PendingOutput` of one message's steps."""
 
     def __init__(self, runner: GPUModelRunner, step: int, num_scheduled: int) -> None:
         self._runner, self._step, self._num_scheduled = runner, step, num_scheduled
@@ -316,12 +318,12 @@ class LaunchedOutput:
         return not self.launched or self._runner.ring.is_over(self.launched[-1].number)
 
     def read(self, num_steps: int) -> None:
-        """The first `num_steps` of them, where that is not below 1; waits."""
+        """Waits for and reads the first `num_steps` steps; none if it is below 1."""
         for launched in self.launched[: max(0, num_steps)]:
             self._runner.read(launched)
 
     def result(self) -> ModelRunnerOutput | None:
-        """None on all ranks but one. Raises RuntimeError where the device failed."""
+        """The output on rank 0, None on the others. Raises RuntimeError where the device failed."""
         self.read(len(self.launched))
         if not self._runner.is_output_rank:
             return None
@@ -329,18 +331,18 @@ class LaunchedOutput:
         return make_output(self._step, self._num_scheduled, steps, self.errors)
 
 
-def _mark_barred(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
-    """token_ids [n] of rows that are not ok tell whether the model's logits [n, vocab_size] are to blame, or what was
-    made of them."""
+def _mark_fully_masked(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+    """Sets token_ids [n] of rows that are not ok to `_ALL_MASKED` where the model's logits [n, vocab_size] are finite,
+    so that the adjustments masked every token; else to 0."""
     was_finite = torch.isfinite(logits.amax(dim=-1))  # NaN is the largest
-    token_ids.copy_(torch.where(ok, token_ids, was_finite * _ALL_BARRED))
+    token_ids.copy_(torch.where(ok, token_ids, was_finite * _ALL_MASKED))
 
 
-def _decodes_first(scheduled: np.ndarray, counts: np.ndarray | None, is_decode: np.ndarray) -> _Order:
+def _decodes_first(scheduled: np.ndarray, counts: np.ndarray | None, is_decode: np.ndarray) -> _BatchOrder:
     num_decodes = int(np.count_nonzero(is_decode))
     if num_decodes in (0, len(scheduled)) or is_decode[:num_decodes].all():
-        return _Order(scheduled, counts, num_decodes, None)
+        return _BatchOrder(scheduled, counts, num_decodes, None)
     order = np.argsort(~is_decode, kind="stable")
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    return _Order(scheduled[order], None if counts is None else counts[order], num_decodes, back)
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return _BatchOrder(scheduled[order], None if counts is None else counts[order], num_decodes, inverse)

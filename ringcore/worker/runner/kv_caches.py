@@ -1,4 +1,4 @@
-"""Who reads the pages that the planner decided on, and their memory, layer by layer, as the backends want them."""
+"""Chooses the attention backend of each KV cache group, and allocates the KV cache tensors in the backends' layouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def page_dtype(spec: KVCacheSpec) -> torch.dtype:
-    """Of keys and values as layers of `spec` store them."""
+    """The dtype of the keys and values of layers of `spec`."""
     return _DTYPES[spec.dtype]
 
 
@@ -36,14 +36,16 @@ def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[
 def choose_backends(
     name: str, config: KVCacheConfig, layers: Sequence[Attention], platform: Platform
 ) -> list[AttentionBackend]:
-    """By group, for the plan's specs: what a layer reported may have become another there. name: the engine option
-    attention_backend. Raises `ConfigError` where no backend can serve a group."""
+    """The backend of each group, for the plan's specs, which may differ from those that the layers reported. name: the
+    engine option attention_backend. Raises `ConfigError` where no backend can serve a group."""
     specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
     backends = []
     for index, spec in enumerate(specs):
         (num_heads,) = {layer.num_heads for layer, group in zip(layers, of_layer, strict=True) if group == index}
-        neighbours = specs[:index] + specs[index + 1 :]
-        backends.append(choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, neighbours))
+        sharing_specs = specs[:index] + specs[index + 1 :]
+        backends.append(
+            choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, sharing_specs)
+        )
     return backends
 
 
@@ -53,10 +55,10 @@ def allocate_kv_caches(
     backends: Sequence[AttentionBackend],  # by group
     platform: Platform,
 ) -> tuple[torch.Tensor, ...]:
-    """One zero-filled tensor a layer, in the order of `layers`: what `ForwardContext.kv_caches` takes.
+    """One zero-filled tensor per layer, in the order of `layers`: `ForwardContext.kv_caches`.
 
-    The i-th layers of all groups have the same memory, each in the shape that its group's backend wants.
-    Raises `CapacityError` where the device does not have the memory, before anything is allocated.
+    The i-th layers of all groups share memory, each viewed in the shape of its group's backend.
+    Raises `CapacityError` where the device lacks the memory, before anything is allocated.
     """
     assert [group.spec for group in config.groups] == [backend.spec for backend in backends]
     free = platform.free_memory_bytes()
@@ -74,13 +76,13 @@ def allocate_kv_caches(
     by_name = {
         name: tensor.view(shape)
         for group, shape in zip(config.groups, shapes, strict=True)
-        for name, tensor in zip(group.layer_names, tensors, strict=False)  # the shorter groups leave the last ones
+        for name, tensor in zip(group.layer_names, tensors, strict=False)  # shorter groups do not use the last tensors
     }
     return tuple(by_name[layer.name] for layer in layers)
 
 
 def _tensors(shape: tuple[int, ...], dtype: torch.dtype, count: int, platform: Platform) -> list[torch.Tensor]:
-    """`count` tensors in one piece of memory."""
+    """`count` tensors in one allocation."""
     num_bytes = math.prod(shape) * dtype.itemsize
     stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     memory = platform.allocate(stride * count, "kv_cache")

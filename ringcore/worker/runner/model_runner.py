@@ -1,4 +1,4 @@
-"""Runs steps: the delta into the rows, the rows into a batch, the batch through the model, a token for each row."""
+"""Runs steps: applies the delta to the persistent batch, gathers an input batch, runs the model, samples."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """A model with its weights on this rank's device.
 
-    tensors: the model's, by `Weight.name`, where they have a place that stays, and so may get new contents; None where
-    the model holds them packed.
+    tensors: the model's, by `Weight.name`, where their addresses are fixed, so that a weight update can overwrite them;
+    None where the model holds them packed.
     """
 
     model: CausalLM
@@ -54,20 +54,20 @@ class LoadedModel:
     def load(
         cls, config: EngineConfig, platform: Platform, tp: TensorParallel, allocated: Callable[[], None] | None = None
     ) -> LoadedModel:
-        """allocated: called once the weights have their place, which they are read to after that; never where they have
-        none that stays. Raises `ModelLoadError` where the checkpoint does not fit the model."""
+        """allocated: called when the weights' memory is allocated, before they are read into it; never called for
+        packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
         start = time.monotonic()
         spec = config.model.spec
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
         model = model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
         weights = model.weights()
-        # A CPU's are packed one by one, and dropped: they have no place that stays, unless they need one to sleep.
+        # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
         allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
         with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
             final = tensors.final
-            model.bind(tensors, stay=final is not None)
+            model.bind(tensors, updatable=final is not None)
         platform.synchronize()
         return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start, final)
 
@@ -83,11 +83,11 @@ def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_byte
 
 
 class ModelRunner:
-    """One rank's model, pages and rows. Steps are executed in the order in which they come; a row's input is then the
-    row's own last token, so a step may be scheduled before the tokens of the one before it are known to anyone else.
+    """One rank's model, KV cache and persistent batch. Steps are executed in order, and a row's next input is its own
+    last token, so the scheduler may schedule a step before it knows the tokens of the previous one (async scheduling).
 
-    Every rank samples, and all sample the same: their logits have the same bits, and a draw depends on the row's seed
-    and the token's position. So no rank has to tell another what it drew.
+    Every rank samples the same tokens: logits are bitwise equal on all ranks, and sampling uses a counter-based RNG of
+    the row's seed and the token's position. So no rank broadcasts its samples.
     """
 
     adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
@@ -113,9 +113,9 @@ class ModelRunner:
         self._kv_cache_config = kv_cache_config
 
     def warm_up(self) -> None:
-        """A prompt of one token, so that what the libraries set up lazily is not set up in the first request.
+        """Runs a prompt of one token, so that libraries do their lazy initialization before the first request.
 
-        It leaves a token in block 1, which the block's first owner overwrites as it would any old one.
+        It leaves a token in block 1, which the first request that gets the block overwrites.
         """
         if self._kv_cache_config.max_model_len < 2:
             return
@@ -148,16 +148,16 @@ class ModelRunner:
 
     @property
     def num_graphs_left(self) -> int:
-        """CUDA graphs that steps may come to need and that are not there."""
+        """CUDA graphs that are not captured yet."""
         return 0
 
     def capture_graph(self) -> None:
-        """Captures one of those that are left, the largest first; between steps. With other ranks all must do so
-        together: what it runs is a step."""
+        """Captures one of the missing graphs, the largest first; called between steps, on all ranks together, since the
+        warm-up run before a capture is a step with collectives."""
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
-        """One message, of one step or several; the output on rank 0, None on the others."""
+        """Executes the one or several steps of a message; the output on rank 0, None on the others."""
         self.rows.apply(step)
         scheduled = self.rows.scheduled
         steps: list[SampledRows] = []
@@ -170,25 +170,25 @@ class ModelRunner:
     def _execute_one(
         self, scheduled: np.ndarray, num_scheduled_tokens: np.ndarray | None, errors: dict[int, RowError]
     ) -> SampledRows:
-        """Adds to `errors`, by row. A row with an error goes on: steps that have it may be on their way."""
+        """Adds to `errors`, by row. A row with an error still advances: steps in flight may contain it."""
         batch = InputBatch.gather(self.rows, scheduled, num_scheduled_tokens, self._device)
         hidden = self._forward(batch)
-        self._contain(batch, scheduled, num_scheduled_tokens, hidden, errors)
-        self._take_prompts(batch, scheduled, hidden)
+        self._isolate_non_finite(batch, scheduled, num_scheduled_tokens, hidden, errors)
+        self._take_prompt_logprobs(batch, scheduled, hidden)
         self.rows.advance(scheduled, num_scheduled_tokens)
-        self.adjustments.tell_failed(scheduled, errors)
+        self.adjustments.report_failed(scheduled, errors)
         sampled = self._sample(batch, hidden, errors)
-        return sampled._replace(prompt_logprobs=self._finished_prompts(scheduled))
+        return sampled._replace(prompt_logprobs=self._finished_prompt_logprobs(scheduled))
 
-    def _take_prompts(self, batch: InputBatch, scheduled: np.ndarray, hidden: torch.Tensor) -> None:
-        """Of the step whose tokens are not counted as computed yet."""
+    def _take_prompt_logprobs(self, batch: InputBatch, scheduled: np.ndarray, hidden: torch.Tensor) -> None:
+        """Called before the step's tokens are counted as computed."""
         if self._prompt_logprobs:
             starts = self.rows.num_computed_tokens[scheduled]
             places, known = batch.query_start_loc_cpu, self.rows.token_ids
             self._prompt_logprobs.take(hidden, scheduled, starts, places, known, self.is_output_rank)
 
-    def _finished_prompts(self, scheduled: np.ndarray) -> Sequence[LaunchedPromptLogprobs]:
-        """Of the step whose tokens have just been counted as computed."""
+    def _finished_prompt_logprobs(self, scheduled: np.ndarray) -> Sequence[LaunchedPromptLogprobs]:
+        """Called after the step's tokens were counted as computed."""
         if not self._prompt_logprobs:
             return ()
         return self._prompt_logprobs.finished(scheduled, self.rows.num_computed_tokens[scheduled], self.is_output_rank)
@@ -214,7 +214,7 @@ class ModelRunner:
         if is_adjusted:
             self.adjustments.count(rows, sampled.token_ids)
         token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
-        self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may already have them
+        self.rows.append_tokens(rows, token_ids)  # also of rows with an error: the next step may be scheduled
         if not self.is_output_rank:
             return SampledRows(rows, token_ids, None)
         for place in np.flatnonzero(~sampled.ok).tolist():
@@ -224,9 +224,9 @@ class ModelRunner:
         return SampledRows(rows, token_ids, token_logprobs(logits, sampled.token_ids, inputs.num_logprobs))
 
     # -----------------------------------------------------------------------------------------------------------
-    # A request whose numbers overflow ends alone.
+    # Isolation of requests with non-finite values.
 
-    def _contain(
+    def _isolate_non_finite(
         self,
         batch: InputBatch,
         scheduled: np.ndarray,
@@ -234,31 +234,31 @@ class ModelRunner:
         hidden: torch.Tensor,
         errors: dict[int, RowError],
     ) -> None:
-        """Finds the rows with a hidden state [num_tokens, hidden_size] that is not finite, and erases what they wrote.
+        """Finds rows with a non-finite hidden state [num_tokens, hidden_size], and zeroes their keys and values.
 
-        A token's keys and values flow into its own hidden state, so this sees what must not stay in a page: another
-        request may get the block next, and attention needs finite numbers even in the places that it masks.
+        A token's keys and values flow into its own hidden state, so this check covers the KV cache: another request may
+        get the block next, and attention needs finite values even at the positions that it masks.
         """
         if torch.isfinite(hidden.sum(dtype=torch.float32)):
             return
         finite = torch.isfinite(hidden).all(dim=-1).cpu().numpy()
-        broken = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
-        if not broken.any():
+        non_finite = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
+        if not non_finite.any():
             return
-        counts = None if num_scheduled_tokens is None else num_scheduled_tokens[broken]
-        self._erase(InputBatch.gather(self.rows, scheduled[broken], counts, self._device))
-        for row in scheduled[broken].tolist():
+        counts = None if num_scheduled_tokens is None else num_scheduled_tokens[non_finite]
+        self._zero_kv(InputBatch.gather(self.rows, scheduled[non_finite], counts, self._device))
+        for row in scheduled[non_finite].tolist():
             errors.setdefault(row, self._row_error(row, "hidden states"))
 
-    def _erase(self, batch: InputBatch) -> None:
-        """Writes zeros where the tokens of `batch` have their keys and values, the way any backend writes them."""
+    def _zero_kv(self, batch: InputBatch) -> None:
+        """Zeroes the keys and values of the tokens of `batch`, by the write path that every backend has."""
         groups, layers = self._plan(batch), self._model.attention_layers
         for layer, index, kv_cache in zip(layers, self._group_of_layer, self._kv_caches, strict=True):
             group = groups[index]
             num_tokens = group.metadata.num_tokens
             query = kv_cache.new_zeros(num_tokens, layer.num_heads, layer.head_size)
-            none = kv_cache.new_zeros(num_tokens, layer.num_kv_heads, layer.head_size)
-            group.backend.forward(query, none, none, kv_cache, group.metadata, group.plan, layer.scale)
+            zeros = kv_cache.new_zeros(num_tokens, layer.num_kv_heads, layer.head_size)
+            group.backend.forward(query, zeros, zeros, kv_cache, group.metadata, group.plan, layer.scale)
 
     def _row_error(self, row: int, what: str) -> RowError:
         return RowError(

@@ -1,1 +1,1 @@
-"""What happens once: the device context, kernels compiled ahead, the profile run and the memory budget."""
+"""One-time start-up work: the device context, kernel warm-up, the profile run and the memory budget."""

@@ -1,4 +1,4 @@
-"""A GPU's context, made while Python imports torch: both take up to a second or two, and neither needs the other."""
+"""Creates a GPU's primary context while Python imports torch: both take up to two seconds and are independent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["begin_gpu_context"]
 
 
 def begin_gpu_context(index: int, library: str = "libcuda.so.1") -> threading.Thread:
-    """Has CUDA's driver make the context of GPU `index` that everything in this process will use, in a daemon thread.
+    """Creates the primary context of GPU `index`, which this whole process shares, in a daemon thread.
 
-    It is only time that this saves: where there is no driver or no such GPU nothing happens, and torch says why.
+    An optimization only: without a driver or such a GPU it does nothing, and torch reports the error later.
     """
     thread = threading.Thread(target=_retain, args=(index, library), name="gpu context", daemon=True)
     thread.start()
@@ -20,9 +20,9 @@ def begin_gpu_context(index: int, library: str = "libcuda.so.1") -> threading.Th
 
 
 def _retain(index: int, library: str) -> None:
-    """CUDA driver API, "Primary context management". It is held until the process ends, as torch would hold it."""
+    """CUDA driver API, "Primary context management". The context is retained until the process ends, as torch does."""
     try:
-        driver: Any = ctypes.CDLL(library)  # its calls leave the interpreter to others
+        driver: Any = ctypes.CDLL(library)  # its calls release the GIL
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()

@@ -1,8 +1,8 @@
-"""Runs the largest steps once before there are pages, to see what they take of the device.
+"""The profile run: dummy runs of the largest steps before the KV cache is allocated, to measure their peak memory.
 
-Every token has its slot in the null block, and every context is made of it: pages of one block hold any number of
-sequences, whose numbers mean nothing. So the run is as long as one step, and what it compiles and sets up the first
-request need not wait for.
+Every token has its slot in the null block, and every block table refers to it: a KV cache of one block serves any
+number of sequences, with meaningless results. So the run takes as long as one step, and the kernels that it compiles
+and the libraries that it initializes do not delay the first request.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 __all__ = ["profile_steps"]
 
 _WARM_UP_TOKENS = 256
-_PROMPT_LOGPROBS = 20  # of each position; where more are asked for, fewer positions are taken together
+_PROMPT_LOGPROBS = 20  # per position; with more of them, fewer positions are computed at once
 
 
 @torch.inference_mode()
 def profile_steps(
     config: EngineConfig, model: CausalLM, specs: Mapping[str, KVCacheSpec], platform: Platform
 ) -> StepPeaks:
-    """What the largest step takes, and the largest of single tokens. All ranks must call it together.
+    """The peak memory of the largest step and of the largest decoding step. All ranks must call it together.
 
-    specs: of the model's attention layers, by name. Raises `CapacityError` where the device does not have it.
+    specs: of the model's attention layers, by name. Raises `CapacityError` where a step does not fit.
     """
     run = _ProfileRun(config, model, specs, platform)
     max_num_seqs, max_len = config.scheduler.max_num_seqs, config.model.context_len
     num_tokens = min(config.scheduler.token_budget, max_num_seqs * max_len)
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
-    # A decoding step has one that samples, and one that ends with the logits.
+    # A decoding size has two graphs: a whole step, and one that ends with the logits.
     num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.token_budget))
     single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
     try:
-        run.step(single)  # sets the libraries up: what that takes stays, and is no part of a step
+        run.step(single)  # initializes libraries, whose workspaces persist and are not part of a step's peak
         run.step(np.minimum(prompts[:1], _WARM_UP_TOKENS))
         return StepPeaks(
             largest_bytes=platform.peak_bytes(lambda: run.step(prompts)),
@@ -83,8 +83,8 @@ class _ProfileRun:
         self._kv_caches = tuple(pages[group] for group in self._group_of_layer)
 
     def step(self, lens: np.ndarray) -> None:
-        """A step of whole sequences of lens[i] tokens, and a token sampled for as many as can be, with all there is to
-        sampling. lens: [num_seqs] int32."""
+        """A dummy run of whole sequences of lens[i] tokens, sampling for as many rows as possible, with filters,
+        logprobs and prompt logprobs. lens: [num_seqs] int32."""
         num_tokens, device = int(lens.sum()), self._device
         starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
         positions = torch.from_numpy(np.arange(num_tokens) - np.repeat(starts[:-1], lens).astype(np.int64)).to(device)
@@ -103,9 +103,9 @@ class _ProfileRun:
         del adjusted
         token_logprobs(logits, token_ids, inputs.num_logprobs)
         del logits
-        piece = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
-        of_prompt = self._model.compute_logits(piece)
-        logprob_tensors(of_prompt, torch.zeros(len(piece), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
+        chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
+        prompt_logits = self._model.compute_logits(chunk)
+        logprob_tensors(prompt_logits, torch.zeros(len(chunk), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
 
 
 def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torch.Tensor) -> AttentionMetadata:
@@ -123,7 +123,7 @@ def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torc
 
 
 def _sampling_inputs(n: int) -> SamplingInputs:
-    """Each row drawn, filtered and with its log-probability."""
+    """Every row sampled with filters and its log-probability."""
     return SamplingInputs(
         temperature=np.ones(n, dtype=np.float32),
         top_k=np.full(n, 50, dtype=np.int32),
@@ -132,6 +132,6 @@ def _sampling_inputs(n: int) -> SamplingInputs:
         seed=np.arange(n, dtype=np.int64),
         position=np.ones(n, dtype=np.int64),
         num_logprobs=np.zeros(n, dtype=np.int32),
-        barred_rows=np.zeros(0, dtype=np.int64),
-        barred_ids=np.zeros(0, dtype=np.int64),
+        masked_rows=np.zeros(0, dtype=np.int64),
+        masked_ids=np.zeros(0, dtype=np.int64),
     )

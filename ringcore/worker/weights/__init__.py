@@ -1,1 +1,1 @@
-"""Where a rank's weights come from: a checkpoint, shared memory, or a broadcast from another process."""
+"""Sources of a weight update: checkpoint files, shared memory (IPC handles), or a trainer's broadcasts."""

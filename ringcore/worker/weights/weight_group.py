@@ -1,9 +1,9 @@
-"""Tensors broadcast by a trainer to the workers of an engine, one after the other.
+"""A process group in which a trainer broadcasts tensors to the workers of an engine.
 
-The ranks meet at a store that rank 0, the trainer, keeps at an address and port of its choice; whoever reaches the port
-can join, so it is one of this host or of a private network. Then each tensor goes from rank 0 to all others in pieces
-of whole rows, of at most 64 MiB: neither side needs memory for more, however large a tensor is. What a tensor's name,
-shape and dtype are is told beside it (`WeightGroup.describe`), in the order of sending.
+The ranks rendezvous at a TCP store that rank 0, the trainer, opens at an address and port of its choice; any process
+that reaches the port can join, so bind it to this host or a private network. Each tensor is then broadcast from rank 0
+in chunks of whole rows, of at most 64 MiB, which bounds the memory on both sides. Names, shapes and dtypes are sent on
+the control channel (`WeightGroup.describe`), in the order of the broadcasts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _RETRY_S = 0.05
 
 
 class Broadcaster(ABC):
-    """How bytes go from rank 0 to all others. Raises RuntimeError where they do not arrive in time."""
+    """Broadcasts bytes from rank 0 to all others. Raises RuntimeError after the timeout."""
 
-    device: torch.device  # where they must lie
+    device: torch.device  # of the buffers
 
     @abstractmethod
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """buffer: [n] uint8, sent by rank 0 and received by the others; returns when it is done."""
+        """buffer: [n] uint8, sent by rank 0, received by the others. Synchronous."""
 
     @abstractmethod
     def close(self) -> None:
@@ -85,15 +85,15 @@ class _Nccl(Broadcaster):
 
 
 class BroadcastGroup:
-    """One rank among `world_size`; rank 0 sends. Where anything fails the group is closed, on this rank, and the others
-    see it when they send or receive next. Every method raises `InvalidRequestError` that says what failed."""
+    """One rank of `world_size`; rank 0 sends. On any failure this rank closes its side of the group, and the others
+    fail at their next send or receive. Every method raises `InvalidRequestError` that says what failed."""
 
     def __init__(
         self, address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float, device: torch.device
     ) -> None:
-        """Rank 0 opens its port at `address`, 0 for any; the others look for nobody before `connect`.
+        """Rank 0 listens on `port` of `address` (0: any free port); the others do nothing before `connect`.
 
-        timeout_s: of `connect`, and of each piece. device: where a rank's tensors of "nccl" lie, a GPU.
+        timeout_s: of `connect`, and of each chunk. device: a rank's GPU, for "nccl".
         """
         _check_arguments(address, port, world_size, rank, backend, timeout_s, device)
         self._address, self._size, self._rank, self._backend = address, world_size, rank, backend
@@ -106,14 +106,14 @@ class BroadcastGroup:
             self._listen(port)
 
     def _listen(self, port: int) -> None:
-        """A store would listen on every address of the host; so it is given a socket that listens on one."""
+        """Passes the store a listening socket: by itself it would listen on every address of the host."""
         try:
             family = socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((self._address, port), family=family, backlog=128)
         except OSError as error:
-            raise self._failed(f"cannot listen there: {error.strerror or error}") from error
+            raise self._error(f"cannot listen there: {error.strerror or error}") from error
         self.port = listener.getsockname()[1]
-        # The descriptor is the store's from here on.
+        # The store owns the file descriptor from here on.
         self._store = self._open_store(is_master=True, master_listen_fd=listener.detach())
 
     def _open_store(self, **options: Any) -> Any:
@@ -121,32 +121,32 @@ class BroadcastGroup:
         return TCPStore(self._address, self.port, None, timeout=timeout, wait_for_workers=False, **options)
 
     def connect(self) -> None:
-        """Returns when all ranks are here and connected. Idempotent."""
+        """Returns when all ranks have joined and connected. Idempotent."""
         if self._broadcaster is not None:
             return
         deadline = time.monotonic() + self._timeout_s
         try:
             if self._store is None:
-                self._reach(deadline)
+                self._wait_for_port(deadline)
                 self._store = self._open_store(is_master=False)
             store = PrefixStore("ringcore/weights", self._store)
-            self._meet(store, deadline)
+            self._wait_for_ranks(store, deadline)
             self._broadcaster = self._new_broadcaster(store)
         except (RuntimeError, OSError) as error:  # torch's errors of stores and of groups are RuntimeErrors
             self.close()
-            raise self._failed(f"not joined: {_first_line(error)}") from error
+            raise self._error(f"not joined: {_first_line(error)}") from error
         except InvalidRequestError:
             self.close()
             raise
 
-    def _reach(self, deadline: float) -> None:
-        """Waits for rank 0's port by ourselves: the store's own attempts fill the log with stacks."""
+    def _wait_for_port(self, deadline: float) -> None:
+        """Polls rank 0's port: the store's own retries fill the log with stack traces."""
         while True:
             try:
                 socket.create_connection((self._address, self.port), max(0.01, deadline - time.monotonic())).close()
             except OSError as error:
                 if time.monotonic() + _RETRY_S >= deadline:
-                    raise self._failed(
+                    raise self._error(
                         f"rank 0 did not listen there within {self._timeout_s:g} s ({error.strerror or error}); make "
                         "the trainer's WeightGroup first"
                     ) from error
@@ -154,17 +154,17 @@ class BroadcastGroup:
             else:
                 return
 
-    def _meet(self, store: Any, deadline: float) -> None:
-        """NCCL connects without a word on who is absent: so all say here that they are there, and wait for the rest."""
-        mine = f"joined/{self._rank}"
-        if store.add(mine, 1) != 1:
-            raise self._failed(
+    def _wait_for_ranks(self, store: Any, deadline: float) -> None:
+        """A barrier that names missing ranks, which NCCL's own does not."""
+        own_key = f"joined/{self._rank}"
+        if store.add(own_key, 1) != 1:
+            raise self._error(
                 f"rank {self._rank} is taken; every rank joins once, as another one of 0 to {self._size - 1}"
             )
-        while absent := [rank for rank in range(self._size) if not store.add(f"joined/{rank}", 0)]:
+        while missing := [rank for rank in range(self._size) if not store.add(f"joined/{rank}", 0)]:
             if time.monotonic() >= deadline:
-                store.add(mine, -1)
-                raise self._failed(f"ranks {absent} did not join within {self._timeout_s:g} s")
+                store.add(own_key, -1)
+                raise self._error(f"ranks {missing} did not join within {self._timeout_s:g} s")
             time.sleep(_RETRY_S)
 
     def _new_broadcaster(self, store: Any) -> Broadcaster:
@@ -173,7 +173,7 @@ class BroadcastGroup:
         return _Nccl(store, self._rank, self._size, self._device, self._timeout_s)
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Rank 0: broadcasts them in their order, having connected if it has not."""
+        """On rank 0: broadcasts the tensors in order; connects first if necessary."""
         assert self._rank == 0, self._rank
         self.connect()
         for name, tensor in tensors.items():
@@ -182,13 +182,13 @@ class BroadcastGroup:
                 self._broadcast(name, rows.view(torch.uint8).flatten())
 
     def receive(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """The others: (the number of the first row, rows [n, ...]) of the next tensor, piece by piece. A piece is valid
-        until the next one is asked for."""
+        """On other ranks: yields the next tensor in chunks (index of the first row, rows [n, ...]). A chunk is valid
+        until the next one is requested."""
         for first, end in row_pieces(shape, dtype.itemsize, _PIECE_BYTES):
             rows = torch.Size((end - first, *shape[1:]))
-            piece = self._room(rows.numel() * dtype.itemsize)
-            self._broadcast(name, piece)
-            yield first, piece.view(dtype).view(rows)
+            chunk = self._receive_buffer(rows.numel() * dtype.itemsize)
+            self._broadcast(name, chunk)
+            yield first, chunk.view(dtype).view(rows)
 
     @property
     def _joined(self) -> Broadcaster:
@@ -196,8 +196,8 @@ class BroadcastGroup:
             raise InvalidRequestError("no group is joined; join one first", field="method", value="join_weight_group")
         return self._broadcaster
 
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 that is used again and again."""
+    def _receive_buffer(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8, reused for every chunk."""
         if self._buffer is None or len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._joined.device)
         return self._buffer[:num_bytes]
@@ -207,7 +207,7 @@ class BroadcastGroup:
             self._joined.broadcast(buffer)
         except RuntimeError as error:
             self.close()
-            raise self._failed(
+            raise self._error(
                 f"tensor {name!r} was not broadcast: {_first_line(error)}; a rank has ended, failed or waits for "
                 "another tensor: join a new group"
             ) from error
@@ -219,7 +219,7 @@ class BroadcastGroup:
         if broadcaster is not None:
             broadcaster.close()
 
-    def _failed(self, what: str) -> InvalidRequestError:
+    def _error(self, what: str) -> InvalidRequestError:
         where = f"weight group at {self._address}:{self.port}, rank {self._rank} of {self._size}"
         return InvalidRequestError(f"{where}: {what}", field="address", value=f"{self._address}:{self.port}")
 
@@ -244,7 +244,7 @@ def _check_arguments(
 
 
 def _own_address(address: str) -> str:
-    """This host's address as `address` sees it: that of the way there."""
+    """This host's address on the route to `address`."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     found = str(target[0])
     if ipaddress.ip_address(found.partition("%")[0]).is_loopback:

@@ -1,4 +1,4 @@
-"""Where new weights come from: files, memory that another process shares, or a trainer's broadcasts."""
+"""The sources of a weight update: files, another process's GPU memory (CUDA IPC handles), or a trainer's broadcasts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["WeightReceiver"]
 
 
 class FilesSource(msgspec.Struct, frozen=True, tag="files", tag_field="kind", forbid_unknown_fields=True):
-    """A safetensors file, or a folder of them. A file in memory has a path too: /proc/PID/fd/N of a memfd."""
+    """A safetensors file, or a folder of them; /proc/PID/fd/N for a memfd."""
 
     path: str
 
@@ -36,14 +36,14 @@ class GroupTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in another process's memory of a GPU: what `UntypedStorage._share_cuda_` gives of its storage, and its
-    place there."""
+    """A tensor in another process's GPU memory: the CUDA IPC handle of its storage, as from
+    `UntypedStorage._share_cuda_`, and its view of the storage."""
 
     name: str
     dtype: str
     shape: list[int]
     stride: list[int]
-    offset: int  # in elements, from the beginning of the storage
+    offset: int  # in elements, from the start of the storage
     gpu: str  # its UUID
     pid: int  # of the process that shares it
     handle: bytes
@@ -56,19 +56,19 @@ class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IpcSource(msgspec.Struct, frozen=True, tag="ipc", tag_field="kind", forbid_unknown_fields=True):
-    """Of a name that comes several times, each rank takes the tensor of its own GPU."""
+    """Where a name occurs several times, each rank uses the tensor on its own GPU."""
 
     tensors: list[IpcTensor]
 
 
 class GroupSource(msgspec.Struct, frozen=True, tag="group", tag_field="kind", forbid_unknown_fields=True):
-    """Broadcast in this order by rank 0 of the group that was joined."""
+    """Tensors that rank 0 of the joined group broadcasts in this order."""
 
     tensors: list[GroupTensor]
 
 
 class WeightReceiver:
-    """One rank's side of new weights: the update under way, and the group by which some come."""
+    """One rank's side of a weight update: the update in progress, and the joined broadcast group."""
 
     def __init__(self) -> None:
         self._update: WeightUpdate | None = None
@@ -76,7 +76,7 @@ class WeightReceiver:
 
     @torch.inference_mode()
     def start(self, loaded: LoadedModel) -> None:
-        """Begins an update; one that was begun is forgotten, what it wrote stays. Raises `InvalidRequestError`."""
+        """Starts an update; an unfinished one is abandoned, but what it wrote stays. Raises `InvalidRequestError`."""
         if loaded.tensors is None:
             raise InvalidRequestError(
                 "the weights are packed for the CPU's kernels and cannot be replaced; start the engine with "
@@ -88,8 +88,8 @@ class WeightReceiver:
 
     @torch.inference_mode()
     def receive(self, source: dict[str, Any], platform: Platform) -> dict[str, float]:
-        """One chunk; -> "num_tensors", "num_bytes" written on this rank, "seconds". Raises `InvalidRequestError`; what
-        came before what is wrong stays written."""
+        """Applies one chunk; -> "num_tensors", "num_bytes" written on this rank, "seconds". Raises
+        `InvalidRequestError`; tensors before the faulty one stay written."""
         started, update = time.monotonic(), self._started()
         try:
             kind = msgspec.convert(source, FilesSource | IpcSource | GroupSource)
@@ -114,7 +114,7 @@ class WeightReceiver:
     @torch.inference_mode()
     def finish(self, require_all: bool, loaded: LoadedModel, platform: Platform) -> dict[str, float]:
         """-> "num_tensors" of the whole update, "seconds" of this call. require_all: raises `InvalidRequestError` where
-        a tensor of the model has not come; it may come yet."""
+        a tensor of the model is missing; the update then stays open for it."""
         started, update = time.monotonic(), self._started()
         if require_all:
             update.check_complete()
@@ -126,14 +126,14 @@ class WeightReceiver:
     def _started(self) -> WeightUpdate:
         if self._update is None:
             raise InvalidRequestError(
-                "no update of the weights is under way; call start_weight_update first",
+                "no weight update is in progress; call start_weight_update first",
                 field="method",
                 value="start_weight_update",
             )
         return self._update
 
     def join(self, group: BroadcastGroup) -> None:
-        """Connects, and leaves the group that was joined before."""
+        """Connects, and leaves the previous group."""
         self.leave()
         group.connect()
         self._group = group
@@ -166,7 +166,7 @@ class WeightReceiver:
                     for _ in pieces:
                         pass
         except BaseException:
-            self.leave()  # the sender shall not wait for who does not listen
+            self.leave()  # so that the sender does not wait for this rank
             raise
         return sum(wanted), num_bytes
 
@@ -195,27 +195,27 @@ def _from_ipc(tensors: Sequence[IpcTensor], update: WeightUpdate, device: torch.
     left = deque(tensor for tensor in tensors if tensor.gpu == gpu)
     num_tensors = num_bytes = 0
     try:
-        _check_are_here(tensors, left, gpu)
+        _check_reachable(tensors, left, gpu)
         dtypes = {tensor.name: _dtype(tensor.name, tensor.dtype) for tensor in left}
         wanted = {tensor.name for tensor in left if update.check(tensor.name, tensor.shape)}
         while left:
             tensor = left.popleft()
             if tensor.name not in wanted:
-                _let_go(tensor, device)
+                _release_handle(tensor, device)
                 continue
-            opened = _opened(tensor, dtypes[tensor.name], device)
+            opened = _open_handle(tensor, dtypes[tensor.name], device)
             num_tensors, num_bytes = num_tensors + 1, num_bytes + update.take(tensor.name, opened)
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # before its owner may write there again
+                torch.cuda.current_stream(device).synchronize()  # before the owner may overwrite it
             del opened
     finally:
         for tensor in left:
-            _let_go(tensor, device)
+            _release_handle(tensor, device)
     return num_tensors, num_bytes
 
 
-def _check_are_here(tensors: Sequence[IpcTensor], here: Collection[IpcTensor], gpu: str | None) -> None:
-    names = {tensor.name for tensor in here}
+def _check_reachable(tensors: Sequence[IpcTensor], on_gpu: Collection[IpcTensor], gpu: str | None) -> None:
+    names = {tensor.name for tensor in on_gpu}
     for tensor in tensors:
         if tensor.name not in names:
             where = "this rank computes on a CPU" if gpu is None else f"this rank's is {gpu}"
@@ -234,8 +234,8 @@ def _check_are_here(tensors: Sequence[IpcTensor], here: Collection[IpcTensor], g
             )
 
 
-def _opened(tensor: IpcTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A view of the other process's memory; it is closed, and the other told, when the last view is gone."""
+def _open_handle(tensor: IpcTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A view of the other process's memory; the last view closes the handle and drops the owner's reference."""
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index,
         tensor.handle,
@@ -250,8 +250,8 @@ def _opened(tensor: IpcTensor, dtype: torch.dtype, device: torch.device) -> torc
     return view.set_(storage, tensor.offset, tensor.shape, tensor.stride)
 
 
-def _let_go(tensor: IpcTensor, device: torch.device) -> None:
-    """Tells the other process that its memory is not looked at: each handle is opened or let go, once."""
+def _release_handle(tensor: IpcTensor, device: torch.device) -> None:
+    """Decrements the owner's reference count of an unopened handle: each handle is opened or released exactly once."""
     if device.type == "cuda":
         torch.UntypedStorage._release_ipc_counter_cuda(tensor.ref_counter, tensor.ref_counter_offset)
 

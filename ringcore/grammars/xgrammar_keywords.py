@@ -1,6 +1,6 @@
-"""What of a JSON schema xgrammar would leave out without a word: it is refused here instead, or said in other words.
+"""The JSON schema keywords that xgrammar would ignore silently: they are refused here, or rewritten.
 
-What no library keeps is refused before, by `ringcore.grammars.json_schemas`."""
+`ringcore.grammars.json_schemas` has refused before what no library can enforce."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from ringcore.grammars.json_formats import FORMAT_PATTERNS
 from ringcore.grammars.json_schemas import BY_NAME, LISTS, SINGLE
-from ringcore.grammars.regular_expressions import ANY, Node, Repeat, searched_regex, write_regex
+from ringcore.grammars.regular_expressions import ANY, Node, Repeat, search_regex, write_regex
 from ringcore.grammars.xgrammar_regex import in_json_string
 
-__all__ = ["in_kept_words", "unkept_keyword"]
+__all__ = ["unsupported_keyword", "with_string_patterns"]
 
-# Those that constrain a value and that it knows nothing of, or less than they mean.
+# Constraints that xgrammar ignores, or enforces only in part.
 _NEVER = frozenset(
     (
         *("not", "if", "then", "else", "oneOf", "allOf", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -30,7 +30,7 @@ _CONSTRAINTS = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     )
 )
-_ALONE = ("$ref", "anyOf", "enum", "const")  # what stands beside one of these is left out
+_ALONE = ("$ref", "anyOf", "enum", "const")  # xgrammar ignores keywords beside one of these
 _FORMATS = frozenset(name for name, patterns in FORMAT_PATTERNS.items() if len(patterns) == 1)
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
@@ -41,7 +41,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-# Without a type beside it, each of these is left out.
+# xgrammar ignores each of these without a type beside it.
 _NEEDS_TYPE = frozenset(
     (
         *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "required"),
@@ -51,32 +51,32 @@ _NEEDS_TYPE = frozenset(
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
-def in_kept_words(schema: Any) -> Any:
-    """The schema with patterns, and lengths of strings as patterns, of the text between a string's quotes: xgrammar
-    takes a pattern for that text, and lets control characters into strings of a length. Raises ValueError."""
+def with_string_patterns(schema: Any) -> Any:
+    """The schema with patterns, and string lengths as patterns, of the raw text between a string's quotes: xgrammar
+    applies a pattern to that text, and accepts control characters in strings with a length. Raises ValueError."""
     if not isinstance(schema, dict):
         return schema
-    kept = dict(schema)
-    for name in BY_NAME & kept.keys():
-        kept[name] = {key: in_kept_words(one) for key, one in kept[name].items()}
-    for name in LISTS & kept.keys():
-        kept[name] = [in_kept_words(one) for one in kept[name]]
-    for name in SINGLE & kept.keys():
-        kept[name] = in_kept_words(kept[name])
-    low, high = kept.pop("minLength", None), kept.pop("maxLength", None)
-    if "pattern" in kept:
-        kept["pattern"] = _between_quotes(searched_regex(kept["pattern"]))
+    result = dict(schema)
+    for name in BY_NAME & result.keys():
+        result[name] = {key: with_string_patterns(one) for key, one in result[name].items()}
+    for name in LISTS & result.keys():
+        result[name] = [with_string_patterns(one) for one in result[name]]
+    for name in SINGLE & result.keys():
+        result[name] = with_string_patterns(result[name])
+    low, high = result.pop("minLength", None), result.pop("maxLength", None)
+    if "pattern" in result:
+        result["pattern"] = _between_quotes(search_regex(result["pattern"]))
     elif low is not None or high is not None:
-        kept["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
-    return kept
+        result["pattern"] = _between_quotes(Repeat(ANY, low or 0, high))
+    return result
 
 
 def _between_quotes(node: Node) -> str:
     return f"^(?:{write_regex(in_json_string(node))})$"
 
 
-def unkept_keyword(schema: Any) -> str | None:
-    """A part of the schema that a completion by xgrammar might not keep; None where it keeps all."""
+def unsupported_keyword(schema: Any) -> str | None:
+    """A part of the schema that xgrammar might not enforce; None where it enforces all."""
     left = [schema]
     while left:
         one = left.pop()
@@ -84,14 +84,14 @@ def unkept_keyword(schema: Any) -> str | None:
             continue
         if not isinstance(one, dict):
             return f"the schema {one!r}"
-        if (unkept := _unkept(one)) is not None:
-            return unkept
+        if (unsupported := _unsupported(one)) is not None:
+            return unsupported
         left += _inner(one)
     return None
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that it is made of."""
+    """Its direct subschemas."""
     for name in BY_NAME & schema.keys():
         yield from schema[name].values()
     for name in LISTS & schema.keys():
@@ -101,8 +101,8 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
             yield schema[name]
 
 
-def _unkept(schema: dict[str, Any]) -> str | None:
-    """Of its own keywords, those of the schemas in it left out."""
+def _unsupported(schema: dict[str, Any]) -> str | None:
+    """Of the schema's own keywords, without those of its subschemas."""
     for name in sorted(_NEVER & schema.keys()):
         return f"{name!r}"
     for names, kind in ((BY_NAME, dict), (LISTS, list)):
@@ -112,8 +112,8 @@ def _unkept(schema: dict[str, Any]) -> str | None:
     for name in _COUNTS:
         if name in schema and (type(schema[name]) is not int or schema[name] < 0):
             return f"{name!r} that is no count"
-    if (unkept := _unkept_type(schema)) is not None:
-        return unkept
+    if (unsupported := _unsupported_type(schema)) is not None:
+        return unsupported
     for name in _ALONE:
         if name in schema and (others := (_CONSTRAINTS & schema.keys()) - {name}):
             if name in ("enum", "const") and others == {"type"} and _all_of_type(schema, name):
@@ -121,7 +121,7 @@ def _unkept(schema: dict[str, Any]) -> str | None:
             return f"{sorted(others)[0]!r} beside {name!r}"
     if (text := schema.get("format")) is not None and text not in _FORMATS:
         return f"the format {text!r}"
-    return _unkept_of_string(schema) or _unkept_of_object(schema)
+    return _unsupported_of_string(schema) or _unsupported_of_object(schema)
 
 
 def _types(schema: dict[str, Any]) -> list[Any]:
@@ -129,11 +129,11 @@ def _types(schema: dict[str, Any]) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
-def _unkept_type(schema: dict[str, Any]) -> str | None:
+def _unsupported_type(schema: dict[str, Any]) -> str | None:
     types = _types(schema)
     if "type" in schema and not (types and all(isinstance(one, str) and one in _TYPES for one in types)):
         return f"the type {schema['type']!r}"
-    if "type" in schema or "properties" in schema:  # which is taken for the type of objects
+    if "type" in schema or "properties" in schema:  # which implies the type object
         return None
     return next((f"{name!r} without a type" for name in sorted(_NEEDS_TYPE & schema.keys())), None)
 
@@ -143,8 +143,8 @@ def _all_of_type(schema: dict[str, Any], name: str) -> bool:
     return isinstance(values, list) and all(any(_TYPES[t](v) for t in _types(schema)) for v in values)
 
 
-def _unkept_of_string(schema: dict[str, Any]) -> str | None:
-    """One pattern is what a string is held to."""
+def _unsupported_of_string(schema: dict[str, Any]) -> str | None:
+    """A string can have one pattern only."""
     given = sorted(name for name in ("format", "pattern") if name in schema)
     lengths = sorted(name for name in ("minLength", "maxLength") if name in schema)
     if given and (others := given[1:] + lengths):
@@ -152,7 +152,7 @@ def _unkept_of_string(schema: dict[str, Any]) -> str | None:
     return None
 
 
-def _unkept_of_object(schema: dict[str, Any]) -> str | None:
+def _unsupported_of_object(schema: dict[str, Any]) -> str | None:
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(required, list):
@@ -161,5 +161,5 @@ def _unkept_of_object(schema: dict[str, Any]) -> str | None:
         if not isinstance(name, str) or name not in properties:
             return f"the required property {name!r} that 'properties' does not have"
     if properties and schema.get("additionalProperties", False) is not False:
-        return "'additionalProperties' beside 'properties': a property might come twice"
+        return "'additionalProperties' beside 'properties': a property might be duplicated"
     return None

@@ -1,4 +1,4 @@
-"""What a layer asks of a matrix product: alone, or with what stands before and behind it."""
+"""The linear operation of a layer: alone, or fused with its prologue (norm) and epilogue (gate, residual add)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["Activation", "Gate", "Product"]
+__all__ = ["Activation", "Gate", "LinearOp"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 class Gate(Protocol):
-    """[n, 2 * size], gate beside up -> activation(gate) * up: [n, size]."""
+    """[n, 2 * size], gate then up -> activation(gate) * up: [n, size]."""
 
     @property
     def activation(self) -> Activation: ...
@@ -23,27 +23,27 @@ class Gate(Protocol):
     def __call__(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class Product:
-    """x W^T + b, and its company one after the other. What can do more at once overrides it."""
+class LinearOp:
+    """x W^T + b, with prologue and epilogue as separate operations. Subclasses fuse them."""
 
     def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.multiply = multiply
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [n, in] -> [n, out]; in `out`, of any float dtype, where it is given."""
+        """x: [n, in] -> [n, out]; in `out`, of any float dtype, where given."""
         product = self.multiply(x)
         return product if out is None else out.copy_(product)
 
     def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
-        """hidden: [n, in] -> the product of the norm of it: [n, out]."""
+        """Prologue: hidden [n, in] -> the linear of its norm: [n, out]."""
         return self(hidden.normed(norm))
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
-        """hidden: [n, in] -> [n, out / 2]."""
+        """Prologue and epilogue: hidden [n, in] -> gate(the linear of its norm): [n, out / 2]."""
         return gate(self.after_norm(norm, hidden))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
-        """hidden [n, out] += the product of x [n, in]."""
+        """Epilogue: hidden [n, out] += the linear of x [n, in]."""
         hidden.rows.add_(self(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:

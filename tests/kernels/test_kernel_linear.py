@@ -1,4 +1,4 @@
-"""A product that takes kernels for few rows computes what the plain one does, with all its company."""
+"""A linear that takes fused kernels for few rows computes what the plain one does, with prologue and epilogue."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels import skinny_configs
-from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_parts
+from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_split_k
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_product import KernelProduct
+from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.packing import pack_linear, pack_logits
@@ -58,10 +58,10 @@ def assert_close(ours, exact):
 
 @pytest.mark.parametrize("n", ROWS)
 def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
-    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
-    assert isinstance(product, KernelProduct)
+    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    assert isinstance(linear, KernelLinear)
     kept = x.clone()
-    for ours, before in ((product(x), None), (product.after_norm(norm, Residual(x)), norm)):
+    for ours, before in ((linear(x), None), (linear.after_norm(norm, Residual(x)), norm)):
         assert ours.dtype == torch.float16
         assert_close(ours, expected(x, *weight_and_bias, before))
     assert torch.equal(x, kept)
@@ -70,114 +70,114 @@ def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated(device, weight_and_bias, norm, n, activation):
-    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
     activated = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate)
-    ours = product.gated_after_norm(norm, Residual(x), bind_activation(activation, device))
+    ours = linear.gated_after_norm(norm, Residual(x), bind_activation(activation, device))
     assert_close(ours, activated * up)
 
 
 def test_a_gate_that_the_library_computes_asks_no_other_kernel(device, weight_and_bias, norm, monkeypatch):
-    """The table knows the gated product. As one of twice the outputs it would be a shape that nobody measured."""
+    """The table knows the gated linear. As one of twice the outputs it would be a shape that nobody measured."""
     asked = []
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: asked.append((shape, is_gated)))
-    product, x = pack_linear(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
+    linear, x = pack_linear(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
-    ours = product.gated_after_norm(norm, Residual(x), bind_activation("silu", device))
+    ours = linear.gated_after_norm(norm, Residual(x), bind_activation("silu", device))
     assert_close(ours, torch.nn.functional.silu(gate) * up)
     assert asked == [((OUTPUTS, INPUTS, 3), True)]
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_added_to_the_stream(device, weight_and_bias, n):
-    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     hidden = randn(n, 2 * OUTPUTS, seed=9, device=device)
     total = hidden.float() + expected(x, *weight_and_bias)
-    product.add_to(Residual(hidden), x)
+    linear.add_to(Residual(hidden), x)
     assert_close(hidden, total)
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_logits_are_float32(device, n):
     weight, x = randn(40, INPUTS, seed=1, device=device), randn(n, INPUTS, seed=n, device=device)
-    product = pack_logits(weight)
-    logits = product(x)
+    linear = pack_logits(weight)
+    logits = linear(x)
     assert logits.dtype == torch.float32
     place = torch.full((n + 1, 40), -7.0, device=device)
-    assert product(x, place[:n]).data_ptr() == place[:n].data_ptr()
+    assert linear(x, place[:n]).data_ptr() == place[:n].data_ptr()
     assert torch.equal(place[:n], logits)
     assert (place[n] == -7).all()
-    if n < 70 or device.type == "cuda":  # the CPU has no product of 16 bits that is not rounded
+    if n < 70 or device.type == "cuda":  # the CPU has no linear of 16 bits that is not rounded
         torch.testing.assert_close(logits, expected(x, weight, None), atol=1e-4, rtol=1e-5)
 
 
 def test_float32_takes_none_of_them(device):
     weight = randn(8, INPUTS, seed=1, device=device).float()
-    assert not isinstance(pack_linear(weight, None), KernelProduct)
-    assert not isinstance(pack_logits(weight), KernelProduct)
+    assert not isinstance(pack_linear(weight, None), KernelLinear)
+    assert not isinstance(pack_logits(weight), KernelLinear)
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_a_stream_of_float32(device, weight_and_bias, norm, n):
-    product, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     stream = randn(n, 2 * OUTPUTS, seed=n + 1, device=device).float() * 1.0001
     total = stream + expected(x, *weight_and_bias)
     residual = Residual(stream)
-    product.add_to(residual, x)
+    linear.add_to(residual, x)
     torch.testing.assert_close(residual.rows, total, atol=4e-3, rtol=1e-3)
     assert residual.rows is stream
     wide = randn(n, INPUTS, seed=n, device=device).float() * 1.0001
-    ours = product.after_norm(norm, Residual(wide))
+    ours = linear.after_norm(norm, Residual(wide))
     assert ours.dtype == torch.float16
     assert_close(ours, expected(wide, *weight_and_bias, norm))
-    part = product.partial(x)
+    part = linear.partial(x)
     assert part.dtype == (torch.float32 if n in (1, 3, 6) else torch.float16)
     assert_close(part, expected(x, *weight_and_bias))
 
 
-@pytest.mark.parametrize("reader", ["norm", "product", "gate", "rows"])
+@pytest.mark.parametrize("reader", ["norm", "linear", "gate", "rows"])
 @pytest.mark.parametrize("n", ROWS)
-@pytest.mark.usefixtures("in_parts")
-def test_parts_for_whoever_reads_next(device, norm, n, reader):
+@pytest.mark.usefixtures("split_k")
+def test_deferred_partials_reach_every_reader(device, norm, n, reader):
     square = randn(INPUTS, INPUTS, seed=1, device=device) / 8
-    product, behind = (
+    linear, next_linear = (
         pack_linear(square, None),
         pack_linear(randn(2 * OUTPUTS, INPUTS, seed=2, device=device) / 8, None),
     )
     x, stream = randn(n, INPUTS, seed=n, device=device), randn(n, INPUTS, seed=n + 1, device=device).float() * 1.0001
     total = stream + expected(x, square, None)
     residual = Residual(stream)
-    product.add_to(residual, x)
-    assert (residual._parts is None) == (n in (1, 3, 6))  # kernels of ours add by themselves
+    linear.add_to(residual, x)
+    assert (residual._partials is None) == (n in (1, 3, 6))  # the fused kernels add by themselves
     if reader == "norm":
         assert_close(residual.normed(norm), expected(total, torch.eye(INPUTS, device=device), None, norm))
-    elif reader == "product":
-        assert_close(behind.after_norm(norm, residual), expected(total, behind.weight, None, norm))
+    elif reader == "linear":
+        assert_close(next_linear.after_norm(norm, residual), expected(total, next_linear.weight, None, norm))
     elif reader == "gate":
-        gate, up = expected(total, behind.weight, None, norm).chunk(2, -1)
-        ours = behind.gated_after_norm(norm, residual, bind_activation("silu", device))
+        gate, up = expected(total, next_linear.weight, None, norm).chunk(2, -1)
+        ours = next_linear.gated_after_norm(norm, residual, bind_activation("silu", device))
         assert_close(ours, torch.nn.functional.silu(gate) * up)
     assert residual.rows is stream
     torch.testing.assert_close(stream, total, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("in_parts")
-def test_who_cannot_leave_parts_adds_at_once(device, weight_and_bias):
+@pytest.mark.usefixtures("split_k")
+def test_a_linear_that_cannot_defer_adds_at_once(device, weight_and_bias):
     weight, bias = weight_and_bias
     x, narrow = randn(70, INPUTS, seed=0, device=device), randn(70, 2 * OUTPUTS, seed=1, device=device)
     for hidden in (narrow, narrow.float()):
         residual = Residual(hidden)
         pack_linear(weight, bias).add_to(residual, x)
-        assert (residual._parts is not None) == (bias is None and hidden.dtype == torch.float32)
+        assert (residual._partials is not None) == (bias is None and hidden.dtype == torch.float32)
 
 
-def test_how_many_parts():
+def test_how_many_splits():
     """Each of whole pieces of 16 bytes."""
     for outputs, inputs in ((4096, 12288), (4096, 4096), (1024, 3072), (576, 1536), (96, 40), (96, 24), (96, 20)):
         for rows in (65, 128, 256):
-            parts = choose_parts(outputs, inputs, rows)
-            assert parts == 1 or inputs % (8 * parts) == 0
-        assert choose_parts(outputs, inputs, 8192) == 1
-    assert [choose_parts(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
-    assert [choose_parts(1024, 3072, rows) for rows in (65, 256, 257)] == [4, 4, 1]
-    assert [choose_parts(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]
+            splits = choose_split_k(outputs, inputs, rows)
+            assert splits == 1 or inputs % (8 * splits) == 0
+        assert choose_split_k(outputs, inputs, 8192) == 1
+    assert [choose_split_k(4096, 12288, rows) for rows in (65, 256, 257)] == [2, 2, 1]
+    assert [choose_split_k(1024, 3072, rows) for rows in (65, 256, 257)] == [4, 4, 1]
+    assert [choose_split_k(96, inputs, 256) for inputs in (40, 32, 24)] == [1, 4, 1]

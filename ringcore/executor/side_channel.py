@@ -1,7 +1,8 @@
-"""The out-of-band channel for messages too large for the ring: one sealed memfd each, its fd sent by SCM_RIGHTS.
+"""Out-of-band transfer of messages too large for the ring: each in its own memfd, whose descriptor is passed over a
+socketpair (SCM_RIGHTS).
 
-A ZMQ socket would need a name in some directory, an I/O thread in every process and one kernel copy for each reader.
-The memfd has no name, is written once for any number of readers, is sealed against writes, and is freed with its last
+A ZMQ socket would need a name in some directory, an I/O thread in every process and one copy by the kernel for each
+reader. The memfd has no name, is written once for all readers, is sealed against changes, and is freed with its last
 reader.
 """
 
@@ -20,9 +21,9 @@ from contextlib import ExitStack
 from ringcore.errors import CapacityError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
-from ringcore.host.os_limits import os_limits_told
+from ringcore.host.os_limits import os_limit_errors
 
-__all__ = ["STUB_BYTES", "MemfdReceiver", "MemfdSender", "memfd_socketpair"]
+__all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
 
 _STUB = struct.Struct("<QQ")  # transfer number, bytes
 STUB_BYTES = _STUB.size
@@ -30,18 +31,18 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _NUM_TRIES = 5
 
 
-def memfd_socketpair() -> tuple[int, int]:
-    """The sending and the receiving descriptor of one reader's memfd channel."""
+def side_socketpair() -> tuple[int, int]:
+    """The sending and the receiving descriptor of one reader's side channel."""
     send, receive = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     send.setblocking(False)
     receive.setblocking(False)
-    # Back-pressure: the smallest send buffer that the kernel allows. One or two large messages are in flight at a time,
-    # so that a slow reader bounds the memory, as it does in the ring.
+    # The smallest buffer that the kernel allows: one or two large messages are in flight at a time, so that a slow
+    # reader causes back-pressure, as in the ring.
     send.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     return send.detach(), receive.detach()
 
 
-class MemfdSender:
+class SideSender:
     """The sending end, to every reader of a queue. Duplicates the given descriptors."""
 
     def __init__(self, fds: Iterable[int]) -> None:
@@ -49,12 +50,12 @@ class MemfdSender:
         self._num_transfers = 0
 
     def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
-        """Sends `size` bytes, the buffers in sequence; returns the stub for the ring, or None while a reader has not
-        received the previous ones (back-pressure).
+        """Sends `size` bytes, the buffers one after the other; the stub to put in the ring, or None if a reader has
+        not received the previous ones.
 
-        Descriptors go first and the stub last, so that a reader that sees the stub finds its descriptor in the socket.
-        If a socket refuses in between, the descriptors already sent carry a transfer number that no stub will have, and
-        their readers drop them. Raises `CapacityError`.
+        Descriptors are sent first and the stub last, so that a reader that sees the stub finds its descriptor. If a
+        socket refuses all the same, the sent descriptors have a transfer number that no stub will ever have, and their
+        readers drop them. Raises `CapacityError`.
         """
         if not self._have_room():
             return None
@@ -64,7 +65,7 @@ class MemfdSender:
         try:
             self._send_all(stub, fd)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            return None  # a reader that has ended is reported to the caller by its pidfd
+            return None  # the caller notices an ended reader by its death
         finally:
             os.close(fd)
         return stub
@@ -90,13 +91,13 @@ class MemfdSender:
 
 
 def _sealed_memory(buffers: Sequence[Buffer], size: int) -> int:
-    """A memfd with the buffers in sequence, sealed against writes.
+    """A sealed memfd with the concatenated buffers.
 
-    F_SEAL_WRITE fails with EBUSY while the kernel holds a page (migration, aging); a retry with a new memfd succeeds.
+    While the kernel holds pages, to migrate or to age them, sealing fails; a new memfd has new pages.
     """
     for tries_left in reversed(range(_NUM_TRIES)):
         fd = shared_memory("message", size)
-        with ExitStack() as undo, os_limits_told(f"a message of {size} bytes cannot be sent"):
+        with ExitStack() as undo, os_limit_errors(f"a message of {size} bytes cannot be sent"):
             undo.callback(os.close, fd)
             for buffer in buffers:
                 _write_all(fd, buffer)
@@ -120,11 +121,11 @@ def _write_all(fd: int, buffer: Buffer) -> None:
 def _mapped(fd: int, number: int, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    except OSError as error:  # fatal: its descriptor is consumed and will not arrive again
+    except OSError as error:  # its descriptor has been received and will not come again
         raise RingCorruptError(f"message {number}, {size} bytes, cannot be mapped: {error.strerror}") from error
 
 
-class MemfdReceiver:
+class SideReceiver:
     """One reader's receiving end. Duplicates the given descriptor."""
 
     def __init__(self, fd: int) -> None:

@@ -1,8 +1,9 @@
-"""Compiles the kernels of a model's steps while its weights are read, and has libraries load theirs.
+"""Kernel warm-up: compiles the kernels of a model's steps while its weights are read, and initializes libraries.
 
-What a step launches is asked of the step: a model of the same shapes and few layers, with memory in place of weights,
-is taken through the real runner, whose launches are caught (`kernels.precompile`). It says nothing about results and is
-thrown away; a kernel that it misses, or all where it fails, is compiled as it is met, one after the other.
+The variants to compile are found by launch interception: dummy steps of a model of the same shapes but few layers, with
+uninitialized weights, run through the real runner while every launch is recorded instead of executed
+(`kernels.precompile`). Their results are meaningless and discarded. A kernel that this misses, or all kernels where it
+fails, is compiled on its first launch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.precompile import Variant, catch_launches, compile_variants
+from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
@@ -36,35 +37,35 @@ from ringcore.worker.runner.kv_caches import choose_backends
 from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
 from ringcore.worker.start_up.memory_budget import planned_cache
 
-__all__ = ["KernelsAhead", "RunnerFactory", "catch_steps", "has_room", "set_up_libraries", "steps_of_all_kinds"]
+__all__ = ["KernelWarmUp", "RunnerFactory", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
 
 RunnerFactory = Callable[[EngineConfig, LoadedModel, KVCacheConfig, Platform, int], ModelRunner]
 
-_PATIENCE_S = 120.0  # by then something waits for what does not run
-_PROMPTS = (2, 16, 100, 1000)  # tokens: kernels are chosen by length, and Triton tells multiples of 16 from others
+_TIMEOUT_S = 120.0  # longer means that the thread hangs
+_PROMPTS = (2, 16, 100, 1000)  # tokens: kernels depend on the length; Triton specializes on multiples of 16
 _PREFIX = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
 
-class KernelsAhead:
-    """A thread that catches and compiles, from construction on."""
+class KernelWarmUp:
+    """A thread that intercepts launches and compiles their kernels, started by the constructor."""
 
     def __init__(
         self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, runner: RunnerFactory
     ) -> None:
-        """dtype: that the model computes in. runner: makes the runner whose steps are to be launched later."""
+        """dtype: the model's compute dtype. runner: creates the runner whose kernels are to be compiled."""
         self._arguments = config, platform, tp, dtype, runner
         self._free_bytes = platform.free_memory_bytes()
         self._seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="kernels ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
         self._thread.start()
 
     def finish(self) -> float:
-        """Waits for the end; the seconds that the thread took."""
-        self._thread.join(_PATIENCE_S)
+        """Waits for the thread; -> the seconds that it took."""
+        self._thread.join(_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("the kernels are not compiled after %.0f s; they are compiled as they are met", _PATIENCE_S)
+            _log.warning("kernel warm-up exceeds %.0f s; kernels are compiled on their first launch", _TIMEOUT_S)
         return self._seconds
 
     def _run(self) -> None:
@@ -72,33 +73,33 @@ class KernelsAhead:
         config, platform, tp, dtype, runner = self._arguments
         try:
             if not has_room(config, tp, dtype, self._free_bytes):
-                _log.info("no room to look for kernels beside the weights; they are compiled as they are met")
+                _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
                 return
-            with ThreadPoolExecutor(1, "libraries ahead") as beside:
-                libraries = beside.submit(set_up_libraries, config, platform, tp, dtype)
-                variants = catch_steps(config, platform, tp, dtype, runner)
-                gc.collect()  # what was caught with may hold itself, and memory
-                caught_s = time.monotonic() - started
+            with ThreadPoolExecutor(1, "library set-up") as pool:
+                libraries = pool.submit(set_up_libraries, config, platform, tp, dtype)
+                variants = intercept_steps(config, platform, tp, dtype, runner)
+                gc.collect()  # reference cycles of the dummy runner hold device memory
+                found_s = time.monotonic() - started
                 num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
                 first = tp.rank * len(variants) // tp.size
                 compiled_s = compile_variants(variants, platform.device, num_threads, first)
                 libraries.result()
-        except Exception:  # nothing that a step needs is missing because of that
-            _log.warning("the kernels could not be compiled ahead; they are compiled as they are met", exc_info=True)
+        except Exception:  # only costs time: a missing kernel is compiled on its first launch
+            _log.warning("kernel warm-up failed; kernels are compiled on their first launch", exc_info=True)
         else:
-            _log.info("%d kernels found in %.2f s, compiled in %.2f s", len(variants), caught_s, compiled_s)
+            _log.info("%d kernels found in %.2f s, compiled in %.2f s", len(variants), found_s, compiled_s)
         finally:
             self._seconds = time.monotonic() - started
 
 
 def has_room(config: EngineConfig, tp: TensorParallel, dtype: str, free_bytes: int) -> bool:
-    """Whether the weights leave twice the memory that the few layers take."""
+    """Whether twice the memory of the few layers is free beside the weights."""
     whole, few = (_weights_bytes(c, tp, dtype) for c in (config, _few_layers(config)))
     return whole + 2 * few <= free_bytes
 
 
 def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
-    return sum(weight.nbytes for weight in _without_weights(config, tp.apart(), dtype).weights())
+    return sum(weight.nbytes for weight in _without_weights(config, tp.detached(), dtype).weights())
 
 
 def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
@@ -108,25 +109,25 @@ def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> Ca
 
 @torch.inference_mode()
 def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
-    """What attention's libraries do once. Arguments: see `KernelsAhead`."""
+    """One-time initialization of the attention libraries. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
-    model = _without_weights(config, tp.apart(), dtype)
+    model = _without_weights(config, tp.detached(), dtype)
     plan = planned_cache(config, LoadedModel(model, dtype, 0, 0.0).kv_cache_spec(config.cache.block_size))
     for backend in choose_backends(config.device.attention_backend, plan, model.attention_layers, platform):
-        backend.set_up(config.scheduler.token_budget, config.model.context_len, platform.device)
+        backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
 
 @torch.inference_mode()
-def catch_steps(
+def intercept_steps(
     config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, make_runner: RunnerFactory
 ) -> list[Variant]:
-    """What steps of many kinds and sizes would have compiled, each kernel once. Arguments: see `KernelsAhead`."""
+    """The kernel variants that `warm_up_steps` would launch, each once. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config = _few_layers(config)
-    model = _without_weights(config, tp.apart(), dtype)
-    with catch_launches() as caught:
+    model = _without_weights(config, tp.detached(), dtype)
+    with intercept_launches() as intercepted:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)
             for weight in model.weights()
@@ -134,27 +135,27 @@ def catch_steps(
         model.bind(weights)
         loaded = LoadedModel(model, dtype, weights_bytes=0, load_s=0.0)
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
-        plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block and one in which every token lies
-        runner = make_runner(config, loaded, plan, cast(Platform, _Plain(platform)), tp.rank)
-        for step in steps_of_all_kinds(config, [group.spec.block_size for group in plan.groups]):
+        plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
+        runner = make_runner(config, loaded, plan, cast(Platform, _TorchMemoryPlatform(platform)), tp.rank)
+        for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()
-    return list(caught.values())
+    return list(intercepted.values())
 
 
 def _few_layers(config: EngineConfig) -> EngineConfig:
-    """The first layers, as many as it takes to have one of every kind; and no graphs, which nothing could run."""
+    """The first layers, enough for one of every kind; no CUDA graphs, since nothing is executed."""
     spec = config.model.spec
     kinds = [spec.sliding_windows.get(index) for index in range(spec.num_layers)]
     num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
     windows = {index: window for index, window in spec.sliding_windows.items() if index < num_layers}
     few = msgspec.structs.replace(spec, num_layers=num_layers, sliding_windows=windows)
-    model = replace(config.model, spec=few, logits_processors=[])  # a user's code is not called for this
+    model = replace(config.model, spec=few, logits_processors=[])  # user code is not called in a dummy run
     return replace(config, model=model, device=replace(config.device, enforce_eager=True))
 
 
-class _Plain:
-    """A platform whose pages are torch's: those in its arena are the model's own."""
+class _TorchMemoryPlatform:
+    """A platform that allocates from torch: the arenas belong to the real model."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -169,17 +170,17 @@ class _Plain:
 # ---------------------------------------------------------------------------------------------------------------
 # The steps.
 
-_GREEDY, _DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+_GREEDY, _SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1)
 _ADJUSTED = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0])
 
 
-def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
-    """Prompts of several lengths, one behind a cached prefix, one beside a row that decodes; then decoding steps of
-    every size that has a graph. block_sizes: by KV cache group. All tokens lie in block 1."""
+def warm_up_steps(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
+    """Dummy steps: prompts of several lengths, one after a cached prefix, one in a mixed step with a decoding row; then
+    decoding steps of every graph size. block_sizes: by KV cache group. All tokens are in block 1."""
 
     def prompt(row: int, num_tokens: int, params: SamplingParams, num_computed: int = 0) -> NewRequest:
-        blocks = [int_array([1] * -(-(num_tokens + 1) // size)) for size in block_sizes]  # the next token's too
+        blocks = [int_array([1] * -(-(num_tokens + 1) // size)) for size in block_sizes]  # room for the next token too
         ids = int_array([0] * num_tokens)
         return NewRequest(row, ids, num_tokens, num_computed, num_computed, blocks, params, 1, [0])
 
@@ -187,37 +188,37 @@ def steps_of_all_kinds(config: EngineConfig, block_sizes: Sequence[int]) -> Iter
     if longest < 1:
         return
     max_rows, steps = config.scheduler.max_num_seqs, _Steps()
-    for num_tokens, params in product(_PROMPTS, (_GREEDY, _DRAWN, _FILTERED)):
+    for num_tokens, params in product(_PROMPTS, (_GREEDY, _SAMPLED, _FILTERED)):
         if num_tokens <= longest:
             yield steps.fresh([prompt(0, num_tokens, params)], [num_tokens])
     if longest >= 2 * _PREFIX:
-        yield steps.fresh([prompt(0, 2 * _PREFIX, _DRAWN, _PREFIX)], [_PREFIX])
+        yield steps.fresh([prompt(0, 2 * _PREFIX, _SAMPLED, _PREFIX)], [_PREFIX])
         if max_rows > 1:
-            yield steps.step([prompt(1, _PREFIX, _DRAWN)], [0, 1], [1, _PREFIX])
+            yield steps.step([prompt(1, _PREFIX, _SAMPLED)], [0, 1], [1, _PREFIX])
     yield steps.fresh([prompt(0, 1, _ADJUSTED)], None)
     smallest, *others = graph_sizes(max_rows)[:longest]
     sizes = [*reversed(others), smallest]
-    yield steps.fresh([prompt(row, 1, _DRAWN) for row in range(sizes[0])], None)
+    yield steps.fresh([prompt(row, 1, _SAMPLED) for row in range(sizes[0])], None)
     for size in sizes[1:]:
         yield steps.step([], range(size), None)
 
 
 class _Steps:
-    """Numbers steps, and knows which rows are taken."""
+    """Builds numbered steps, and tracks the rows in use."""
 
     def __init__(self) -> None:
         self._number = 0
         self._taken: list[int] = []
 
     def fresh(self, new: list[NewRequest], num_tokens: list[int] | None) -> SchedulerOutput:
-        """A step of new requests alone: all before them have finished."""
+        """A step of new requests only; all earlier ones have finished."""
         finished, self._taken = self._taken, []
         return self.step(new, [request.row for request in new], num_tokens, finished)
 
     def step(
         self, new: list[NewRequest], rows: Sequence[int], num_tokens: list[int] | None, finished: Sequence[int] = ()
     ) -> SchedulerOutput:
-        """num_tokens: of each row; None: one."""
+        """num_tokens: of each row; None: one each."""
         self._taken += [request.row for request in new]
         self._number += 1
         return SchedulerOutput(

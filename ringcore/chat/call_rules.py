@@ -1,6 +1,6 @@
-"""How a call of one tool is written, as a rule of a Lark grammar (llguidance's), so that the parsers read it back.
+"""Grammar rules (llguidance's Lark) for a call of one tool, in the syntax that the parsers read.
 
-What a rule says stands between the call's markers; JSON is laid out as templates write it, `{"a": 1, "b": 2}`.
+A rule covers the text between the call's markers; JSON is formatted as templates write it, `{"a": 1, "b": 2}`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from ringcore.chat.tools import ToolSchemas
 from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from ringcore.errors import InvalidRequestError
-from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, kept_schema
+from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, normalized_schema
 
-__all__ = ["SHARED_RULES", "WriteCall", "json_call", "json_value", "literal", "xml_call"]
+__all__ = ["SHARED_RULES", "CallRule", "json_call", "json_value", "literal", "xml_call"]
 
-# The rule for a call, of the function {"name", "parameters"} of a tool.
-WriteCall = Callable[[Mapping[str, Any]], str]
+# A tool's function {"name", "parameters"} -> the rule of a call.
+CallRule = Callable[[Mapping[str, Any]], str]
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _KEY = re.compile(r"[^<>\n]+")
-# What calls refer to: the text of an argument, which ends where the parser sees its end.
+# Referenced by calls: the text of an argument, up to the end tag that the parser looks for.
 SHARED_RULES = rf"""xml_text: xml_text_to_end "\n"
 xml_text_to_end[lazy]: /(.|\n)*{PARAMETER_END.replace("/", chr(92) + "/")}/"""
 
@@ -33,15 +33,15 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any], *, is_fixed: bool = False) -> str:
-    """A JSON value of this schema, with blanks as `LLGUIDANCE_OPTIONS` has them, or laid out in the one way.
+    """A JSON value of this schema, with whitespace as in `LLGUIDANCE_OPTIONS`, or exactly as `json.dumps` writes it.
 
-    Raises ValueError that names what cannot be kept.
+    Raises ValueError that names what cannot be enforced.
     """
     options = dict(LLGUIDANCE_ONE_LINE if is_fixed else LLGUIDANCE_OPTIONS)
-    return f"%json {json.dumps({**kept_schema(schema), 'x-guidance': options})}"
+    return f"%json {json.dumps({**normalized_schema(schema), 'x-guidance': options})}"
 
 
-def json_call(arguments: str) -> WriteCall:
+def json_call(arguments: str) -> CallRule:
     """{"name": "f", "<arguments>": {...}}"""
     return partial(_json_call, arguments)
 
@@ -49,7 +49,7 @@ def json_call(arguments: str) -> WriteCall:
 def _json_call(key: str, function: Mapping[str, Any]) -> str:
     begin = f'{{"name": {json.dumps(function["name"])}, "{key}": '
     parameters = function.get("parameters")
-    # A schema that does not say so allows any value: arguments are an object.
+    # A schema without a type allows any value, but arguments are an object.
     schema = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
     return f"{literal(begin)} {json_value(schema, is_fixed=True)} {literal('}')}"
 
@@ -57,8 +57,8 @@ def _json_call(key: str, function: Mapping[str, Any]) -> str:
 def xml_call(function: Mapping[str, Any]) -> str:
     """<function=f>, and each argument between <parameter=key> and </parameter>, in the schema's order.
 
-    Of a string's schema only `enum` and `const` are held to. Raises `InvalidRequestError` for a key that cannot be
-    written so.
+    Of a string's schema only `enum` and `const` are enforced. Raises `InvalidRequestError` for a key that this syntax
+    cannot express.
     """
     schema = function.get("parameters") or {}
     required = schema.get("required", [])

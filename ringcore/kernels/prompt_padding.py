@@ -1,6 +1,7 @@
-"""Prompts that stand one behind the other, spread out: so many rows for each, zeros behind its own.
+"""Pads packed (varlen) prompts to one length per batch, with zeros after the tokens of each.
 
-For attention that takes prompts of a few lengths alone. What is padded is a number: a weight of 0 hides no NaN.
+For attention kernels that take dense batches of few distinct lengths. The padding must be finite: a weight of 0 masks
+no NaN.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, overlaps_launches
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.kv_write import check_rows
 
-__all__ = ["read_prompts", "read_prompts_reference", "spread_prompts", "spread_prompts_reference"]
+__all__ = ["gather_padded_kv", "gather_padded_kv_reference", "pad_prompts", "pad_prompts_reference"]
 
-_BYTES_A_WARP = 512  # 16 a thread, which is the most that one instruction moves
+_BYTES_PER_WARP = 512  # 16 per thread, the widest load
 _MAX_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["query_len", "padded_len"])
-def _spread_kernel(
-    rows: tl.tensor,  # [n, size] whose rows lie `stride` apart
+def _pad_kernel(
+    rows: tl.tensor,  # [n, size], row stride `stride`
     out: tl.tensor,  # [num_prompts, padded_len, size]
     stride: int,
     query_len: int,
@@ -29,7 +30,7 @@ def _spread_kernel(
     block: tl.constexpr,  # a power of two, size or more
     pdl: tl.constexpr,
 ) -> None:
-    """A program a row of `out`."""
+    """One program per row of `out`."""
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -42,7 +43,7 @@ def _spread_kernel(
 
 
 @triton.jit(do_not_specialize=["query_len", "padded_len"])
-def _read_kernel(
+def _gather_padded_kernel(
     kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
     slot_mapping: tl.tensor,  # [n] int64
     key: tl.tensor,  # [num_prompts, padded_len, num_kv_heads, head_size]
@@ -56,7 +57,7 @@ def _read_kernel(
     width: tl.constexpr,  # head_size, likewise
     pdl: tl.constexpr,
 ) -> None:
-    """A program a row of `key` and of `value`."""
+    """One program per row of `key` and of `value`."""
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,18 +66,20 @@ def _read_kernel(
     slot = tl.load(slot_mapping + tl.program_id(0) // padded_len * query_len + token, mask=is_token, other=0)
     head = tl.arange(0, heads)[:, None]
     dim = tl.arange(0, width)[None, :]
-    exists = (head < num_kv_heads) & (dim < head_size)
+    in_bounds = (head < num_kv_heads) & (dim < head_size)
     half_page = num_kv_heads * block_size * head_size
     source = slot // block_size * (2 * half_page) + (head * block_size + slot % block_size) * head_size + dim
     target = tl.program_id(0).to(tl.int64) * (num_kv_heads * head_size) + head * head_size + dim
-    tl.store(key + target, tl.load(kv_cache + source, mask=exists & is_token, other=0.0), mask=exists)
-    tl.store(value + target, tl.load(kv_cache + source + half_page, mask=exists & is_token, other=0.0), mask=exists)
+    tl.store(key + target, tl.load(kv_cache + source, mask=in_bounds & is_token, other=0.0), mask=in_bounds)
+    tl.store(
+        value + target, tl.load(kv_cache + source + half_page, mask=in_bounds & is_token, other=0.0), mask=in_bounds
+    )
 
 
-def spread_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
+def pad_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
     """[num_prompts * query_len, num_heads, head_size] -> [num_prompts, padded_len, num_heads, head_size].
 
-    The tokens may lie apart, the heads of a token may not. padded_len is query_len, and nothing is copied, or more.
+    The token stride is free, the heads of a token are contiguous. padded_len: query_len (then a view, no copy) or more.
     """
     num_tokens, num_heads, head_size = check_rows(rows)
     num_prompts = _num_prompts(num_tokens, query_len, padded_len)
@@ -84,8 +87,8 @@ def spread_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch
         return rows.view(num_prompts, query_len, num_heads, head_size)
     size = num_heads * head_size
     out = rows.new_empty(num_prompts, padded_len, num_heads, head_size)
-    block, pdl = triton.next_power_of_2(size), overlaps_launches(rows.device)
-    _spread_kernel[(num_prompts * padded_len,)](
+    block, pdl = triton.next_power_of_2(size), supports_pdl(rows.device)
+    _pad_kernel[(num_prompts * padded_len,)](
         rows,
         out,
         rows.stride(0),
@@ -100,10 +103,10 @@ def spread_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch
     return out
 
 
-def read_prompts(
+def gather_padded_kv(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `kv_write` wrote to the slots slot_mapping [num_prompts * query_len] int64 -> key and value, spread out:
+    """Gathers what `kv_write` wrote to the slots slot_mapping [num_prompts * query_len] int64 -> key and value, padded:
     [num_prompts, padded_len, num_kv_heads, head_size]. padded_len is query_len or more."""
     _, _, num_kv_heads, block_size, head_size = kv_cache.shape
     num_prompts = _num_prompts(len(slot_mapping), query_len, padded_len)
@@ -111,8 +114,8 @@ def read_prompts(
     assert kv_cache.is_contiguous()
     key, value = (kv_cache.new_empty(num_prompts, padded_len, num_kv_heads, head_size) for _ in range(2))
     heads, width = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_size)
-    pdl = overlaps_launches(kv_cache.device)
-    _read_kernel[(num_prompts * padded_len,)](
+    pdl = supports_pdl(kv_cache.device)
+    _gather_padded_kernel[(num_prompts * padded_len,)](
         kv_cache,
         slot_mapping,
         key,
@@ -138,20 +141,20 @@ def _num_prompts(num_tokens: int, query_len: int, padded_len: int) -> int:
 
 
 def _num_warps(num_bytes: int) -> int:
-    return min(_MAX_WARPS, max(1, num_bytes // _BYTES_A_WARP))
+    return min(_MAX_WARPS, max(1, num_bytes // _BYTES_PER_WARP))
 
 
-def spread_prompts_reference(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
-    """`spread_prompts` in plain torch."""
+def pad_prompts_reference(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
+    """`pad_prompts` in plain torch."""
     prompts = rows.reshape(-1, query_len, *rows.shape[1:])
     return torch.nn.functional.pad(prompts, (0, 0, 0, 0, 0, padded_len - query_len))
 
 
-def read_prompts_reference(
+def gather_padded_kv_reference(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`read_prompts` in plain torch."""
+    """`gather_padded_kv` in plain torch."""
     block_size = kv_cache.shape[3]
     both = kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size]  # [n, 2, num_kv_heads, head_size]
-    key, value = (spread_prompts_reference(rows, query_len, padded_len) for rows in both.unbind(1))
+    key, value = (pad_prompts_reference(rows, query_len, padded_len) for rows in both.unbind(1))
     return key, value

@@ -1,14 +1,14 @@
-"""Starts waiting requests: moves them from the waiting queue into the running batch, with their first prefill chunk.
+"""Moves requests from the waiting queue into the running batch, and sizes their first prefill chunk.
 
-Requests are tried in queue order, while token budget is left and a row is free. A request that cannot start keeps its
-place, and a bounded number of later requests may skip ahead of it (against head-of-line blocking). It waits because
+`Starter` tries them in queue order, while the step has token budget left and a row is free. A request that cannot start
+keeps its place, and a bounded number may skip ahead of it, which limits head-of-line blocking. It cannot start if
 
-    too few blocks are free                 until blocks are freed
-    a running request computes its prefix   retried in every step: each completed step may publish more of it
-    too little token budget is left         retried in the next step
+    too few blocks are free                   nothing changes until a request frees blocks
+    a running request computes its prefix     tried again in every step, as each result may add blocks of it
+    too little token budget is left           tried again in the next step
 
-While the first is the only reason, no request is tried until the scheduler sets `may_start` (blocks freed, a new
-request): a blocked queue costs nothing per step.
+While the first is the only reason, no request is tried until the scheduler sets `may_start`: a blocked queue costs a
+step nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.step import StepPlan
 
-__all__ = ["WaitingScheduler"]
+__all__ = ["Starter"]
 
 
-class WaitingScheduler:
-    """Moves requests from the queue `waiting` into `running`, and records which started.
+class Starter:
+    """Admits requests from the queue `waiting` into `running`, and records those that started.
 
     `clock` gives seconds on the host's monotonic clock.
     """
@@ -40,7 +40,7 @@ class WaitingScheduler:
         self._waiting = waiting
         self._running = running
         self._clock = clock
-        # Whether a request may be able to start that could not when the queue was last tried.
+        # Whether a request may be able to start that could not when it was last tried.
         self.may_start = False
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
@@ -48,35 +48,35 @@ class WaitingScheduler:
 
     @property
     def may_start_next(self) -> bool:
-        """Whether a waiting request may start in the step after a pure decode step."""
-        # Blocks that slide out of windows are freed and may let a request start.
+        """Whether a waiting request may start in the step after one in which all decode."""
+        # Blocks that leave a sliding window may suffice for a waiting request.
         may_start = self.may_start or self._running.kv_cache.has_windows
         return may_start and self._running.has_free_row
 
     def start_waiting(self, plan: StepPlan) -> None:
-        """Starts requests in queue order; at most `max_skip_ahead` requests skip ahead of one that cannot start."""
+        """Starts requests in queue order; a bounded number may skip ahead of one that lacks blocks."""
         self.may_start = False
         if not self._waiting or not self._running.has_free_row:
             return
         self._running.publish()
-        skipped: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_skip(skipped):
+        passed: list[Request] = []
+        while self._waiting and self._running.has_free_row and self._may_skip_ahead(passed):
             if plan.token_budget == 0:
                 self.may_start = True
                 break
             request = self._waiting.pop()
             if not self._try_to_start(request, plan):
-                skipped.append(request)
+                passed.append(request)
                 continue
-            for one in skipped:
-                one.num_times_skipped += 1
-        for request in skipped:
+            for one in passed:
+                one.num_times_passed += 1
+        for request in passed:
             self._waiting.add(request)
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        """Starts a request that is not in the queue; False, with no change, if too few blocks are free."""
+        """Starts a request that is not in the queue; False, and nothing changed, if too few blocks are free."""
         num_left = len(request.tokens) - prefix.num_computed_tokens
-        num_tokens = min(self._most_in_one_step(num_left), plan.token_budget)
+        num_tokens = min(self._max_chunk_tokens(num_left), plan.token_budget)
         new_request = self._running.start(request, prefix, num_tokens, self._clock())
         if new_request is None:
             return False
@@ -85,8 +85,8 @@ class WaitingScheduler:
         return True
 
     def num_victims_needed(self, request: Request, victims: Sequence[Request]) -> int:
-        """How many of the running requests `victims`, in order, must be preempted for the request to start; 0 also if
-        preempting all is not enough, or if it waits for a prefix that a running request computes.
+        """How many of these running requests must be preempted, in their order, for the request to start; 0 also if all
+        are too few, or if a running request computes its prefix.
         """
         self._running.publish()
         prefix = self._find_cached_prefix(request)
@@ -96,21 +96,21 @@ class WaitingScheduler:
         return num_victims_needed(request, prefix, rows, self._running.has_free_row, self._running.kv_cache)
 
     def take_started(self) -> list[StartedRequest]:
-        """The requests started since the last call."""
+        """The requests that started since the last call."""
         started, self._started = self._started, []
         return started
 
-    def _may_skip(self, skipped: Sequence[Request]) -> bool:
+    def _may_skip_ahead(self, passed: Sequence[Request]) -> bool:
         limit = self._config.max_skip_ahead
-        return len(skipped) <= limit and all(request.num_times_skipped < limit for request in skipped)
+        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
         kv_cache = self._running.kv_cache
         prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
-            self.may_start = True  # every completed step may publish more of the prefix
+            self.may_start = True  # every step result may publish more of it
             return False
-        num_tokens = self._most_in_one_step(len(request.tokens) - prefix.num_computed_tokens)
+        num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
             self.may_start = True
             return False
@@ -122,10 +122,10 @@ class WaitingScheduler:
         return True
 
     def _find_cached_prefix(self, request: Request) -> CachedPrefix:
-        """The prefix cache hit; none for a request with prompt logprobs: these need every position computed."""
+        """No hit for a request with prompt logprobs due: these need every position computed."""
         kv_cache = self._running.kv_cache
         return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
 
-    def _most_in_one_step(self, num_tokens: int) -> int:
+    def _max_chunk_tokens(self, num_tokens: int) -> int:
         threshold = self._config.long_prefill_token_threshold
         return num_tokens if threshold is None else min(num_tokens, threshold)

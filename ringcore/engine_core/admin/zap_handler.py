@@ -1,4 +1,4 @@
-"""Who may connect to the admin endpoint: the answers to libzmq's questions (ZAP, RFC 27), and counts for the log."""
+"""Authentication of admin connections: libzmq's ZAP handler (RFC 27), and rate-limited counters for the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-__all__ = ["ZAP_DOMAIN", "Gatekeeper", "Tally"]
+__all__ = ["ZAP_DOMAIN", "LoggedCounter", "ZapHandler"]
 
 ZAP_DOMAIN = b"ringcore"
 _ZAP_ADDRESS, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
@@ -21,8 +21,8 @@ _LOG_EVERY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Tally:
-    """A count that is logged once a second at most."""
+class LoggedCounter:
+    """A counter that is logged at most once a second."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -38,26 +38,27 @@ class Tally:
             self.log()
 
     def log(self) -> None:
-        """Logs what was counted since the last time, if anything was."""
+        """Logs the number of events since the last log line, if there are any."""
         if self.num > self._num_logged:
             _log.warning(self._text, self.num - self._num_logged, self._last)
             self._num_logged, self._logged_s = self.num, time.monotonic()
 
 
-class Gatekeeper:
-    """Tells libzmq which clients to let in: those with one of these public keys (Z85), which then is the "User-Id" of
-    each of their frames. In a thread of its own, so that nobody waits outside a busy engine."""
+class ZapHandler:
+    """Answers libzmq's authentication requests: it accepts clients with one of these public keys (Z85), and the key
+    becomes the "User-Id" of each of their frames. It runs in its own thread, so a handshake does not wait for the
+    engine's step."""
 
     def __init__(self, context: zmq.Context[Any], clients: Container[bytes]) -> None:
         self._clients = clients
-        self._refused = Tally("refused %d connections to the admin endpoint, the last one from %s: its key is unknown")
+        self._refused = LoggedCounter("refused %d connections to the admin endpoint, the last from %s: unknown key")
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.bind(_ZAP_ADDRESS)
-        self._thread = threading.Thread(target=self._run, name="admin gatekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="admin ZAP handler", daemon=True)
         self._thread.start()
 
     @property
-    def num_refused(self) -> int:
+    def num_rejected(self) -> int:
         return self._refused.num
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""A product of 16-bit weights on a GPU: few rows by kernels of ours, with their company; many by cuBLAS."""
+"""The linear of 16-bit weights on a GPU: few rows by fused kernels (`skinny_linear`), many rows by cuBLAS."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ import logging
 
 import torch
 
-from ringcore.model_executor.product import Activation, Gate, Product
+from ringcore.model_executor.linear_op import Activation, Gate, LinearOp
 from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["KernelProduct", "sums_in_float32"]
+__all__ = ["KernelLinear", "sums_in_float32"]
 
 _log = logging.getLogger(__name__)
 
 
-class KernelProduct(Product):
-    """As `Product`. What it computes in one kernel is rounded once, at its end."""
+class KernelLinear(LinearOp):
+    """As `LinearOp`. A fused kernel rounds once, at its end."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-        """out_dtype: of a product alone, which has no bias then; without it, the weight's."""
+        """out_dtype: of `__call__`, for a linear without bias; None: the weight's."""
         from ringcore.kernels import skinny_configs, skinny_linear
 
-        super().__init__(self._by_library)
+        super().__init__(self._by_cublas)
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous()
         self._bias = bias
         self._out_dtype = out_dtype
-        self._arrivals = skinny_linear.new_arrivals(weight)
+        self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose = skinny_configs.choose
-        self._choose_parts = skinny_configs.choose_parts
+        self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_configs.FmaConfig
         self._row_norm = skinny_linear.RowNorm
         self._skinny = skinny_linear.skinny_linear
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """out: of the dtype that a product alone has."""
+        """out: of the dtype that `__call__` returns."""
         if out is None and self._out_dtype is not None:
             out = x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
-        done = self._by_kernel(x, out=out)
-        return self._by_library(x, out) if done is None else done
+        fused = self._by_kernel(x, out=out)
+        return self._by_cublas(x, out) if fused is None else fused
 
     def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
-        done = self._by_kernel(hidden, norm)
-        return self.multiply(hidden.normed(norm)) if done is None else done
+        fused = self._by_kernel(hidden, norm)
+        return self.multiply(hidden.normed(norm)) if fused is None else fused
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
-        done = self._by_kernel(hidden, norm, gate.activation)
-        return gate(self.multiply(hidden.normed(norm))) if done is None else done
+        fused = self._by_kernel(hidden, norm, gate.activation)
+        return gate(self.multiply(hidden.normed(norm))) if fused is None else fused
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         rows = hidden.rows
@@ -56,16 +56,16 @@ class KernelProduct(Product):
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self.multiply(x))
             return
-        num_parts = self._choose_parts(*self.weight.shape, len(x))
-        if num_parts > 1:
-            hidden.leave(_product_in_parts(x, self.weight, num_parts))
+        num_splits = self._choose_split_k(*self.weight.shape, len(x))
+        if num_splits > 1:
+            hidden.defer_add(_split_k_linear(x, self.weight, num_splits))
         else:
             torch.addmm(rows, x, self.weight.t(), out_dtype=torch.float32, out=rows)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
-        done = self._by_kernel(x, out=out)
-        return self.multiply(x) if done is None else done
+        fused = self._by_kernel(x, out=out)
+        return self.multiply(x) if fused is None else fused
 
     def _by_kernel(
         self,
@@ -76,7 +76,8 @@ class KernelProduct(Product):
         add_to: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """None, and nothing done, where cuBLAS is faster. x: the stream, and that alone, is normalised first."""
+        """None, and nothing computed, where cuBLAS is faster. x: the residual stream, and that alone, is normalised
+        first."""
         num_weights, num_inputs = self.weight.shape
         num_outputs = num_weights if activation is None else num_weights // 2
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
@@ -98,10 +99,10 @@ class KernelProduct(Product):
             activation=activation,
             add_to=add_to,
             out=out,
-            arrivals=self._arrivals,
+            counters=self._counters,
         )
 
-    def _by_library(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _by_cublas(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._out_dtype is not None and x.is_cuda:
             return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype, out=out)
         product = torch.nn.functional.linear(x, self.weight, self._bias)
@@ -110,26 +111,28 @@ class KernelProduct(Product):
         return product if self._out_dtype is None else product.to(self._out_dtype)
 
 
-def _product_in_parts(x: torch.Tensor, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """x [n, in] times weight [out, in], over an equal part of the inputs each: [num_parts, n, out] float32."""
-    size = x.shape[1] // num_parts
-    rows = x.view(-1, num_parts, size).transpose(0, 1)
-    columns = weight.view(-1, num_parts, size).permute(1, 2, 0)
+def _split_k_linear(x: torch.Tensor, weight: torch.Tensor, num_splits: int) -> torch.Tensor:
+    """x [n, in] times weight [out, in], split over the inputs: partials [num_splits, n, out] float32."""
+    size = x.shape[1] // num_splits
+    rows = x.view(-1, num_splits, size).transpose(0, 1)
+    columns = weight.view(-1, num_splits, size).permute(1, 2, 0)
     return torch.bmm(rows, columns, out_dtype=torch.float32)
 
 
 @functools.cache
 def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's cuBLAS multiplies 16 bits to float32, also adding to float32 numbers in place. Tried once a
-    process: the operations are young, and a build without them does the product and the sum one after the other."""
+    """Whether torch's cuBLAS multiplies 16-bit inputs to float32, and adds to float32 in place. Tried once per process:
+    the operations are recent, and a build without them does the product and the sum separately."""
     if device.type != "cuda":
         return False
     x = torch.ones(8, 16, dtype=dtype, device=device)
     total = torch.ones(8, 8, device=device)
     try:
         torch.addmm(total, x, x.t(), out_dtype=torch.float32, out=total)
-        parts = _product_in_parts(x, x, 2)
+        partials = _split_k_linear(x, x, 2)
     except (RuntimeError, TypeError) as error:
-        _log.warning("sums of products are added in a pass of their own, which is slower: %s", error)
+        _log.warning(
+            "no fused float32 accumulation in cuBLAS, so residual adds are separate kernels, which is slower: %s", error
+        )
         return False
-    return bool((total == 17).all() and (parts == 8).all())
+    return bool((total == 17).all() and (partials == 8).all())

@@ -19,8 +19,8 @@ from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
 from ringcore.worker.platforms.cpu import CpuPlatform
-from ringcore.worker.start_up import kernels_ahead
-from ringcore.worker.start_up.kernels_ahead import KernelsAhead, has_room, set_up_libraries, steps_of_all_kinds
+from ringcore.worker.start_up import kernel_warm_up
+from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp, has_room, set_up_libraries, warm_up_steps
 
 SCRIPT = """
     import sys
@@ -33,13 +33,13 @@ SCRIPT = """
     from ringcore import EngineConfig
     from ringcore.distributed.parallel import SingleRank
     from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.start_up.kernels_ahead import catch_steps
+    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
     ).on_device("cuda")
-    caught = catch_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
     print(*sorted({{variant.kernel.__name__ for variant in caught}}))
     print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
 """
@@ -75,7 +75,7 @@ RANKS_SCRIPT = """
     from ringcore import EngineConfig
     from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
     from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
-    from ringcore.worker.start_up.kernels_ahead import catch_steps
+    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
 
@@ -84,7 +84,7 @@ RANKS_SCRIPT = """
     )
     peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
     tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)
-    caught = catch_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
     for name, specialization in sorted((variant.kernel.__name__, variant.specialization) for variant in caught):
         if name == "_collective_kernel":
             print(specialization)
@@ -93,14 +93,14 @@ RANKS_SCRIPT = """
 
 @pytest.mark.parametrize("has_peers", [True, False])
 def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
-    """Of the embedding, and of parts of either kind into the stream. A launch would wait for ever."""
+    """Of the embedding, and of messages of either dtype into the residual stream. A launch would wait forever."""
     told = run(RANKS_SCRIPT.format(model=tiny_llama[0], has_peers=has_peers), tmp_path).splitlines()
     assert list(tmp_path.iterdir()) == [], "something was compiled"
     variants = [json.loads(line) for line in told]
     if not has_peers:
         assert variants == []
         return
-    types = {tuple(one["signature"][name] for name in ("part", "residual", "out")) for one in variants}
+    types = {tuple(one["signature"][name] for name in ("message", "residual", "out")) for one in variants}
     assert types == {("*bf16", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp32"), ("*fp32", "*fp32", "*fp32")}
 
 
@@ -114,7 +114,7 @@ def test_steps_stay_within_the_limits(tiny_llama, max_model_len, max_num_seqs):
         max_num_batched_tokens=max(64, max_num_seqs),
     )
     admitted: dict[int, int] = {}
-    for number, step in enumerate(steps_of_all_kinds(config, [16])):
+    for number, step in enumerate(warm_up_steps(config, [16])):
         assert step.step == number
         for row in step.finished_rows.tolist():
             del admitted[row]
@@ -141,12 +141,12 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
     def fail(*args):
         raise ArithmeticError("in the runner")
 
-    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernels_ahead"):
-        assert KernelsAhead(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
-        assert "compiled as they are met" in caplog.text
+    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
+        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
+        assert "compiled on their first launch" in caplog.text
         assert "in the runner" in caplog.text
         caplog.clear()
-        assert KernelsAhead(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
+        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
     assert has_room(config, SingleRank(), "float32", 1 << 40)
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
 
 def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     told = []
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
     config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
     set_up_libraries(config, CpuPlatform(), SingleRank(), "float32")
     assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
@@ -166,9 +166,9 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     def fail(*numbers):
         raise ArithmeticError("in the library")
 
-    monkeypatch.setattr(TorchSdpaBackend, "set_up", fail)
-    monkeypatch.setattr(kernels_ahead, "catch_steps", lambda *arguments: [])
-    monkeypatch.setattr(kernels_ahead, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    assert KernelsAhead(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
+    monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
+    monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
+    monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
+    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text

@@ -1,4 +1,4 @@
-"""Prompts are spread out bit by bit, with zeros behind each."""
+"""Prompts are padded bit by bit, with zeros after each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ringcore.kernels.prompt_rows import (
-    read_prompts,
-    read_prompts_reference,
-    spread_prompts,
-    spread_prompts_reference,
+from ringcore.kernels.prompt_padding import (
+    gather_padded_kv,
+    gather_padded_kv_reference,
+    pad_prompts,
+    pad_prompts_reference,
 )
 
 LENGTHS = [(1, 5, 8), (3, 5, 8), (2, 8, 8), (4, 1, 2)]
@@ -23,13 +23,13 @@ LENGTHS = [(1, 5, 8), (3, 5, 8), (2, 8, 8), (4, 1, 2)]
 def test_rows(device, dtype, num_prompts, query_len, padded_len, num_heads, head_size) -> None:
     torch.manual_seed(0)
     fused = torch.randn(num_prompts * query_len + 1, num_heads + 2, head_size, device=device).to(dtype)
-    fused[-1] = float("nan")  # what stands behind the last prompt
+    fused[-1] = float("nan")  # after the last prompt
     rows = fused[:-1, 1:-1]
-    spread = spread_prompts(rows, query_len, padded_len)
-    assert torch.equal(spread, spread_prompts_reference(rows, query_len, padded_len))
-    assert (spread.data_ptr() == rows.data_ptr()) == (padded_len == query_len)
-    assert torch.equal(spread[:, :query_len].flatten(0, 1), rows)
-    assert not spread[:, query_len:].any()
+    padded = pad_prompts(rows, query_len, padded_len)
+    assert torch.equal(padded, pad_prompts_reference(rows, query_len, padded_len))
+    assert (padded.data_ptr() == rows.data_ptr()) == (padded_len == query_len)
+    assert torch.equal(padded[:, :query_len].flatten(0, 1), rows)
+    assert not padded[:, query_len:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,8 +41,8 @@ def test_pages(device, dtype, num_prompts, query_len, padded_len, num_kv_heads, 
     kv_cache[0] = float("nan")  # the null block
     slots = (torch.randperm(4 * block_size, device=device) + block_size)[: num_prompts * query_len]
     slots[-1] = 5 * block_size - 1
-    both = read_prompts(kv_cache, slots, query_len, padded_len)
-    expected = read_prompts_reference(kv_cache, slots, query_len, padded_len)
+    both = gather_padded_kv(kv_cache, slots, query_len, padded_len)
+    expected = gather_padded_kv_reference(kv_cache, slots, query_len, padded_len)
     for read, wanted in zip(both, expected, strict=True):
         assert torch.equal(read, wanted)
         assert not read[:, query_len:].any()

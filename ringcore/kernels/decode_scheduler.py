@@ -1,0 +1,252 @@
+"""The tile scheduler of split-KV decode attention: it balances the KV tiles over a fixed grid, on the device.
+
+A work item is a (sequence, KV head) pair; its context is a row of tiles. The scheduler lays the tiles of all work items
+end to end and gives every program of a fixed grid a tile range of equal length, so one long sequence in a batch of
+short ones does not unbalance the grid. (The even split is Stream-K's, Osama et al., 2023.)
+
+    work items  |----- a -----|- b -|------------- c -------------|-- d --|
+    programs    |.... 0 ....|.... 1 ....|.... 2 ....|.... 3 ....|.... 4 ....|
+
+A work item that ends in another program's range costs one more split-KV partial to combine. So where the work items
+have similar lengths, and there are no more of them than programs, the scheduler splits every work item by itself, into
+equal splits that are little longer than the even ranges:
+
+    work items  |------ a ------|----- b -----|------- c -------|----- d -----|
+    programs    |.. 0 ..|.. 1 ..|. 2 .|.. 3 ..|.. 4 ...|... 5 ..|. 6 .|.. 7 ..|
+
+The schedule depends on the sequence lengths alone. A kernel computes it once per step for all layers, so no launch
+argument depends on a number that the host would have to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.kv_write import padded_head_size
+from ringcore.kernels.split_kv_combine import UNWRITTEN
+
+__all__ = ["DecodeTileScheduler", "DecodeTiling", "context_tiles"]
+
+# A program's record in `DecodeTileScheduler.tile_ranges`: where its range begins, and which program holds the first
+# split of that work item.
+SEQUENCE = tl.constexpr(0)  # sequence, KV head and tile of the work item where the range begins
+HEAD = tl.constexpr(1)
+TILE = tl.constexpr(2)
+COUNT = tl.constexpr(3)  # tiles in the range
+SEQ_LEN = tl.constexpr(4)  # of that sequence
+FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that work item
+RECORD = tl.constexpr(8)
+
+_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
+_FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
+# How much longer than the ranges of an even split the splits of a work item may be, in percent and in tiles: one more
+# partial costs about as much.
+_SLACK_PERCENT = tl.constexpr(15)
+_MAX_SLACK_TILES = tl.constexpr(2)
+_MAX_ELEMENTS_PER_THREAD = 32  # in the partials of one combine round: registers
+_PROGRAMS_PER_PLANNER = 8  # programs of the attention kernel that one program of the planning kernel schedules
+
+
+@triton.jit
+def context_tiles(seq_len, window: tl.constexpr, tile_tokens: tl.constexpr):
+    """(the first visible token, its tile, the number of tiles from there): at least one tile, also for an empty
+    sequence."""
+    first = seq_len * 0
+    if window > 0:
+        first = tl.maximum(seq_len - window, 0)
+    first_tile = first // tile_tokens
+    return first, first_tile, tl.maximum(tl.cdiv(seq_len, tile_tokens) - first_tile, 1)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+def _plan_decode(
+    seq_lens,
+    tile_ranges,
+    num_seqs,
+    num_programs,
+    num_kv_heads: tl.constexpr,
+    window: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    min_tiles: tl.constexpr,
+    skips_empty: tl.constexpr,
+    seqs: tl.constexpr,  # num_seqs or more, a power of two
+    programs: tl.constexpr,
+):
+    """Writes the tile ranges of `programs` programs. Each program sums all lengths itself: no program waits for
+    another."""
+    index = tl.arange(0, seqs)
+    seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
+    _, _, tiles = context_tiles(seq_len, window, tile_tokens)
+    is_counted = index < num_seqs
+    if skips_empty:
+        # Sequences up to the last non-empty one count: a range crosses from one sequence to the next and skips none.
+        is_counted = index <= tl.max(tl.where(is_counted & (seq_len > 0), index, -1), 0)
+    tiles = tl.where(is_counted, tiles, 0)  # of a work item
+    num_tiles = tl.sum(tiles, 0) * num_kv_heads
+    used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
+    base = num_tiles // used  # the first `extra` programs have base + 1 tiles, the others base
+    extra = num_tiles % used
+    slack = tl.minimum(base * _SLACK_PERCENT // 100, _MAX_SLACK_TILES)
+    max_tiles = base + tl.maximum((extra > 0).to(tl.int32), slack)
+    splits = tl.cdiv(tiles, tl.maximum(max_tiles, 1))  # of a work item
+    num_splits = tl.sum(splits, 0) * num_kv_heads
+    by_item = num_splits <= num_programs  # one split per program
+    used = tl.where(by_item, num_splits, used)
+
+    # In units (splits if by_item, else tiles): where each sequence ends, and where the ranges begin.
+    units = tl.where(by_item, splits, tiles) * num_kv_heads
+    ends = tl.cumsum(units, 0)
+    program = tl.program_id(0) * programs + tl.arange(0, programs)
+    at = tl.where(by_item, program, program * base + tl.minimum(program, extra))
+    passed = ends[None, :] <= at[:, None]  # [programs, seqs]: sequences wholly before the range
+    # [programs, seqs]: the sequence in which the range begins
+    holds = (ends[None, :] > at[:, None]) & ((ends - units)[None, :] <= at[:, None])
+    sequence = tl.sum(passed.to(tl.int32), 1)
+    in_sequence = at - tl.sum(tl.where(passed, units[None, :], 0), 1)
+    item_units = tl.maximum(tl.sum(tl.where(holds, units[None, :], 0), 1) // num_kv_heads, 1)
+    in_item = in_sequence % item_units
+    # If by_item: the first `longer` splits of a work item have one tile more than the others.
+    item_tiles = tl.sum(tl.where(holds, tiles[None, :], 0), 1)
+    split_tiles = item_tiles // item_units
+    longer = item_tiles % item_units
+    tile = tl.where(by_item, in_item * split_tiles + tl.minimum(in_item, longer), in_item)
+    count = tl.where(by_item, split_tiles + (in_item < longer).to(tl.int32), base + (program < extra).to(tl.int32))
+    # Otherwise: the program that has the work item's first tile.
+    item_at = at - in_item
+    before = extra * (base + 1)  # tiles in the ranges of base + 1
+    owner = tl.where(item_at < before, item_at // (base + 1), extra + (item_at - before) // tl.maximum(base, 1))
+    record = tile_ranges + program * RECORD
+    in_bounds = program < num_programs
+    tl.store(record + SEQUENCE, sequence, mask=in_bounds)
+    tl.store(record + HEAD, in_sequence // item_units, mask=in_bounds)
+    tl.store(record + TILE, tile, mask=in_bounds)
+    tl.store(record + COUNT, tl.where(program < used, count, 0), mask=in_bounds)
+    tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=in_bounds)
+    tl.store(record + FIRST_PROGRAM, tl.where(by_item, item_at, owner), mask=in_bounds)
+
+
+class DecodeTiling(NamedTuple):
+    """Tile shape and launch parameters of the decode kernel, chosen without knowing any sequence length."""
+
+    tile_tokens: int  # keys and values of one iteration
+    num_warps: int
+    stages: int  # pipeline stages; a load whose address is loaded has one fewer
+    programs_per_sm: int
+    min_tiles: int  # of a range: shorter ones save less reading than their combine costs
+    partials_per_round: int  # partials of a work item that the combine loads together
+
+    @classmethod
+    def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
+        """For at most `num_seqs` sequences over caches of `dtype`; measured on H200s, for 8 KV heads of size 128 in
+        bfloat16. Microseconds per forward pass, Qwen3-8B in the first two rows, Qwen3-0.6B in the last two:
+
+            | tiling          | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 64 x 1,000 | 256 x 100 to 2,000 |
+            | (64, 8, 3, 1, 2)|   3,868 |   4,756 |   4,739 |      6,137 |      7,798 |             19,675 |
+            | (64, 4, 3, 2, 2)|   4,708 |   4,818 |   4,698 |      5,619 |      7,122 |             16,680 |
+            | (64, 8, 3, 1, 2)|     633 |     920 |   1,100 |      2,295 |            |             11,375 |
+            | (64, 4, 3, 2, 2)|     675 |     929 |   1,100 |      1,955 |            |              8,858 |
+
+        Three programs of four warps per SM, tiles of 32 tokens, or one more pipeline stage are slower from 32 sequences
+        on. With few sequences each has many partials, which are combined eight per round: one per round costs 1.4% of a
+        Qwen3-8B pass and 6.7% of a Qwen3-0.6B pass at 1 x 640 tokens, 4.4% and 14% at 1 x 2,500 tokens; sixteen are no
+        better. More sequences have fewer partials each: four per round in place of one gain 0.6% and 3% at 8 x 400
+        tokens.
+        """
+        token_bytes = padded_head_size(head_size) * dtype.itemsize
+        tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
+        if num_seqs <= _FEW_SEQS:
+            return cls(tile_tokens, 8, 3, 1, 2, 8)
+        return cls(tile_tokens, 4, 3, 2, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTileScheduler:
+    """The tile ranges of a step and the split-KV workspace of the decode kernel, for layers of one shape.
+
+    Launches that share an instance must run in order on one stream.
+    """
+
+    num_kv_heads: int
+    group: int  # query heads that share a KV head
+    head_size: int
+    window: int | None  # sliding window, the query token included; None: full attention
+    tiling: DecodeTiling
+    tile_ranges: torch.Tensor  # [num_programs, 8] int32: one record per program, written by `plan`
+    partials: torch.Tensor  # [2 * num_programs, group, head_size] int64: `pack_partial`; UNWRITTEN between launches
+
+    @classmethod
+    def allocate(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        tiling: DecodeTiling,
+        device: torch.device,
+        *,
+        window: int | None = None,
+        num_programs: int | None = None,
+    ) -> DecodeTileScheduler:
+        """num_programs: the grid; None: as many programs as `device` runs at once."""
+        if num_programs is None:
+            num_programs = _num_sms(device) * tiling.programs_per_sm
+        group = num_heads // num_kv_heads
+        unwritten = torch.full((2 * num_programs, group, head_size), UNWRITTEN.value, dtype=torch.int64, device=device)
+        return cls(
+            num_kv_heads=num_kv_heads,
+            group=group,
+            head_size=head_size,
+            window=window,
+            tiling=tiling,
+            tile_ranges=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
+            partials=unwritten,
+        )
+
+    @property
+    def num_programs(self) -> int:
+        return self.tile_ranges.shape[0]
+
+    def combine_rows(self) -> int:
+        """Rows of a partial in the combine: a power of two, and one element or more per thread (`combine_partials`)."""
+        threads = 32 * self.tiling.num_warps
+        return max(triton.next_power_of_2(self.group), threads // padded_head_size(self.head_size))
+
+    def partials_per_round(self) -> int:
+        """The tiling's number of partials per round, limited by the registers of a thread."""
+        elements = self.combine_rows() * padded_head_size(self.head_size) // (32 * self.tiling.num_warps)
+        return max(min(self.tiling.partials_per_round, _MAX_ELEMENTS_PER_THREAD // elements), 1)
+
+    def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
+        """Schedules sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.
+
+        An empty sequence has one tile. skips_empty: the empty sequences after the last non-empty one get none: padding
+        comes last, while a stopped row may be anywhere.
+
+        The kernel launches and ends as an ordinary one (no dependent launch), so everything written before it, and its
+        own tile ranges, are visible to every later kernel, dependent launch or not.
+        """
+        num_seqs = seq_lens.shape[0]
+        assert seq_lens.dtype == torch.int32
+        assert num_seqs > 0
+        _plan_decode[(triton.cdiv(self.num_programs, _PROGRAMS_PER_PLANNER),)](
+            seq_lens,
+            self.tile_ranges,
+            num_seqs,
+            self.num_programs,
+            num_kv_heads=self.num_kv_heads,
+            window=self.window or 0,
+            tile_tokens=self.tiling.tile_tokens,
+            min_tiles=self.tiling.min_tiles,
+            skips_empty=skips_empty,
+            seqs=max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
+            programs=_PROGRAMS_PER_PLANNER,
+        )
+
+
+def _num_sms(device: torch.device) -> int:
+    """On the interpreter's CPU a few, so that programs share sequences there too."""
+    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,99 @@
+"""Files of at most 300 lines, functions of at most 40 without their docstring. Larger ones are named, with the reason.
+
+Triton kernels are exempt: one kernel is one function, and its arguments take a line each.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "ringcore"
+FILE_LINES, FUNCTION_LINES = 300, 40
+
+# The most lines that a file may have, and why it is one file.
+FILES: dict[str, tuple[int, str]] = {
+    "scheduler/scheduler.py": (
+        382,
+        "schedule, update and preemption share one state; the argument that it drains is a page",
+    ),
+    "engine_core/core.py": (375, "every public call of the engine, a few lines each"),
+    "engine_core/loop.py": (350, "one event loop: each message and each wait of it"),
+    "worker/runner/gpu_model_runner.py": (350, "inherits from ModelRunner; to be composed of stages"),
+    "executor/multiproc.py": (350, "one executor: start, send, receive and close share the call table"),
+    "front_end/async_engine.py": (346, "every public call of AsyncEngine, with its documentation"),
+    "worker/worker.py": (345, "every RPC method of the worker, a few lines each"),
+    "executor/ring_buffer.py": (340, "the protocol's table and both ends of it are read together"),
+    "worker/runner/cuda_graphs.py": (335, "decode and mixed graphs share the capture"),
+    "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
+    "front_end/admin_client.py": (330, "every public call of AdminClient, with its documentation"),
+    "testing/fake_executor.py": (325, "a whole executor"),
+    "front_end/llm.py": (325, "every public call of LLM, with its documentation"),
+    "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
+    "kv_cache/manager.py": (320, "allocation and hits share the books of one cache"),
+    "front_end/client.py": (320, "every public call of the client, a few lines each"),
+    "executor/uniproc.py": (320, "a whole executor"),
+    "engine_core/transport/channel.py": (318, "both ends of one channel"),
+    "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
+    "front_end/input_processor.py": (310, "every check of a prompt"),
+    "serve/answers.py": (306, "every kind of answer"),
+    "engine_core/memory/control.py": (305, "every operation on memory, step by step"),
+}
+FUNCTIONS: dict[str, tuple[int, str]] = {
+    "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),
+    "kernels/paged_attention_decode.py:paged_attention_decode": (63, "a launch, as above"),
+    "kernels/paged_attention_prefill.py:paged_attention_prefill": (60, "a launch, as above"),
+    "kernels/sampling.py:sample_tokens": (50, "a launch, as above"),
+    "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
+    "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
+    "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
+    "cli/serve.py:serve": (66, "a command's flags, a line each"),
+    "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
+    "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
+    "config/option_checks.py:check_values": (50, "a check a line"),
+    "checkpoint/gguf_spec.py:read_gguf_spec": (48, "a field of the specification a line"),
+    "engine_core/process.py:main": (44, "the phases of a process in order"),
+}
+
+
+def test_files():
+    found = {path: len((PACKAGE / path).read_text().splitlines()) for path in _paths()}
+    assert _over(found, FILE_LINES, FILES) == {}
+    assert _needless(found, FILE_LINES, FILES) == []
+
+
+def test_functions():
+    found = {}
+    for path in _paths():
+        for function in ast.walk(ast.parse((PACKAGE / path).read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(function):
+                found[f"{path}:{function.name}"] = _num_lines(function)
+    assert _over(found, FUNCTION_LINES, FUNCTIONS) == {}
+    assert _needless(found, FUNCTION_LINES, FUNCTIONS) == []
+
+
+def _over(found: dict[str, int], limit: int, exceptions: dict[str, tuple[int, str]]) -> dict[str, int]:
+    return {name: lines for name, lines in found.items() if lines > exceptions.get(name, (limit, ""))[0]}
+
+
+def _needless(found: dict[str, int], limit: int, exceptions: dict[str, tuple[int, str]]) -> list[str]:
+    """Exceptions of what is gone, or is no longer too large."""
+    return [name for name in exceptions if found.get(name, 0) <= limit]
+
+
+def _paths() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        assert first.end_lineno is not None
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
