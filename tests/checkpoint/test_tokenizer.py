@@ -20,7 +20,7 @@ TEMPLATE = (
 BYTES = Tokenizer(TokenizerFiles("here", byte_level(), {"eos_token": "<|end|>"}, None))
 PIECES = Tokenizer(TokenizerFiles("here", sentencepiece(), {"eos_token": "</s>"}, None))
 MADE = {"byte_level": BYTES, "sentencepiece": PIECES}
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 # Any ids at all; of SentencePiece's byte tokens only such as form characters: see `IncrementalDecoder`.

@@ -302,13 +302,13 @@ SCRIPT = """
 
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os._exit(4)", 4)])
 def test_a_script_that_ends_without_closing(folder, end, code):
-    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=folder, end=end)
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=folder, end=end)
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert (ran.returncode, ran.stderr) == (code, "")
     pids = ran.stdout.split()

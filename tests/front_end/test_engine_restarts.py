@@ -216,12 +216,12 @@ SCRIPT = """
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])
 def test_nothing_is_left_where_the_owner_is_killed_in_a_restart(folder, seconds):
-    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=folder)
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=folder)
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         start_new_session=True,
     ) as owner:
         assert owner.stdout.readline() == b"ready\n"

@@ -16,7 +16,7 @@ from fake_engine import make_model_folder
 
 from ringcore.config.admin_keys import create_keys
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 BOUND_S = 60.0
 
 # `uses` are calls that the owner makes before and after, and that the child tries; `ends` are for the child alone.

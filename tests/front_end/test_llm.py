@@ -363,17 +363,17 @@ SCRIPT = """
 @pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"])
 def test_a_script_without_a_main_guard(folder, tmp_path, end):
     script = tmp_path / "script.py"
-    tests = str(Path(__file__).parent)
+    tests = str(Path(__file__).parents[1])
     script.write_text(textwrap.dedent(SCRIPT.format(tests=tests, folder=folder, end=end)))
     ran = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(tmp_path),
         },
