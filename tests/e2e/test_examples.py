@@ -49,3 +49,39 @@ def test_two_models_that_stream_at_once(smollm2: str) -> None:
         text = "".join(ast.literal_eval(piece) for one, piece in said if one == name)
         assert whole[name] == f"The tide comes in and{text}".split("\n")[0]
     assert whole["left"] == whole["right"]  # the same model
+
+
+def test_an_offline_batch(smollm2: str) -> None:
+    done = run("offline_batch.py", "--model", smollm2, "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    prompts = [line for line in (EXAMPLES / "prompts.txt").read_text().splitlines() if line.strip()]
+    assert re.findall(r"^> (.*)$", done.stdout, re.MULTILINE) == prompts
+    num_out = int(re.search(rf"^{len(prompts)} prompts, \d+ tokens in, (\d+) tokens out in ", done.stdout, re.M)[1])
+    assert len(prompts) <= num_out <= 8 * len(prompts)
+
+
+def test_structured_answers(smollm2: str) -> None:
+    done = run("structured_answers.py", "--model", smollm2)
+    assert done.returncode == 0, done.stderr
+    assert set(ast.literal_eval(re.search(r"^read back: (.*)$", done.stdout, re.M)[1])) == {"name", "population"}
+    assert re.search(r"^Today's date is \d{4}-\d{2}-\d{2}$", done.stdout, re.M)
+    assert re.search(r"^Is water wet\? Answer: (yes|no)$", done.stdout, re.M)
+    assert "one of two at each place:" in done.stdout
+
+
+def test_driving_the_workers(smollm2: str) -> None:
+    done = run("drive_workers.py", smollm2)
+    assert done.returncode == 0, done.stderr
+    assert "during a step: {" in done.stdout
+    assert "by an extension: [0.25]" in done.stdout
+    assert "ZeroDivisionError" in done.stdout
+    assert done.stdout.rstrip().endswith("on ranks [0]")
+
+
+def test_how_many_replicas_a_load_needs() -> None:
+    done = run("simulate_capacity.py", "--requests", "300")
+    assert done.returncode == 0, done.stderr
+    *replicas, last = done.stdout.splitlines()
+    assert last == f"{len(replicas)} replicas are enough for 60 requests/s"
+    waits = [float(re.search(r"p99 +(\S+) s", line)[1]) for line in replicas]
+    assert waits[-1] <= 0.15 < min(waits[:-1], default=1)
