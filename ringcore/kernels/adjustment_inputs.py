@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ringcore.kernels.upload import upload
+
 __all__ = ["IN_PROMPT", "LogitAdjustments", "reset_counts"]
 
 # The bit of a token's count that is set if the prompt contains it; the bits below count how often it was generated.
@@ -60,10 +62,7 @@ def reset_counts(counts: torch.Tensor, slot: int, prompt_ids: np.ndarray, output
         return
     assert ids.min() >= 0, (slot, int(ids.min()))
     assert ids.max() < len(row), (slot, int(ids.max()), len(row))
-    placed = torch.from_numpy(ids)
-    if counts.is_cuda:
-        placed = placed.pin_memory().to(counts.device, non_blocking=True)
-    placed = placed.long()
+    placed = upload(ids, counts.device).long()
     row.index_fill_(0, placed[:num_prompt], IN_PROMPT)
     generated = placed[num_prompt:]
     row.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))

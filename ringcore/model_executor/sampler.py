@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ringcore.kernels.upload import upload
 from ringcore.protocol.requests import TokenLogprobs
 
 __all__ = [
@@ -290,9 +291,7 @@ def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
 def _copy_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, rows_with_logprobs: np.ndarray, num_logprobs: np.ndarray
 ) -> HostLogprobsCopy:
-    rows = torch.from_numpy(rows_with_logprobs)
-    if logits.is_cuda:
-        rows = rows.pin_memory().to(logits.device, non_blocking=True)
+    rows = upload(rows_with_logprobs, logits.device)
     return HostLogprobsCopy(logprob_tensors(logits[rows], token_ids[rows], int(num_logprobs[rows_with_logprobs].max())))
 
 

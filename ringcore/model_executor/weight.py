@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+
+from ringcore.kernels.upload import upload
 
 __all__ = ["Derived", "Init", "Tensors", "Weight", "WeightPart", "WeightedLayer"]
 
@@ -78,8 +81,7 @@ class WeightPart:
 
 def _index(order: Sequence[int], device: torch.device) -> torch.Tensor:
     """[n] int64. To a GPU from pinned memory, so that the host does not wait for earlier work of the device."""
-    index = torch.tensor(order)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+    return upload(np.array(order), device)
 
 
 @dataclass(frozen=True, slots=True)

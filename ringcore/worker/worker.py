@@ -16,12 +16,15 @@ from ringcore.grammars import model_grammars
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
-from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rpc import rpc
-from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
+from ringcore.worker.runner.host_launcher import HostLauncher
+from ringcore.worker.runner.loaded_model import LoadedModel
+from ringcore.worker.runner.model_runner import ModelRunner
+from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
 from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
 from ringcore.worker.thread_stacks import thread_stacks
@@ -132,7 +135,8 @@ class Worker:
         started = time.monotonic()
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
-        self._runner = _runner_class(platform)(self.config, loaded, kv_cache_config, platform, self.rank)
+        launcher = _launcher_class(platform)
+        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, self.rank, launcher)
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
@@ -143,9 +147,9 @@ class Worker:
         return {"pages_s": has_pages - started, "warm_up_s": warm_up_s, "graphs_left": graphs_left}
 
     @rpc(scope="engine")
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | PendingOutput | None:
-        """Executes the one or several steps of a message; -> their output on rank 0, None on the others. On a GPU the
-        steps are launched asynchronously, and the output is pending."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """Launches the one or several steps of a message; -> their output on rank 0, None on the others. On a GPU they
+        are in flight when this returns."""
         output = self._awake_runner().execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
@@ -320,15 +324,15 @@ def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParalle
     from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
     dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-    return KernelWarmUp(config, platform, tp, dtype, _runner_class(platform))
+    return KernelWarmUp(config, platform, tp, dtype)
 
 
-def _runner_class(platform: Platform) -> type[ModelRunner]:
+def _launcher_class(platform: Platform) -> type[StepLauncher]:
     if not ops.has_kernels(platform.device):
-        return ModelRunner
-    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner  # with the kernels, which a CPU may not have
+        return HostLauncher
+    from ringcore.worker.runner.device_launcher import DeviceLauncher  # with the kernels, which a CPU may not have
 
-    return GPUModelRunner
+    return DeviceLauncher
 
 
 def _resident_bytes() -> int:

@@ -41,7 +41,7 @@ def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding steps of GPU runners that are made from now on are `DecodeGraphs`. After `device_runner`."""
-    from ringcore.worker.runner import cuda_graphs, gpu_model_runner
+    from ringcore.worker.runner import decode_step, device_launcher, graph_capture
 
-    monkeypatch.setattr(cuda_graphs, "_capture", captured)
-    monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
+    monkeypatch.setattr(graph_capture, "capture", captured)
+    monkeypatch.setattr(device_launcher, "DecodeStep", decode_step.DecodeGraphs)

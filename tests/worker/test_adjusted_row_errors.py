@@ -98,7 +98,7 @@ def test_logits_that_are_not_finite_are_no_bars(
     worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker._runner is not None
-    compute = worker._runner._model.compute_logits
+    compute = worker._runner.paged.model.compute_logits
 
     def with_nan(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = compute(hidden, out)
@@ -106,7 +106,7 @@ def test_logits_that_are_not_finite_are_no_bars(
         return logits
 
     run(worker, {0: 5, 1: 3}, new=[asking(allowed_token_ids=[4, 5]), admit(1, SHORT, [5, 6, 7])])
-    monkeypatch.setattr(worker._runner._model, "compute_logits", with_nan)
+    monkeypatch.setattr(worker._runner.paged.model, "compute_logits", with_nan)
     output = run(worker, {0: 1, 1: 1})
     assert [(error.row, "logits are not finite" in error.message) for error in output.row_errors] == [(0, True)]
     assert sampled(output) == {1: reference(SHORT, 2)[1]}

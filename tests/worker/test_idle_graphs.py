@@ -24,9 +24,9 @@ def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Five sizes of decoding steps, of which the smallest is there; no mixed ones: a CPU's backend plans none."""
     rows_on_device(monkeypatch, plans_on_device=True)
     decode_graphs_on_cpu(monkeypatch)
-    from ringcore.worker.runner import cuda_graphs
+    from ringcore.worker.runner import decode_step
 
-    monkeypatch.setattr(cuda_graphs, "_COMMON_SIZES", (1,))
+    monkeypatch.setattr(decode_step, "_COMMON_SIZES", (1,))
     worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
     yield worker
     worker.shutdown()
@@ -46,7 +46,7 @@ def go_on(worker: Worker, written: dict[int, list[int]], count: int) -> None:
 
 def decode_sizes(worker: Worker) -> list[int]:
     runner: Any = worker._runner
-    return list(runner._decode._graphs)
+    return list(runner.launcher._decode._graphs)
 
 
 def test_one_a_call_the_largest_first(worker: Worker, reference: Reference) -> None:
@@ -66,8 +66,8 @@ def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Refere
     runner: Any = worker._runner
     written = begin(worker)
     with torch.inference_mode():
-        for _ in range(runner.ring.num_slots + 1):
-            runner._decode.capture(2)
+        for _ in range(runner.launcher.ring.num_slots + 1):
+            runner.launcher._decode.capture(2)
     go_on(worker, written, 5)
     assert written == {0: reference(PROMPTS[0], 6), 3: reference(PROMPTS[1], 6)}
 
@@ -76,7 +76,7 @@ def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Refere
 def test_a_capture_that_fails_disturbs_no_step(
     worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
-    from ringcore.worker.runner import cuda_graphs
+    from ringcore.worker.runner import graph_capture
 
     def fail(work: Callable[[], Any], pool: None, after_warm_up: Callable[[], object] = lambda: None) -> Any:
         if has_run:
@@ -85,7 +85,7 @@ def test_a_capture_that_fails_disturbs_no_step(
 
     written = begin(worker)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_graphs, "_capture", fail)
+        patch.setattr(graph_capture, "capture", fail)
         with pytest.raises(torch.OutOfMemoryError):
             worker.capture_graph()
     assert worker.stats()["num_graphs_left"] == 4
@@ -94,7 +94,8 @@ def test_a_capture_that_fails_disturbs_no_step(
 
 
 def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
-    from ringcore.worker.runner.cuda_graphs import MixedGraphs
+    from ringcore.worker.runner.mixed_graphs import MixedGraphs
+    from ringcore.worker.runner.paged_model import PagedModel
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, ctx: object) -> torch.Tensor:
         assert not input_ids.any()
@@ -105,7 +106,8 @@ def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
     lens: list[int] = []
     runner: Any = worker._runner
     model: Any = SimpleNamespace(forward=forward)
-    runner._mixed = MixedGraphs(model, [], (), (), runner._device_rows, 64)
+    launcher = runner.launcher
+    launcher._mixed = MixedGraphs(PagedModel(model, (), (), ()), launcher._device_rows, 64)
     assert worker.stats()["num_graphs_left"] == 7
     left = [worker.capture_graph() for _ in range(7)]
     assert left == [6, 5, 4, 3, 2, 1, 0]

@@ -32,14 +32,13 @@ SCRIPT = """
 
     from ringcore import EngineConfig
     from ringcore.distributed.parallel import SingleRank
-    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
     from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
     ).on_device("cuda")
-    caught = intercept_steps(config, CpuPlatform(), SingleRank(), "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), SingleRank(), "bfloat16")
     print(*sorted({{variant.kernel.__name__ for variant in caught}}))
     print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
 """
@@ -74,7 +73,6 @@ RANKS_SCRIPT = """
 
     from ringcore import EngineConfig
     from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
-    from ringcore.worker.runner.gpu_model_runner import GPUModelRunner
     from ringcore.worker.start_up.kernel_warm_up import intercept_steps
     from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
@@ -84,7 +82,7 @@ RANKS_SCRIPT = """
     )
     peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
     tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)
-    caught = intercept_steps(config, CpuPlatform(), tp, "bfloat16", GPUModelRunner)
+    caught = intercept_steps(config, CpuPlatform(), tp, "bfloat16")
     for name, specialization in sorted((variant.kernel.__name__, variant.specialization) for variant in caught):
         if name == "_collective_kernel":
             print(specialization)
@@ -135,18 +133,19 @@ class _FewBytes(CpuPlatform):
         return 1000
 
 
-def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog):
+def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, monkeypatch):
     config = config_of(tiny_llama[0])
 
     def fail(*args):
         raise ArithmeticError("in the runner")
 
+    monkeypatch.setattr(kernel_warm_up, "ModelRunner", fail)
     with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
-        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", fail).finish() > 0
+        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32").finish() > 0
         assert "compiled on their first launch" in caplog.text
         assert "in the runner" in caplog.text
         caplog.clear()
-        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32", fail).finish() >= 0
+        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32").finish() >= 0
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
     assert has_room(config, SingleRank(), "float32", 1 << 40)
@@ -169,6 +168,6 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
     monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", object).finish() > 0
+    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32").finish() > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text

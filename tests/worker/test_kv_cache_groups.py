@@ -68,7 +68,7 @@ def worker(tiny_mixed: tuple[str, Any]) -> Iterator[Worker]:
 
 def kv_caches(worker: Worker) -> tuple[torch.Tensor, ...]:
     assert worker._runner is not None
-    return worker._runner._kv_caches
+    return worker._runner.paged.kv_caches
 
 
 def test_layers_of_each_group_share_tensors(worker: Worker) -> None:
@@ -206,14 +206,14 @@ def test_several_steps_in_one_message(worker: Worker, mixed_reference: Reference
 
 def test_what_is_not_finite_is_erased_in_every_group(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker._runner is not None
-    embed = worker._runner._model.embed_tokens  # type: ignore[attr-defined]
+    embed = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
 
     def with_a_hole(input_ids: torch.Tensor) -> torch.Tensor:
         hidden = embed(input_ids)
         hidden[input_ids == 96] = math.nan
         return hidden
 
-    monkeypatch.setattr(worker._runner._model, "embed_tokens", with_a_hole)
+    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", with_a_hole)
     output = run(worker, {0: 9}, new=[admit(0, [96] * 10, [1, 2, 3], [4, 5, 6])])
     assert [error.row for error in output.row_errors] == [0]
     assert all(torch.isfinite(cache).all() for cache in kv_caches(worker))

@@ -134,13 +134,13 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_token(worker: Worker, 
     prompt = LONG[:12]
     first = sampled(run(worker, {0: 12}, new=[admit(0, prompt, [9, 3, 7, 20, 21])]))
     assert worker._runner is not None
-    shared = [cache[:, :, [9, 3, 7]].clone() for cache in worker._runner._kv_caches]
+    shared = [cache[:, :, [9, 3, 7]].clone() for cache in worker._runner.paged.kv_caches]
     new = [admit(1, prompt, [9, 3, 7, 22, 23], computed=11, cached=12)]
     both = sampled(run(worker, {0: 1, 1: 1}, new=new))
     rest = decode(worker, [1, 0], 6)
     assert [both[1], *rest[1]] == reference(prompt, 7)
     assert [first[0], both[0], *rest[0]] == reference(prompt, 8)
-    for cache, old in zip(worker._runner._kv_caches, shared, strict=True):
+    for cache, old in zip(worker._runner.paged.kv_caches, shared, strict=True):
         assert torch.equal(cache[:, :, [9, 3, 7]], old)
 
 
@@ -224,14 +224,14 @@ def poisoned(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> int:
     """A token whose embedding is NaN."""
     token = 96
     assert worker._runner is not None
-    forward = worker._runner._model.embed_tokens  # type: ignore[attr-defined]
+    forward = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
 
     def embed(input_ids: torch.Tensor) -> torch.Tensor:
         hidden = forward(input_ids)
         hidden[input_ids == token] = math.nan
         return hidden
 
-    monkeypatch.setattr(worker._runner._model, "embed_tokens", embed)
+    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", embed)
     return token
 
 
@@ -254,7 +254,7 @@ def test_a_row_that_breaks_amid_several_steps_is_told_once(
     written = reference(LONG, 5)
     assert fatal not in written
     assert worker._runner is not None
-    embed = worker._runner._model.embed_tokens  # type: ignore[attr-defined]
+    embed = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
 
     def with_a_hole(input_ids: torch.Tensor) -> torch.Tensor:
         hidden = embed(input_ids)
@@ -263,13 +263,13 @@ def test_a_row_that_breaks_amid_several_steps_is_told_once(
 
     new = [admit(0, SHORT, [1, 2, 3]), admit(1, LONG, range(4, 10))]
     first = sampled(run(worker, {0: 3, 1: 15}, new=new))
-    monkeypatch.setattr(worker._runner._model, "embed_tokens", with_a_hole)
+    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", with_a_hole)
     output = run(worker, {0: 1, 1: 1}, num_steps=4)
     assert [error.row for error in output.row_errors] == [0]
     assert output.rows is not None
     assert output.rows.tolist() == [1]
     assert [first[1], *output.token_ids.tolist()] == written
-    assert all(torch.isfinite(cache).all() for cache in worker._runner._kv_caches)
+    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches)
 
 
 def test_a_chunk_that_samples_nothing_is_told_too_and_leaves_nothing_in_its_blocks(

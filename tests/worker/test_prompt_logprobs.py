@@ -120,7 +120,7 @@ def test_only_the_output_rank_keeps_them(tiny_llama: tuple[str, Any]) -> None:
     silent = start(Worker(make_config(tiny_llama[0]), 1, None))
     assert execute(silent, make_step({0: 15}, new=[asking(0, LONG, range(1, 6), 2)])) is None
     assert silent._runner is not None
-    assert not silent._runner._prompt_logprobs
+    assert not silent._runner._stages.prompt_logprobs._pending
     silent.shutdown()
 
 

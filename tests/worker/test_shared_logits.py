@@ -56,7 +56,7 @@ def worker_of(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringcore.worker.runner import cuda_graphs, gpu_model_runner
+    from ringcore.worker.runner import decode_step, device_launcher, graph_capture
 
     eager = worker_of()
     expected = outputs(eager)
@@ -67,14 +67,14 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
         after_warm_up()
         return Replayed(work), result  # what it returned itself, not a copy
 
-    monkeypatch.setattr(cuda_graphs, "_capture", captured)
-    monkeypatch.setattr(gpu_model_runner, "DecodeStep", cuda_graphs.DecodeGraphs)
+    monkeypatch.setattr(graph_capture, "capture", captured)
+    monkeypatch.setattr(device_launcher, "DecodeStep", decode_step.DecodeGraphs)
     worker = worker_of()
     found = outputs(worker)
     assert_same(found, expected)
     assert all(output.logprobs for output in found)
     graphs: Any = worker._runner
-    graphs = graphs._decode
+    graphs = graphs.launcher._decode
     assert (set(graphs._graphs), set(graphs._logits_graphs)) == ({1, 2, 4}, {1, 2, 4, 5})
     assert graphs._logits.shape == (5, 97)
     for size, graph in graphs._graphs.items():
@@ -85,13 +85,13 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
 
 def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's cuBLAS has a workspace for every stream that it was ever used on, and keeps it."""
-    from ringcore.worker.runner import cuda_graphs
+    from ringcore.worker.runner import graph_capture
 
     seen: list[Any] = []
     fake = FakeCuda()
     monkeypatch.setattr(torch, "cuda", fake)
     for pool in (None, "a pool"):
-        graph, result = cuda_graphs._capture(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
+        graph, result = graph_capture.capture(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
         assert (graph, result) == ("graph", "out")
     assert seen == [("side", False), ("side", True)] * 2
     assert fake.pools == [None, "a pool"]

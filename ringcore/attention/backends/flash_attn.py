@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.backends.step_tensors import StepTensors, upload
+from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.upload import upload
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
 __all__ = ["FlashAttnBackend"]
@@ -77,7 +78,7 @@ class FlashAttnBackend(AttentionBackend):
         tensors, sums = StepTensors.of(metadata), None
         if not self._is_version_3:
             array = np.concatenate(([0], np.cumsum(metadata.seq_lens_cpu))).astype(np.int32)
-            (sums,) = upload([array], metadata.slot_mapping.device)
+            sums = upload(array, metadata.slot_mapping.device)
         return _Step(tensors, sums, metadata.max_seq_len)
 
     def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step | None:

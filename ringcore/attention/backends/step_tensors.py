@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.upload import upload_packed
 
-__all__ = ["StepTensors", "upload"]
-
-_ALIGNMENT = 4  # int32 numbers: Triton recompiles kernels for pointers that are not 16-byte aligned
+__all__ = ["StepTensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +25,5 @@ class StepTensors:
     def of(cls, metadata: AttentionMetadata) -> StepTensors:
         """All sequences of the step."""
         arrays = (metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu)
-        starts, lens, table = upload(arrays, metadata.slot_mapping.device)
+        starts, lens, table = upload_packed(arrays, metadata.slot_mapping.device)
         return cls(starts, lens, table, metadata.max_query_len)
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies int32 arrays to the device as tensors of their shapes, in one H2D copy."""
-    sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = np.zeros(sum(sizes), dtype=np.int32)
-    at = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        packed[at : at + array.size] = array.reshape(-1)
-        at += size
-    pieces = torch.split(torch.from_numpy(packed).to(device), sizes)
-    return [piece[: array.size].view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]

@@ -34,7 +34,6 @@ from torch.nn import functional
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends.torch_sdpa_pages import PageLayout
 from ringcore.attention.backends.torch_sdpa_plan import (
-    DTYPES,
     TILE_ROWS,
     Chunk,
     DecodeBatch,
@@ -44,6 +43,7 @@ from ringcore.attention.backends.torch_sdpa_plan import (
     WorkItem,
 )
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]
@@ -66,7 +66,7 @@ class TorchSdpaBackend(AttentionBackend):
     def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.type}"
-        if spec.dtype not in DTYPES:
+        if spec.dtype not in TORCH_DTYPES:
             return f"it has no dtype {spec.dtype}"
         return None
 

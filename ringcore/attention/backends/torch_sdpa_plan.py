@@ -9,10 +9,10 @@ import torch
 
 from ringcore.attention.backends.torch_sdpa_pages import Context, Gather
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 
 __all__ = [
-    "DTYPES",
     "TILE_ROWS",
     "Chunk",
     "DecodeBatch",
@@ -21,8 +21,6 @@ __all__ = [
     "Prompts",
     "WorkItem",
 ]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A batch of decodes costs about 20 us of calls per layer, a single decode about 15 us, and a gathered and padded MiB of
 # keys and values about 90 us (2 cores, float32). So padding up to this is cheaper than another batch, and a sequence
@@ -84,7 +82,7 @@ class Planner:
     def __init__(self, spec: KVCacheSpec, window: int | None, has_contiguous_blocks: bool) -> None:
         self._spec = spec
         self._window = window
-        self._dtype = DTYPES[spec.dtype]
+        self._dtype = TORCH_DTYPES[spec.dtype]
         self._has_runs = has_contiguous_blocks
 
     def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:

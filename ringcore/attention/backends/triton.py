@@ -28,8 +28,9 @@ from ringcore.attention.backends.fused_prompts import (
     is_profitable,
     warm_up_fused_prompts,
 )
-from ringcore.attention.backends.step_tensors import StepTensors, upload
+from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.upload import upload_packed
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class TritonBackend(AttentionBackend):
         groups = self._split_by_kernel(metadata, count, device)
         chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in groups if not is_fused]
         uploaded = iter(
-            upload([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
+            upload_packed([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
         decode_lens, decode_table = next(uploaded), next(uploaded)
         others: list[_Chunks | Prompts] = []

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ringcore.kernels.upload import upload
 from ringcore.model_executor.sampler import HostLogprobsCopy, LogprobTensors, logprob_tensors
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import NewRequest
-from ringcore.worker.rows.upload import upload
+from ringcore.worker.rows.input_batch import InputBatch
+from ringcore.worker.rows.request_rows import RequestRows
 
 __all__ = ["LaunchedPromptLogprobs", "PromptLogprobRows", "positions_at_once"]
 
@@ -53,13 +55,12 @@ class LaunchedPromptLogprobs:
 class PromptLogprobRows:
     """The rows that requested prompt logprobs and whose prompts are not complete."""
 
-    def __init__(self, vocab_size: int, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, vocab_size: int, compute_logits: Callable[[torch.Tensor], torch.Tensor], is_output_rank: bool
+    ) -> None:
         """compute_logits: hidden states [n, hidden_size] -> [n, vocab_size], on all ranks together."""
-        self._vocab_size, self._compute_logits = vocab_size, compute_logits
+        self._vocab_size, self._compute_logits, self._is_output_rank = vocab_size, compute_logits, is_output_rank
         self._pending: dict[int, _PendingPrompt] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
 
     def admit(self, request: NewRequest) -> None:
         count = request.sampling_params.prompt_logprobs
@@ -75,41 +76,39 @@ class PromptLogprobRows:
             for row in rows.tolist():
                 self._pending.pop(row, None)
 
-    def take(
-        self,
-        hidden: torch.Tensor,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        query_start_loc: np.ndarray,
-        token_ids: np.ndarray,
-        is_output: bool,
-    ) -> None:
-        """Launches the logprobs of the prompt tokens of a step, with hidden [num_tokens, hidden_size] packed as in
-        `InputBatch`.
+    def take(self, hidden: torch.Tensor, batch: InputBatch, scheduled: np.ndarray, rows: RequestRows) -> None:
+        """Launches the logprobs of the prompt tokens of a step, from its hidden states [num_tokens, hidden_size].
 
-        rows: [n]. starts: [n], the position of each row's first token in the step. token_ids: [max_rows, max_len], the
-        rows' tokens. is_output: whether this rank returns the result. Does not wait for the device.
+        scheduled: [n], the rows of `batch`, whose tokens are not counted as computed yet. Does not wait for the device.
         """
-        for place, row in enumerate(rows.tolist()):
+        if not self._pending:
+            return
+        for place, row in enumerate(scheduled.tolist()):
             pending = self._pending.get(row)
             if pending is None:
                 continue
             # The hidden state at position p predicts the token at p + 1.
-            first, start = int(query_start_loc[place]), int(starts[place])
-            end = min(start + int(query_start_loc[place + 1]) - first, pending.num_prompt_tokens - 1)
+            first, past = batch.query_start_loc_cpu[place : place + 2].tolist()
+            start = int(rows.num_computed_tokens[row])
+            end = min(start + past - first, pending.num_prompt_tokens - 1)
             at_once = positions_at_once(self._vocab_size, pending.count)
             for begin in range(start, end, at_once):
-                past = min(begin + at_once, end)
-                logits = self._compute_logits(hidden[first + begin - start : first + past - start])
-                if is_output:
-                    targets = upload(token_ids[row, begin + 1 : past + 1].astype(np.int64), logits.device)
+                stop = min(begin + at_once, end)
+                logits = self._compute_logits(hidden[first + begin - start : first + stop - start])
+                if self._is_output_rank:
+                    targets = upload(rows.token_ids[row, begin + 1 : stop + 1].astype(np.int64), logits.device)
                     pending.pieces.append(HostLogprobsCopy(_narrow_logprobs(logits, targets, pending.count)))
 
-    def finished(self, rows: np.ndarray, ends: np.ndarray, is_output: bool) -> list[LaunchedPromptLogprobs]:
-        """Removes and returns the rows [n] whose whole prompt is computed; ends [n]: their computed tokens."""
-        done = [row for row, end in zip(rows.tolist(), ends.tolist(), strict=True) if self._is_done(row, end)]
+    def finished(self, scheduled: np.ndarray, rows: RequestRows) -> Sequence[LaunchedPromptLogprobs]:
+        """Removes and returns those of rows [n] whose whole prompt is computed; none on ranks that return no output."""
+        if not self._pending:
+            return ()
+        ends = rows.num_computed_tokens[scheduled].tolist()
+        done = [row for row, end in zip(scheduled.tolist(), ends, strict=True) if self._is_done(row, end)]
         taken = [(row, self._pending.pop(row)) for row in done]
-        return [LaunchedPromptLogprobs(row, pending.count, pending.pieces) for row, pending in taken if is_output]
+        if not self._is_output_rank:
+            return ()
+        return [LaunchedPromptLogprobs(row, pending.count, pending.pieces) for row, pending in taken]
 
     def _is_done(self, row: int, num_computed: int) -> bool:
         pending = self._pending.get(row)

@@ -15,12 +15,12 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars import Grammars, Matcher
+from ringcore.kernels.upload import upload_packed
 from ringcore.model_executor.logit_adjustments import LogitAdjustments
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.worker.logits.row_processors import RowProcessors
 from ringcore.worker.rows.output_dependent_masks import OutputDependentMasks
 from ringcore.worker.rows.row_tables import ALL_BITS, BitmaskTable, CountTable, mask_tokens, token_bitmask
-from ringcore.worker.rows.upload import upload
 
 __all__ = ["NO_TOKEN_LEFT", "AdjustLogits", "AdjustmentOps", "CountTokens", "RowAdjustments"]
 
@@ -28,7 +28,6 @@ NO_TOKEN_LEFT = (
     "no token is left to sample: allowed_token_ids, bad_words, structured_outputs, min_tokens or a logits processor "
     "mask every one; loosen one of them"
 )
-_ALIGNMENT = 4  # words: each column starts at a multiple of 16 bytes
 
 
 class AdjustLogits(Protocol):
@@ -208,43 +207,25 @@ class RowAdjustments:
         return current.inputs
 
     def _send(self, rows: np.ndarray) -> LogitAdjustments:
-        """All columns in one H2D copy, each with room for at least one element, so that it has an address."""
+        """All columns in one H2D copy."""
         none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         biases = [self._biases.get(row, none) for row in rows.tolist()]
-        ends = np.cumsum([len(ids) for ids, _ in biases], dtype=np.int32)
-        starts = ends - np.array([len(ids) for ids, _ in biases], dtype=np.int32)
-        repetition, frequency, presence = self._penalties[:, rows].view(np.int32)
-        columns = [
-            repetition,
-            frequency,
-            presence,
-            self._counts.slot_of_row[rows],
-            starts,
-            ends,
-            np.concatenate([ids for ids, _ in biases]),
-            np.concatenate([values for _, values in biases]).view(np.int32),
-            self._bitmasks.slot_of_row[rows],
-        ]
-        places = np.cumsum([0, *(-(-max(1, len(column)) // _ALIGNMENT) * _ALIGNMENT for column in columns)])
-        packed = np.zeros(places[-1], dtype=np.int32)
-        for at, column in zip(places, columns, strict=False):
-            packed[at : at + len(column)] = column
-        on_device = upload(packed, self._device)
-        views = [on_device[at : at + len(column)] for at, column in zip(places, columns, strict=False)]
-        floats = [views[index].view(torch.float32) for index in (0, 1, 2, 7)]
-        return LogitAdjustments(
-            repetition_penalty=floats[0],
-            frequency_penalty=floats[1],
-            presence_penalty=floats[2],
-            counts_slot=views[3],
-            counts=self._counts.tensor,
-            bias_start=views[4],
-            bias_end=views[5],
-            bias_ids=views[6],
-            bias_values=floats[3],
-            mask_slot=views[8],
-            masks=self._bitmasks.tensor,
-        )
+        num_biases = np.array([len(ids) for ids, _ in biases], dtype=np.int32)
+        ends = np.cumsum(num_biases, dtype=np.int32)
+        repetition, frequency, presence = self._penalties[:, rows]
+        columns = {
+            "repetition_penalty": repetition,
+            "frequency_penalty": frequency,
+            "presence_penalty": presence,
+            "counts_slot": self._counts.slot_of_row[rows],
+            "bias_start": ends - num_biases,
+            "bias_end": ends,
+            "bias_ids": np.concatenate([ids for ids, _ in biases]),
+            "bias_values": np.concatenate([values for _, values in biases]),
+            "mask_slot": self._bitmasks.slot_of_row[rows],
+        }
+        on_device = dict(zip(columns, upload_packed(list(columns.values()), self._device), strict=True))
+        return LogitAdjustments(**on_device, counts=self._counts.tensor, masks=self._bitmasks.tensor)
 
 
 def _add_errors(errors: dict[int, RowError], failed: dict[int, str]) -> None:

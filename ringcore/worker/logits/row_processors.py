@@ -9,6 +9,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
+from ringcore.kernels.upload import upload
 from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext, load_logits_processor
 from ringcore.protocol.steps import NewRequest
 
@@ -84,9 +85,7 @@ def _apply_to(
     if len(places) == len(logits):
         processor.apply(logits, rows, token_ids)
         return
-    index = torch.from_numpy(places)
-    if logits.is_cuda:
-        index = index.pin_memory().to(logits.device, non_blocking=True)
+    index = upload(places, logits.device)
     taken = logits[index]
     processor.apply(taken, rows, token_ids)
     logits.index_copy_(0, index, taken)

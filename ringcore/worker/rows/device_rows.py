@@ -24,8 +24,8 @@ from ringcore.kernels.step_state import (
     StateLayout,
 )
 from ringcore.protocol.steps import NewRequest
+from ringcore.worker.rows.pinned_words import PinnedWords
 from ringcore.worker.rows.request_rows import AppendedBlocks, RequestRows
-from ringcore.worker.rows.upload import PinnedWords
 
 __all__ = ["DeviceRows"]
 

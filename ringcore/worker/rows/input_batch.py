@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.upload import upload
 from ringcore.worker.rows.request_rows import RequestRows
-from ringcore.worker.rows.upload import upload
 
 __all__ = ["InputBatch"]
 
@@ -23,6 +23,10 @@ class InputBatch:
     metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
     sample_rows: np.ndarray  # [num_sampled] int32: rows whose known tokens are all computed after the step
     sample_tokens: torch.Tensor | None  # [num_sampled] int64: indices of their last tokens; None: all, in order
+
+    def last_tokens_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_tokens, hidden_size] -> [num_sampled, hidden_size], of the tokens at which rows sample."""
+        return hidden if self.sample_tokens is None else hidden[self.sample_tokens]
 
     @property
     def query_start_loc_cpu(self) -> np.ndarray:

@@ -12,18 +12,12 @@ from ringcore.attention.backends import choose_backend
 from ringcore.attention.layer import Attention
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
-from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.kernels.dtypes import TORCH_DTYPES
+from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.worker.memory.arena import ALIGNMENT
 from ringcore.worker.platforms.platform import Platform
 
-__all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer", "page_dtype"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def page_dtype(spec: KVCacheSpec) -> torch.dtype:
-    """The dtype of the keys and values of layers of `spec`."""
-    return _DTYPES[spec.dtype]
+__all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer"]
 
 
 def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[int, ...]:
@@ -72,7 +66,7 @@ def allocate_kv_caches(
             missing_bytes=config.total_bytes - free,
         )
     shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
-    tensors = _tensors(shapes[0], page_dtype(backends[0].spec), config.num_tensors, platform)
+    tensors = _tensors(shapes[0], TORCH_DTYPES[backends[0].spec.dtype], config.num_tensors, platform)
     by_name = {
         name: tensor.view(shape)
         for group, shape in zip(config.groups, shapes, strict=True)

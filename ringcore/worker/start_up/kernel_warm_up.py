@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -24,38 +24,35 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
-from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.worker.platforms.platform import Platform
-from ringcore.worker.runner.cuda_graphs import graph_sizes
+from ringcore.worker.runner.device_launcher import DeviceLauncher
+from ringcore.worker.runner.graph_capture import graph_sizes
 from ringcore.worker.runner.kv_caches import choose_backends
-from ringcore.worker.runner.model_runner import LoadedModel, ModelRunner
+from ringcore.worker.runner.loaded_model import LoadedModel
+from ringcore.worker.runner.model_runner import ModelRunner
 from ringcore.worker.start_up.memory_budget import planned_cache
 
-__all__ = ["KernelWarmUp", "RunnerFactory", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
-
-RunnerFactory = Callable[[EngineConfig, LoadedModel, KVCacheConfig, Platform, int], ModelRunner]
+__all__ = ["KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
 
 _TIMEOUT_S = 120.0  # longer means that the thread hangs
 _PROMPTS = (2, 16, 100, 1000)  # tokens: kernels depend on the length; Triton specializes on multiples of 16
 _PREFIX = 16
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
 
 class KernelWarmUp:
     """A thread that intercepts launches and compiles their kernels, started by the constructor."""
 
-    def __init__(
-        self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, runner: RunnerFactory
-    ) -> None:
-        """dtype: the model's compute dtype. runner: creates the runner whose kernels are to be compiled."""
-        self._arguments = config, platform, tp, dtype, runner
+    def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
+        """dtype: the model's compute dtype."""
+        self._arguments = config, platform, tp, dtype
         self._free_bytes = platform.free_memory_bytes()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
@@ -70,14 +67,14 @@ class KernelWarmUp:
 
     def _run(self) -> None:
         started = time.monotonic()
-        config, platform, tp, dtype, runner = self._arguments
+        config, platform, tp, dtype = self._arguments
         try:
             if not has_room(config, tp, dtype, self._free_bytes):
                 _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
                 return
             with ThreadPoolExecutor(1, "library set-up") as pool:
                 libraries = pool.submit(set_up_libraries, config, platform, tp, dtype)
-                variants = intercept_steps(config, platform, tp, dtype, runner)
+                variants = intercept_steps(config, platform, tp, dtype)
                 gc.collect()  # reference cycles of the dummy runner hold device memory
                 found_s = time.monotonic() - started
                 num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
@@ -104,7 +101,7 @@ def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
 
 def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
     spec = config.model.spec
-    return model_class(spec.architecture)(spec, tp, _DTYPES[dtype], config.model.context_len)
+    return model_class(spec.architecture)(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
 
 
 @torch.inference_mode()
@@ -119,9 +116,7 @@ def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParalle
 
 
 @torch.inference_mode()
-def intercept_steps(
-    config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, make_runner: RunnerFactory
-) -> list[Variant]:
+def intercept_steps(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> list[Variant]:
     """The kernel variants that `warm_up_steps` would launch, each once. Arguments: see `KernelWarmUp`."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
@@ -136,7 +131,8 @@ def intercept_steps(
         loaded = LoadedModel(model, dtype, weights_bytes=0, load_s=0.0)
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
-        runner = make_runner(config, loaded, plan, cast(Platform, _TorchMemoryPlatform(platform)), tp.rank)
+        memory = cast(Platform, _TorchMemoryPlatform(platform))
+        runner = ModelRunner(config, loaded, plan, memory, tp.rank, DeviceLauncher)
         for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()

@@ -12,19 +12,21 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.attention.context import GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.sampler import SamplingInputs, logprob_tensors, token_logprobs
 from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
-from ringcore.worker.runner.cuda_graphs import graph_sizes, mixed_sizes
-from ringcore.worker.runner.kv_caches import choose_backends, group_of_layer, page_dtype
+from ringcore.worker.runner.graph_capture import graph_sizes, mixed_sizes
+from ringcore.worker.runner.kv_caches import choose_backends, group_of_layer
+from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 
 __all__ = ["profile_steps"]
@@ -72,15 +74,15 @@ class _ProfileRun:
     ) -> None:
         plan = planned_cache(config, specs)
         layers = model.attention_layers
-        self._model, self._device = model, platform.device
+        self._device = platform.device
         self._max_num_seqs, self._vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
-        self._group_of_layer = group_of_layer(plan, layers)
-        self._backends = choose_backends(config.device.attention_backend, plan, layers, platform)
+        groups = group_of_layer(plan, layers)
+        backends = choose_backends(config.device.attention_backend, plan, layers, platform)
         pages = [
-            torch.zeros(backend.kv_cache_shape(1), dtype=page_dtype(backend.spec), device=platform.device)
-            for backend in self._backends
+            torch.zeros(backend.kv_cache_shape(1), dtype=TORCH_DTYPES[backend.spec.dtype], device=platform.device)
+            for backend in backends
         ]
-        self._kv_caches = tuple(pages[group] for group in self._group_of_layer)
+        self._paged = PagedModel(model, tuple(backends), groups, tuple(pages[group] for group in groups))
 
     def step(self, lens: np.ndarray) -> None:
         """A dummy run of whole sequences of lens[i] tokens, sampling for as many rows as possible, with filters,
@@ -91,12 +93,11 @@ class _ProfileRun:
         slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         groups = [
             GroupContext.of(_metadata(lens, starts, backend.spec.block_size, slots), backend)
-            for backend in self._backends
+            for backend in self._paged.backends
         ]
-        ctx = ForwardContext(tuple(groups), self._group_of_layer, self._kv_caches)
-        hidden = self._model.forward(torch.zeros_like(positions), positions, ctx)
+        hidden = self._paged.forward(torch.zeros_like(positions), positions, groups)
         num_sampled = min(self._max_num_seqs, num_tokens)
-        logits = self._model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
+        logits = self._paged.model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
         inputs = _sampling_inputs(num_sampled)
         adjusted = logits.to(torch.float32, copy=True)
         token_ids, _ = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, logits.device))
@@ -104,7 +105,7 @@ class _ProfileRun:
         token_logprobs(logits, token_ids, inputs.num_logprobs)
         del logits
         chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
-        prompt_logits = self._model.compute_logits(chunk)
+        prompt_logits = self._paged.model.compute_logits(chunk)
         logprob_tensors(prompt_logits, torch.zeros(len(chunk), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
 
 

@@ -17,7 +17,7 @@ from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.model_executor.tensor_source import SafetensorsSource
 from ringcore.model_executor.weight_update import FLOAT_DTYPES, WeightUpdate
 from ringcore.worker.platforms.platform import Platform
-from ringcore.worker.runner.model_runner import LoadedModel
+from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.weights.weight_group import BroadcastGroup
 
 __all__ = ["WeightReceiver"]

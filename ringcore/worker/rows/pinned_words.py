@@ -1,4 +1,4 @@
-"""Asynchronous H2D transfers: copies from pinned host memory, or kernels that read pinned memory in place."""
+"""Pinned host memory that kernels read in place, over the bus."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["PinnedWords", "upload"]
+__all__ = ["PinnedWords"]
 
 _BUFFERS = 8  # more than the steps in flight
 _MIN_WORDS = 1 << 14
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on `device`: an H2D copy from pinned memory on the current stream, which the host does not wait for; on a
-    CPU the array's own memory."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,188 @@
+"""Decoding steps that run entirely on the device, and their CUDA graphs: one replay instead of hundreds of launches.
+
+A graph is captured for a padded batch size and reads its inputs from static buffers. Padding rows after the last real
+row have no tokens: they write to the null block and attend to nothing. Contexts of any length fit one graph, since the
+attention kernels read lengths on the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ringcore.attention.context import GroupContext
+from ringcore.kernels.sampling import sample_tokens
+from ringcore.kernels.step import finish_rows, prepare_decode
+from ringcore.kernels.step_state import DecodeInputs
+from ringcore.protocol.codec import int_array
+from ringcore.worker.logits.result_ring import ResultRing
+from ringcore.worker.rows.device_rows import DeviceRows
+from ringcore.worker.runner import graph_capture
+from ringcore.worker.runner.graph_capture import graph_sizes, padded_metadata
+from ringcore.worker.runner.paged_model import PagedModel
+
+__all__ = ["DecodeGraphs", "DecodeStep"]
+
+_log = logging.getLogger(__name__)
+
+# The sizes of `graph_sizes` that are captured before the first request; the others are captured while the engine is
+# idle, or when a step needs them.
+_COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class DecodeStep:
+    """A pure decoding step, in which every row has one uncomputed token: inputs, model, sampling, stop checks.
+
+    Of the host's state it depends only on the number of rows. A step is launched whole by `launch`, or in three parts:
+    `launch_logits`, `draw`, `finish`.
+    """
+
+    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing) -> None:
+        """paged: each of its backends can `plan_on_device`."""
+        self._paged, self._rows, self._ring = paged, rows, ring
+        max_rows, device = rows.layout.max_rows, rows.state.device
+        self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
+        self._logits: torch.Tensor | None = None  # [max_rows, vocab_size], a static buffer; None: each step allocates
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._ok = torch.zeros(max_rows, dtype=torch.bool, device=device)
+
+    def warm_up(self) -> None:
+        """Sets up before the first request what would delay it: a dummy run, a step without rows."""
+        self.launch(int_array())
+
+    @property
+    def missing(self) -> list[int]:
+        """Padded sizes whose graph is not captured yet, ascending."""
+        return []
+
+    def capture(self, size: int) -> None:
+        """Captures the graph of a missing size; called between steps."""
+        raise AssertionError(f"size {size} is not missing")
+
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches a step of rows [n] -> logits [n, vocab_size] and token ids [n], both valid until the next launch."""
+        self._set_rows(scheduled)
+        self._ring.launched()
+        return self._run(max(1, len(scheduled)))
+
+    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
+        """Launches a step of rows [n], n > 0, up to its logits [n, vocab_size], which are valid until the next launch;
+        `draw` and `finish` must follow."""
+        self._set_rows(scheduled)
+        return self._run_logits(len(scheduled))
+
+    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples from logits [n, vocab_size] of any float dtype, by the parameters of the batch's rows -> token ids
+        and ok [n], valid until the next launch."""
+        token_ids, ok = self._token_ids[: len(logits)], self._ok[: len(logits)]
+        sample_tokens(logits, self._inputs.sampling, token_ids=token_ids, ok=ok)
+        return token_ids, ok
+
+    def finish(self, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+        """Ends the step that `launch_logits` began: token ids and ok [n] go to the rows and to the result ring."""
+        self._ring.launched()
+        self._finish(token_ids, ok)
+
+    def _set_rows(self, scheduled: np.ndarray) -> None:
+        """Sets the batch of the next launch."""
+        self._rows.set_batch(scheduled)
+        self._rows.write()
+
+    def _run(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._run_logits(size)
+        token_ids, ok = self.draw(logits)
+        self._finish(token_ids, ok)
+        return logits, token_ids
+
+    def _run_logits(self, size: int) -> torch.Tensor:
+        inputs = self._inputs
+        prepare_decode(self._rows.state, self._rows.layout, inputs, size)
+        groups = []
+        for backend, slots, table in zip(self._paged.backends, inputs.slots, inputs.block_tables, strict=True):
+            plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size])
+            assert plan is not None, f"{backend.name} cannot plan on the device"
+            groups.append(GroupContext(padded_metadata(size, slots[:size]), backend, plan))
+        hidden = self._paged.forward(inputs.input_ids[:size], inputs.positions[:size], groups)
+        return self._paged.model.compute_logits(hidden, None if self._logits is None else self._logits[:size])
+
+    def _finish(self, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+        state, layout, batch = self._rows.state, self._rows.layout, self._rows.batch
+        finish_rows(state, layout, batch, token_ids, ok, self._ring.words, len(token_ids))
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [size, vocab_size]: a view of the buffer shared by all sizes
+    token_ids: torch.Tensor  # [size], likewise
+
+
+class DecodeGraphs(DecodeStep):
+    """One graph per size, in one memory pool: two graphs never run at the same time. Adjusted steps use a second set of
+    graphs, which end with the logits. All graphs write logits and token ids to the same static buffers: a tensor that a
+    graph returns would keep its memory for the life of the graph, and 256 rows of logits are 150 MiB."""
+
+    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing) -> None:
+        super().__init__(paged, rows, ring)
+        max_rows, device = rows.layout.max_rows, rows.state.device
+        self._logits = torch.empty(max_rows, paged.model.vocab_size, dtype=torch.float32, device=device)
+        self._sizes = graph_sizes(max_rows)
+        self._graphs: dict[int, _Captured] = {}
+        self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size: up to the logits
+
+    def warm_up(self) -> None:
+        """Captures the common sizes, the largest first, so that the smaller ones reuse its pool memory."""
+        started = time.monotonic()
+        for size in reversed(self._sizes):
+            if size in _COMMON_SIZES:
+                self.capture(size)
+        _log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
+
+    @property
+    def missing(self) -> list[int]:
+        """Sizes of whole steps whose graph is not captured yet, ascending."""
+        return [size for size in self._sizes if size not in self._graphs]
+
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        n = len(scheduled)
+        size = self._size_of(n)
+        if size not in self._graphs:
+            self.capture(size)
+        self._set_rows(scheduled)
+        self._ring.launched()
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.logits[:n], captured.token_ids[:n]
+
+    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
+        n = len(scheduled)
+        size = self._size_of(n)
+        if size not in self._logits_graphs:
+            self._set_rows(int_array())
+            self._logits_graphs[size], _ = graph_capture.capture(lambda: self._write_logits(size), self._pool())
+        self._set_rows(scheduled)
+        self._logits_graphs[size].replay()
+        assert self._logits is not None
+        return self._logits[:n]
+
+    def _write_logits(self, size: int) -> None:
+        self._run_logits(size)
+
+    def _size_of(self, num_rows: int) -> int:
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def _pool(self) -> Any:
+        graphs = [*(captured.graph for captured in self._graphs.values()), *self._logits_graphs.values()]
+        return graphs[0].pool() if graphs else None
+
+    def capture(self, size: int) -> None:
+        """The dummy run before the capture is a step of the ring."""
+        self._set_rows(int_array())
+        # Counted after the dummy run: a failed capture must not leave a step number that the device never writes.
+        run, pool = (lambda: self._run(size)), self._pool()
+        graph, (logits, token_ids) = graph_capture.capture(run, pool, self._ring.launched)
+        self._graphs[size] = _Captured(graph, logits, token_ids)

@@ -1,0 +1,298 @@
+"""The launch stage of a GPU: steps are launched asynchronously, and their tokens read later from a pinned ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from ringcore.config import EngineConfig
+from ringcore.kernels import logit_adjustments
+from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
+from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
+from ringcore.kernels.upload import upload
+from ringcore.model_executor.sampler import PendingLogprobs
+from ringcore.protocol.steps import NewRequest, RowError
+from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
+from ringcore.worker.logits.result_ring import ResultRing
+from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
+from ringcore.worker.logits.sampling_stage import ALL_MASKED, Finish, SampledTokens, not_finite
+from ringcore.worker.logits.step_output import SampledRows
+from ringcore.worker.rows.batch_order import BatchOrder
+from ringcore.worker.rows.device_rows import DeviceRows
+from ringcore.worker.rows.input_batch import InputBatch
+from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
+from ringcore.worker.runner.decode_step import DecodeGraphs, DecodeStep
+from ringcore.worker.runner.mixed_graphs import MixedGraphs
+from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
+
+__all__ = ["DeviceLauncher"]
+
+_FLAGS = BAD_LOGITS | BAD_HIDDEN
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """One step in flight."""
+
+    launcher: DeviceLauncher
+    number: int  # in the result ring
+    rows: np.ndarray  # [n] int32, in the order of the batch
+    starts: np.ndarray  # [n] int64: the position of each row's first token in the step
+    ends: np.ndarray  # [n] int64: one past the position of each row's last token in the step
+    admissions: np.ndarray  # [n]: identifies the row's request, see `RequestRows.num_admissions`
+    sampling: np.ndarray  # [num_sampled]: batch indices of the rows that sample, in the message's order
+    logprobs: PendingLogprobs | None  # in the order of the batch
+    errors: dict[int, RowError]  # of the whole message, by row
+    is_adjusted: bool  # whether any row's logits were adjusted before sampling
+    prompt_logprobs: Sequence[LaunchedPromptLogprobs]
+    words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
+
+    def done(self) -> bool:
+        return self.launcher.ring.is_over(self.number)
+
+    def read(self) -> None:
+        self.launcher.read(self)
+
+    def sampled(self) -> SampledRows:
+        assert self.words is not None
+        logprobs = None
+        if self.logprobs is not None:
+            found = self.logprobs.result()
+            logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
+        token_ids = self.words[self.sampling] & ~_FLAGS
+        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
+
+
+class DeviceLauncher(StepLauncher):
+    """`launch` returns before the device has done the work (async scheduling). Sampled tokens stay on the device, where
+    the row's next step reads them; the host reads them one or more steps later.
+
+    A step in which every row decodes is a `DecodeStep`, a CUDA graph unless `enforce_eager`. The host gathers the batch
+    of any other (mixed) step; the forward pass is a graph too where the step is small, else launched eagerly. Between
+    the logits of an adjusted step and their adjustment the host waits for the tokens of earlier steps if a row
+    `needs_token_ids`.
+    """
+
+    adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
+
+    def __init__(self, stages: StepStages, config: EngineConfig) -> None:
+        self._stages, self._device = stages, stages.device
+        self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
+        self._device_rows = DeviceRows(stages.rows, self._device)
+        self._unread_steps: list[DeviceStep] = []  # with rows that `needs_token_ids`: read before their next sampling
+        self._decode: DecodeStep | None = None
+        self._mixed: MixedGraphs | None = None
+        is_eager = config.device.enforce_eager or self._device.type != "cuda"
+        backends = stages.paged.backends
+        none = torch.zeros(2, dtype=torch.int32, device=self._device)
+        one = none[:1], none[None, :1]  # the length and the block table of one sequence
+        if all(backend.plan_on_device(*one) is not None for backend in backends):
+            decode_class = DecodeStep if is_eager else DecodeGraphs
+            self._decode = decode_class(stages.paged, self._device_rows, self.ring)
+        plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in backends)
+        if not is_eager and all(plan is not None for plan in plans):
+            self._mixed = MixedGraphs(stages.paged, self._device_rows, config.scheduler.token_budget)
+
+    @property
+    def max_unread_steps(self) -> int:
+        """Half of the ring: a step is read before its slot is reused."""
+        return self.ring.num_slots // 2
+
+    def warm_up(self) -> None:
+        if self._decode is not None:
+            self._decode.warm_up()
+
+    @property
+    def num_graphs_left(self) -> int:
+        return sum(len(graphs.missing) for graphs in self._all_graphs)
+
+    def capture_graph(self) -> None:
+        """Decoding graphs before mixed ones: they are launched more often."""
+        graphs = next((graphs for graphs in self._all_graphs if graphs.missing), None)
+        if graphs is not None:
+            graphs.capture(graphs.missing[-1])
+
+    @property
+    def _all_graphs(self) -> list[DecodeStep | MixedGraphs]:
+        return [graphs for graphs in (self._decode, self._mixed) if graphs is not None]
+
+    def mirror(self, new_requests: Sequence[NewRequest], appended: Sequence[AppendedBlocks]) -> None:
+        self._device_rows.admit(new_requests, self._stages.rows)
+        self._device_rows.append(appended)
+        if not len(self._stages.rows.scheduled):
+            self._device_rows.write()
+
+    def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> DeviceStep:
+        self._stages.adjustments.report_failed(scheduled, errors)
+        order = BatchOrder.of(self._stages.rows, scheduled, counts)
+        if self._decode is not None and order.num_decodes == len(scheduled):
+            step = self._launch_decode(self._decode, scheduled, errors)
+        else:
+            step = self._launch_mixed(order, errors)
+        if step.is_adjusted and self._stages.adjustments.needs_token_ids[scheduled].any():
+            self._unread_steps = [one for one in self._unread_steps if one.words is None] + [step]
+        return step
+
+    def _launch_decode(self, decode: DecodeStep, scheduled: np.ndarray, errors: dict[int, RowError]) -> DeviceStep:
+        rows, sampling = self._stages.rows, self._stages.sampling
+        starts = rows.num_computed_tokens[scheduled]
+        is_adjusted = sampling.is_adjusted(scheduled)
+        if is_adjusted:
+            logits = decode.launch_logits(scheduled)
+            rows.advance(scheduled, None)
+            self._read_needed_tokens(scheduled)
+            logprobs = sampling.sample(logits, scheduled, decode.draw, decode.finish, errors).logprobs
+        else:
+            logits, token_ids = decode.launch(scheduled)
+            rows.advance(scheduled, None)
+            logprobs = sampling.launch_logprobs(logits, token_ids, scheduled)
+        rows.append_tokens(scheduled, UNKNOWN_TOKEN)
+        return DeviceStep(
+            launcher=self,
+            number=self.ring.num_launched,
+            rows=scheduled,
+            starts=starts,
+            ends=starts + 1,
+            admissions=rows.num_admissions[scheduled],
+            sampling=np.arange(len(scheduled)),
+            logprobs=logprobs,
+            errors=errors,
+            is_adjusted=is_adjusted,
+            prompt_logprobs=self._stages.prompt_logprobs.finished(scheduled, rows),
+        )
+
+    def _launch_mixed(self, order: BatchOrder, errors: dict[int, RowError]) -> DeviceStep:
+        rows, scheduled = self._stages.rows, order.scheduled
+        starts = rows.num_computed_tokens[scheduled]
+        batch, rows_on_device = self._gather(order)
+        graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
+        hidden = self._stages.paged.forward_batch(batch) if graphs is None else graphs.forward(batch)
+        self._stages.prompt_logprobs.take(hidden, batch, scheduled, rows)
+        rows.advance(scheduled, order.counts)
+        is_sampling = np.isin(scheduled, batch.sample_rows)
+        finish = partial(self._finish_mixed, order, batch, rows_on_device, is_sampling, hidden)
+        samples = self._sample_mixed(batch, hidden, finish, errors)
+        rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
+        return DeviceStep(
+            launcher=self,
+            number=self.ring.num_launched,
+            rows=scheduled,
+            starts=starts,
+            ends=rows.num_computed_tokens[scheduled],
+            admissions=rows.num_admissions[scheduled],
+            sampling=order.in_message_order(is_sampling),
+            logprobs=samples.logprobs,
+            errors=errors,
+            is_adjusted=samples.is_adjusted,
+            prompt_logprobs=self._stages.prompt_logprobs.finished(scheduled, rows),
+        )
+
+    def _gather(self, order: BatchOrder) -> tuple[InputBatch, torch.Tensor]:
+        """The input stage of a mixed step: the batch, gathered on the host but for the last tokens of decoding rows,
+        which the device has; and its rows [n] int32."""
+        self._device_rows.write()
+        rows = self._stages.rows
+        batch = InputBatch.gather(rows, order.scheduled, order.counts, self._device, num_decodes=order.num_decodes)
+        on_device = upload(order.scheduled, self._device)
+        state, layout = self._device_rows.state, self._device_rows.layout
+        fill_last_tokens(state, layout, batch.input_ids, on_device, order.num_decodes)
+        return batch, on_device
+
+    def _sample_mixed(
+        self, batch: InputBatch, hidden: torch.Tensor, finish: Finish, errors: dict[int, RowError]
+    ) -> SampledTokens:
+        """Samples for the rows whose known tokens are all computed, in the order of the batch."""
+        rows = batch.sample_rows
+        if not len(rows):
+            none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
+            finish(*none)
+            return SampledTokens(*none, logprobs=None, is_adjusted=False)
+        logits = self._stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
+        inputs = DeviceSamplingInputs.from_host(self._stages.rows.sampling_inputs(rows), self._device)
+        # Zeros: in kernel warm-up, which intercepts launches, these ids are used as indices without being sampled.
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        if self._stages.sampling.is_adjusted(rows):
+            self._read_needed_tokens(rows)
+        draw = partial(sample_tokens, inputs=inputs, token_ids=token_ids)
+        return self._stages.sampling.sample(logits, rows, draw, finish, errors)
+
+    def _finish_mixed(
+        self,
+        order: BatchOrder,
+        batch: InputBatch,
+        rows_on_device: torch.Tensor,
+        is_sampling: np.ndarray,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        ok: torch.Tensor,
+    ) -> None:
+        """Launches the end of a mixed step: its tokens go to the rows and to the result ring."""
+        num_rows = len(order.scheduled)
+        counts = np.ones(num_rows, dtype=np.int32) if order.counts is None else order.counts.astype(np.int32)
+        sample_index = np.where(is_sampling, np.cumsum(is_sampling) - 1, -1).astype(np.int32)
+        ragged = RaggedRows(
+            starts=upload(batch.query_start_loc_cpu[:-1], self._device),
+            counts=upload(counts, self._device),
+            samples=upload(sample_index, self._device),
+            finite=torch.isfinite(hidden.sum(-1, dtype=torch.float32)),
+        )
+        state, layout = self._device_rows.state, self._device_rows.layout
+        finish_rows(state, layout, rows_on_device, token_ids, ok, self.ring.words, num_rows, ragged)
+        self.ring.launched()
+
+    def _read_needed_tokens(self, rows: np.ndarray) -> None:
+        """Waits for earlier steps if one of rows [n] `needs_token_ids`, while the device computes this step's
+        logits."""
+        if self._stages.adjustments.needs_token_ids[rows].any():
+            for step in self._unread_steps:
+                self.read(step)
+            self._unread_steps.clear()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Reading the results.
+
+    def read(self, step: DeviceStep) -> None:
+        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
+        if step.words is not None:
+            return
+        words = step.words = self.ring.take(step.number, len(step.rows))
+        if step.is_adjusted:
+            self._store_token_ids(step, words)
+        flagged = np.flatnonzero(words & _FLAGS)
+        if not len(flagged):
+            return
+        is_masked = (words[flagged] == ALL_MASKED | BAD_LOGITS) & step.is_adjusted
+        for row in step.rows[flagged[is_masked]].tolist():
+            step.errors.setdefault(row, RowError(row, NO_TOKEN_LEFT))
+        non_finite = flagged[~is_masked]
+        for row, word in zip(step.rows[non_finite].tolist(), words[non_finite].tolist(), strict=True):
+            what = "hidden states" if word & BAD_HIDDEN else "logits"
+            step.errors.setdefault(row, not_finite(row, what, self._stages.dtype))
+        if len(non_finite):
+            self._zero_kv_since(step, non_finite)
+
+    def _store_token_ids(self, step: DeviceStep, words: np.ndarray) -> None:
+        """Stores the sampled ids of rows that `needs_token_ids`, unless another request has the row by now."""
+        rows, places = self._stages.rows, step.sampling
+        sampling = step.rows[places]
+        is_stored = self._stages.adjustments.needs_token_ids[sampling]
+        is_stored &= rows.num_admissions[sampling] == step.admissions[places]
+        places = places[is_stored]
+        rows.token_ids[sampling[is_stored], step.ends[places]] = words[places] & ~_FLAGS
+
+    @torch.inference_mode()
+    def _zero_kv_since(self, step: DeviceStep, places: np.ndarray) -> None:
+        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another
+        request has the row by now."""
+        all_rows = self._stages.rows
+        rows, starts = step.rows[places], step.starts[places]
+        counts = all_rows.num_computed_tokens[rows] - starts
+        is_current = (all_rows.num_admissions[rows] == step.admissions[places]) & (counts > 0)
+        if is_current.any():
+            rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
+            self._stages.paged.zero_kv(InputBatch.gather(all_rows, rows, counts, self._device, starts=starts))

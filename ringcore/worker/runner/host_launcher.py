@@ -1,0 +1,122 @@
+"""The launch stage of a CPU: a step is over when it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ringcore.config import EngineConfig
+from ringcore.model_executor import logit_adjustments
+from ringcore.model_executor.sampler import sample
+from ringcore.protocol.steps import NewRequest, RowError
+from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
+from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
+from ringcore.worker.logits.step_output import SampledRows
+from ringcore.worker.rows.input_batch import InputBatch
+from ringcore.worker.rows.request_rows import AppendedBlocks
+from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
+
+__all__ = ["HostLauncher"]
+
+
+class HostStep:
+    """A finished step."""
+
+    def __init__(self, sampled: SampledRows) -> None:
+        self._sampled = sampled
+
+    def done(self) -> bool:
+        return True
+
+    def read(self) -> None:
+        """A no-op: its errors are known."""
+
+    def sampled(self) -> SampledRows:
+        return self._sampled
+
+
+class HostLauncher(StepLauncher):
+    """The host's rows are the device's own memory, so the next step's input is gathered from them."""
+
+    adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
+
+    def __init__(self, stages: StepStages, config: EngineConfig) -> None:
+        self._stages = stages
+
+    @property
+    def max_unread_steps(self) -> int:
+        return 0  # there is nothing to read
+
+    def mirror(self, new_requests: Sequence[NewRequest], appended: Sequence[AppendedBlocks]) -> None:
+        """A no-op: the rows exist once."""
+
+    def warm_up(self) -> None:
+        """A no-op: a step has no state of its own."""
+
+    @property
+    def num_graphs_left(self) -> int:
+        return 0
+
+    def capture_graph(self) -> None:
+        """A no-op."""
+
+    def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> HostStep:
+        stages = self._stages
+        batch = InputBatch.gather(stages.rows, scheduled, counts, stages.device)
+        hidden = stages.paged.forward_batch(batch)
+        self._isolate_non_finite(batch, scheduled, counts, hidden, errors)
+        stages.prompt_logprobs.take(hidden, batch, scheduled, stages.rows)
+        stages.rows.advance(scheduled, counts)
+        stages.adjustments.report_failed(scheduled, errors)
+        sampled = self._sample(batch, hidden, errors)
+        return HostStep(sampled._replace(prompt_logprobs=stages.prompt_logprobs.finished(scheduled, stages.rows)))
+
+    def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:
+        stages, rows = self._stages, batch.sample_rows
+        if not len(rows):
+            return SampledRows(rows, rows, None)
+        inputs = stages.rows.sampling_inputs(rows)
+        sampled_ids = np.zeros(len(rows), dtype=np.int32)
+
+        def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn = sample(logits, inputs)
+            return drawn.token_ids, torch.from_numpy(drawn.ok)
+
+        def append(token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+            sampled_ids[:] = token_ids.numpy()
+            stages.rows.append_tokens(rows, sampled_ids)  # also of rows with an error: the next step may be scheduled
+
+        logits = stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
+        samples = stages.sampling.sample(logits, rows, draw, append, errors)
+        for place in np.flatnonzero(~samples.ok.numpy()).tolist():
+            row, is_masked = int(rows[place]), samples.is_adjusted and sampled_ids[place] == ALL_MASKED
+            error = RowError(row, NO_TOKEN_LEFT) if is_masked else not_finite(row, "logits", stages.dtype)
+            errors.setdefault(row, error)
+        return SampledRows(rows, sampled_ids, None if samples.logprobs is None else samples.logprobs.result())
+
+    def _isolate_non_finite(
+        self,
+        batch: InputBatch,
+        scheduled: np.ndarray,
+        counts: np.ndarray | None,
+        hidden: torch.Tensor,
+        errors: dict[int, RowError],
+    ) -> None:
+        """Finds rows with a non-finite hidden state [num_tokens, hidden_size], and zeroes their keys and values.
+
+        A token's keys and values flow into its own hidden state, so this check covers the KV cache: another request may
+        get the block next, and attention needs finite values even at the positions that it masks.
+        """
+        if torch.isfinite(hidden.sum(dtype=torch.float32)):
+            return
+        stages = self._stages
+        finite = torch.isfinite(hidden).all(dim=-1).numpy()
+        non_finite = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
+        if not non_finite.any():
+            return
+        counts = None if counts is None else counts[non_finite]
+        stages.paged.zero_kv(InputBatch.gather(stages.rows, scheduled[non_finite], counts, stages.device))
+        for row in scheduled[non_finite].tolist():
+            errors.setdefault(row, not_finite(row, "hidden states", stages.dtype))

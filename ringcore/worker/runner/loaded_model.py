@@ -1,0 +1,65 @@
+"""A model with its weights on this rank's device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ringcore.config import EngineConfig
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.dtypes import TORCH_DTYPES
+from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.model_executor.loader import pending_weights
+from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models.base import CausalLM
+from ringcore.worker.platforms.platform import Platform
+
+__all__ = ["LoadedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """tensors: the model's, by `Weight.name`, where their addresses are fixed, so that a weight update can overwrite
+    them; None where the model holds them packed."""
+
+    model: CausalLM
+    dtype: str
+    weights_bytes: int
+    load_s: float
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls, config: EngineConfig, platform: Platform, tp: TensorParallel, allocated: Callable[[], None] | None = None
+    ) -> LoadedModel:
+        """allocated: called when the weights' memory is allocated, before they are read into it; never called for
+        packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
+        start = time.monotonic()
+        spec = config.model.spec
+        dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
+        model = model_class(spec.architecture)(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+        weights = model.weights()
+        # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
+        is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
+        allocate = None if is_packed else partial(_allocate, platform, allocated)
+        files, seed = config.model.files, config.model.seed
+        with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
+            final = tensors.final
+            model.bind(tensors, updatable=final is not None)
+        platform.synchronize()
+        return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start, final)
+
+    def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
+        return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
+
+
+def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_bytes: int) -> torch.Tensor:
+    memory = platform.allocate(num_bytes, "weights")
+    if allocated is not None:
+        allocated()
+    return memory

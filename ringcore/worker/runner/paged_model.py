@@ -1,0 +1,61 @@
+"""A model over its paged KV cache: the forward pass of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.model_executor.models.base import CausalLM
+from ringcore.worker.platforms.platform import Platform
+from ringcore.worker.rows.input_batch import InputBatch
+from ringcore.worker.runner.kv_caches import allocate_kv_caches, choose_backends, group_of_layer
+
+__all__ = ["PagedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedModel:
+    """The model, the attention backend of each KV cache group, and the KV cache of each attention layer."""
+
+    model: CausalLM
+    backends: tuple[AttentionBackend, ...]  # by group
+    group_of_layer: tuple[int, ...]  # by attention layer
+    kv_caches: tuple[torch.Tensor, ...]  # by attention layer
+
+    @classmethod
+    def allocate(cls, model: CausalLM, backend: str, plan: KVCacheConfig, platform: Platform) -> PagedModel:
+        """Allocates the pages of `plan`. backend: the engine option attention_backend. Raises `CapacityError` or
+        `ConfigError`."""
+        layers = model.attention_layers
+        backends = choose_backends(backend, plan, layers, platform)
+        kv_caches = allocate_kv_caches(plan, layers, backends, platform)
+        return cls(model, tuple(backends), group_of_layer(plan, layers), kv_caches)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupContext]) -> torch.Tensor:
+        """input_ids and positions: [num_tokens] int64; groups: by KV cache group -> hidden states [num_tokens,
+        hidden_size]."""
+        return self.model.forward(
+            input_ids, positions, ForwardContext(tuple(groups), self.group_of_layer, self.kv_caches)
+        )
+
+    def forward_batch(self, batch: InputBatch) -> torch.Tensor:
+        """As `forward`, planned on the host."""
+        return self.forward(batch.input_ids, batch.positions, self._plan(batch))
+
+    def _plan(self, batch: InputBatch) -> list[GroupContext]:
+        return [GroupContext.of(*group) for group in zip(batch.metadata, self.backends, strict=True)]
+
+    def zero_kv(self, batch: InputBatch) -> None:
+        """Zeroes the keys and values of the tokens of `batch`, by the write path that every backend has."""
+        groups, layers = self._plan(batch), self.model.attention_layers
+        for layer, index, kv_cache in zip(layers, self.group_of_layer, self.kv_caches, strict=True):
+            group = groups[index]
+            num_tokens = group.metadata.num_tokens
+            query = kv_cache.new_zeros(num_tokens, layer.num_heads, layer.head_size)
+            zeros = kv_cache.new_zeros(num_tokens, layer.num_kv_heads, layer.head_size)
+            group.backend.forward(query, zeros, zeros, kv_cache, group.metadata, group.plan, layer.scale)
