@@ -12,7 +12,6 @@ from step_driver import admit, make_step
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.params.structured_outputs import StructuredOutputsParams
-from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.worker.worker import Worker
 
 __all__ = ["EOS", "PROCESSORS", "Asked", "Driver", "expected", "some_requests"]
@@ -159,7 +158,7 @@ class Driver:
 
     def _take(self) -> None:
         output, sampling, num_steps = self._ahead.pop(0)
-        output = output if isinstance(output, ModelRunnerOutput) else output.result()
+        output = output.result()
         assert output.row_errors == []
         tokens = output.token_ids.reshape(-1, num_steps).tolist()
         for asked, written in zip(sampling, tokens, strict=True):

@@ -104,9 +104,8 @@ def _new_blocks(pairs: Sequence[tuple[int, int]]) -> NewBlocks:
 
 
 def execute(worker: Worker, step: SchedulerOutput) -> ModelRunnerOutput | None:
-    """Waits for a step that was only launched."""
-    output = worker.execute_model(step)
-    return output if output is None or isinstance(output, ModelRunnerOutput) else output.result()
+    """Waits for the step."""
+    return worker.execute_model(step).result()
 
 
 def run(worker: Worker, scheduled: dict[int, int], **delta: Any) -> ModelRunnerOutput:

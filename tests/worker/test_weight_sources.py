@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_driver import admit, decode, engine_call, make_config, make_step, run, sampled, start
+from step_driver import admit, decode, engine_call, execute, make_config, make_step, run, sampled, start
 
 from ringcore.errors import InvalidRequestError
 from ringcore.weights import SharedTensors, WeightGroup
@@ -202,8 +202,8 @@ def test_two_ranks(
     def serve(worker: Worker) -> tuple[float, list[int]]:
         start(worker)
         told = update(worker, {"kind": "files", "path": str(trained[1])})
-        outputs = [worker.execute_model(make_step({0: 5}, new=[admit(0, PROMPT, range(1, 6))]))]
-        outputs += [worker.execute_model(make_step({0: 1})) for _ in range(9)]
+        outputs = [execute(worker, make_step({0: 5}, new=[admit(0, PROMPT, range(1, 6))]))]
+        outputs += [execute(worker, make_step({0: 1})) for _ in range(9)]
         met.wait(60)
         worker.shutdown()
         return told[0]["num_bytes"], [int(output.token_ids[0]) for output in outputs if output]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from step_driver import admit, engine_call, make_config, make_step, plan, start
+from step_driver import admit, engine_call, execute, make_config, make_step, plan, start
 
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.protocol.codec import decoder, encoder
@@ -69,12 +69,12 @@ def test_the_start_up_as_an_executor_does_it(
     stages.append(worker.health()["stage"])
     assert stages == ["new", "device", "model", "ready"]
     step = make_step({0: 5}, new=[admit(0, PROMPT, [1, 2])], number=7)
-    output = worker.execute_model(decoder(type(step)).decode(encoder().encode(step)))
+    output = execute(worker, decoder(type(step)).decode(encoder().encode(step)))
     assert output is not None
     assert (output.step, output.token_ids.tolist()) == (7, reference(PROMPT, 1))
     assert encoder().encode(output)
     assert [worker.stats()[name] for name in ("num_steps", "num_tokens")] == [1, 5]
-    assert worker.execute_model(make_step({0: 1}, num_steps=2, number=8)) is not None
+    assert execute(worker, make_step({0: 1}, num_steps=2, number=8)) is not None
     stats = worker.stats()
     assert (stats["num_steps"], stats["num_tokens"]) == (3, 7)
     assert stats["resident_bytes"] > 0
@@ -192,7 +192,7 @@ def test_read_only_methods_run_beside_steps(
     written = []
     for number in range(30):
         counts = make_step({0: 1} if number else {0: 5}, new=[] if number else [admit(0, PROMPT, range(1, 12))])
-        output = worker.execute_model(counts)
+        output = execute(worker, counts)
         assert output is not None
         written.append(int(output.token_ids[0]))
     is_over.set()
@@ -291,8 +291,8 @@ def test_two_ranks_write_what_one_does(
 
     def serve(worker: Worker) -> None:
         start(worker)
-        outputs = [worker.execute_model(make_step({0: 5}, new=[admit(0, PROMPT, range(1, 6))]))]
-        outputs += [worker.execute_model(make_step({0: 1})) for _ in range(9)]
+        outputs = [execute(worker, make_step({0: 5}, new=[admit(0, PROMPT, range(1, 6))]))]
+        outputs += [execute(worker, make_step({0: 1})) for _ in range(9)]
         written[worker.rank] = [int(output.token_ids[0]) for output in outputs if output]
 
     threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
