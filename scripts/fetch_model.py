@@ -208,10 +208,10 @@ def convert(gguf: Path, folder: Path, dtype: str = DEFAULT_DTYPE) -> None:
     from ringcore.checkpoint import find_model, read_model_spec
     from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
     from ringcore.errors import RingcoreError
-    from ringcore.registry import MODELS
+    from ringcore.families import FAMILIES
 
     try:
-        spec = read_model_spec(find_model(gguf), MODELS)
+        spec = read_model_spec(find_model(gguf), FAMILIES)
         tokenizer = read_gguf_tokenizer(str(gguf))
         _write_weights(gguf, folder / "model.safetensors", dtype)
     except RingcoreError as error:
@@ -266,8 +266,9 @@ def _tokenizer_config(tokenizer: TokenizerFiles, spec: ModelSpec) -> dict[str, A
 def _write_weights(gguf: Path, target: Path, dtype: str) -> None:
     """One safetensors file, written tensor by tensor, so that memory holds one of them at a time."""
     from ringcore.checkpoint.gguf_tensors import GGUFTensors
+    from ringcore.families import FAMILIES
 
-    tensors = GGUFTensors(gguf)
+    tensors = GGUFTensors(gguf, FAMILIES)
     code, item_bytes = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,5 +1,6 @@
 """Reads a model's configuration, tokenizer and tensor headers without loading weights; it does not import torch."""
 
+from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_header import GGUFHeader, GGUFTensorInfo, read_gguf_header
 from ringcore.checkpoint.model_files import ModelFiles, find_model
 from ringcore.checkpoint.model_spec import ModelSpec, RopeSpec
@@ -7,6 +8,8 @@ from ringcore.checkpoint.safetensors_header import TensorEntry, TensorIndex, rea
 from ringcore.checkpoint.spec_reader import read_model_spec
 
 __all__ = [
+    "Families",
+    "Family",
     "GGUFHeader",
     "GGUFTensorInfo",
     "ModelFiles",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import ModelSpec
@@ -18,8 +19,6 @@ __all__ = ["and_more", "check_checkpoint", "check_tensors", "expected_tensors", 
 
 Shape = tuple[int, ...]
 
-_HEAD_NORMS = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
-_FOUR_NORMS = ("Gemma3ForCausalLM",)  # after attention and MLP too
 # Tensors of a checkpoint that are ignored: computed tables, and the copy of the embeddings in some tied checkpoints.
 # Any other tensor that the model does not use means that the model would compute something else than the checkpoint's.
 _DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
@@ -35,19 +34,19 @@ def and_more(names: Sequence[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """The shape of every tensor, by its Hugging Face name."""
+def expected_tensors(spec: ModelSpec, family: Family) -> dict[str, Shape]:
+    """The shape of every tensor, by its Hugging Face name. family: of `spec.architecture`."""
     table = (spec.vocab_size, spec.hidden_size)
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": table, "model.norm.weight": (spec.hidden_size,)}
     if not spec.tie_word_embeddings:
         tensors["lm_head.weight"] = table
-    of_layer = dict(_of_layer(spec))
+    of_layer = dict(_of_layer(spec, family))
     for layer in range(spec.num_layers):
         tensors.update((f"model.layers.{layer}.{name}", shape) for name, shape in of_layer.items())
     return tensors
 
 
-def _of_layer(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def _of_layer(spec: ModelSpec, family: Family) -> Iterator[tuple[str, Shape]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for name, (num_outputs, num_inputs), has_bias in (
@@ -62,26 +61,24 @@ def _of_layer(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         yield f"{name}.weight", (num_outputs, num_inputs)
         if has_bias:
             yield f"{name}.bias", (num_outputs,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if spec.architecture in _FOUR_NORMS:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for norm in norms:
+    for norm in family.norms.of_hidden():
         yield f"{norm}.weight", (hidden,)
-    if spec.architecture in _HEAD_NORMS:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
+    if family.head_norm:
+        for norm in (family.norms.query, family.norms.key):
+            yield f"{norm}.weight", (spec.head_dim,)
 
 
-def check_checkpoint(files: ModelFiles, spec: ModelSpec) -> None:
+def check_checkpoint(files: ModelFiles, spec: ModelSpec, families: Families) -> None:
     """Raises `ModelLoadError` as `check_tensors` does, by the headers of the files; dummy weights have none."""
+    expected = expected_tensors(spec, families[spec.architecture])
     match files.kind:
         case "safetensors":
             index = TensorIndex(files.weight_files)
             shapes = {name: entry.shape for name, entry in index.items()}
-            check_tensors(expected_tensors(spec), shapes, files.path, lambda name: index[name].file)
+            check_tensors(expected, shapes, files.path, lambda name: index[name].file)
         case "gguf":
-            tensors = GGUFTensors(files.weight_files[0])
-            check_tensors(expected_tensors(spec), tensors.shapes, files.path, lambda _: tensors.path)
+            tensors = GGUFTensors(files.weight_files[0], families)
+            check_tensors(expected, tensors.shapes, files.path, lambda _: tensors.path)
         case "dummy":
             pass
 

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from ringcore.checkpoint.family import Families, GGUFFormat
 from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_file import open_model_file
 from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec, RopeSpec
-from ringcore.checkpoint.sliding_windows import read_gguf_windows
 from ringcore.errors import ModelLoadError
 
-__all__ = ["GGUF_ARCHITECTURES", "read_gguf_spec"]
+__all__ = ["read_gguf_spec", "shortest"]
 
-# general.architecture: the name in config.json
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
 # A quantized weight is exact only in float32, to which it is expanded.
 _FILE_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 # The parameters of llama3 scaling in all published models.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
-# A gemma3 file may omit the RoPE base of the sliding-window layers, and does not record that the 27B model scales its
-# scores by hidden_size / num_heads: GGML recognizes it by its number of layers.
-_GEMMA3_LOCAL_THETA, _GEMMA3_27B_LAYERS = 10_000.0, 62
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
+def read_gguf_spec(path: str, families: Families) -> ModelSpec:
     """The facts of the model in a GGUF file. Raises `ModelLoadError` as `read_model_spec` does."""
     header = read_gguf_header(path)
     meta = Metadata(header.metadata, path)
-    name = meta.text("general.architecture")
-    architecture = GGUF_ARCHITECTURES.get(name, "")
-    if architecture not in known:
-        names = sorted(ggml for ggml, ours in GGUF_ARCHITECTURES.items() if ours in known)
-        raise ModelLoadError(
-            f"{path}: the architecture {name!r} is not known; known: {', '.join(names)}", path=path, architecture=name
-        )
-    _refuse_unsupported(meta, name)
+    stored, family = families.of_gguf(meta)
+    name = stored.name
+    _refuse_unsupported(meta, stored)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{path}: tensor 'token_embd.weight' is missing", path=path, tensor="token_embd.weight")
@@ -59,9 +42,9 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
     num_heads = size("attention.head_count", "num_heads")
     head_dim = _head_dim(meta, name, hidden_size, num_heads)
     num_layers = size("block_count", "num_layers")
-    gemma3 = _gemma3(meta, num_layers, hidden_size // num_heads) if name == "gemma3" else {}
+    attention = {} if stored.attention is None else stored.attention(meta, num_layers, hidden_size // num_heads)
     return ModelSpec(
-        architecture=architecture,
+        architecture=family.architectures[0],
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=size("feed_forward_length", "intermediate_size"),
@@ -69,7 +52,7 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=size("attention.head_count_kv", "num_kv_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=_shortest(meta.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=shortest(meta.number(f"{name}.attention.layer_norm_rms_epsilon")),
         max_position_embeddings=size("context_length", "max_position_embeddings"),
         rope=_rope(header, meta, name, head_dim),
         tie_word_embeddings="output.weight" not in header.tensors,
@@ -79,29 +62,20 @@ def read_gguf_spec(path: str, known: Mapping[str, object]) -> ModelSpec:
         dtype=_FILE_DTYPES.get(_commonest_type(header), "float32"),
         bos_token_id=_token_id(meta, "bos_token_id"),
         eos_token_ids=list(dict.fromkeys(i for key in _END_KEYS if (i := _token_id(meta, key)) is not None)),
-        **gemma3,
+        **attention,
     )
 
 
-def _gemma3(meta: Metadata, num_layers: int, hidden_size_per_head: int) -> dict[str, Any]:
-    """The fields of `ModelSpec` that only gemma3 has. `rope` is that of the full-attention layers."""
-    is_27b = num_layers == _GEMMA3_27B_LAYERS
-    return {
-        "sliding_windows": read_gguf_windows(meta, "gemma3", num_layers),
-        "sliding_rope": RopeSpec(_shortest(meta.number("gemma3.rope.freq_base_swa", _GEMMA3_LOCAL_THETA))),
-        "query_pre_attn_scalar": float(hidden_size_per_head) if is_27b else None,
-    }
-
-
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """A float32 of the file as the decimal number it was made from: 1e-6, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))
 
 
-def _refuse_unsupported(meta: Metadata, name: str) -> None:
+def _refuse_unsupported(meta: Metadata, stored: GGUFFormat) -> None:
+    name = stored.name
     if meta.get(f"{name}.expert_count"):
         raise meta.error(f"{name}.expert_count", f"is {meta.get(f'{name}.expert_count')}; experts are not computed")
-    if name != "gemma3" and meta.get(f"{name}.attention.sliding_window"):
+    if stored.attention is None and meta.get(f"{name}.attention.sliding_window"):
         raise meta.error(f"{name}.attention.sliding_window", f"is present; the models of {name} have no sliding window")
     for key in (f"{name}.attn_logit_softcapping", f"{name}.final_logit_softcapping"):
         if meta.get(key):
@@ -133,7 +107,7 @@ def _commonest_type(header: GGUFHeader) -> int:
 
 
 def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeSpec:
-    theta = _shortest(meta.number(f"{name}.rope.freq_base", 10_000.0))
+    theta = shortest(meta.number(f"{name}.rope.freq_base", 10_000.0))
     if theta <= 1:
         raise meta.error(f"{name}.rope.freq_base", f"is {theta}, it must be above 1: frequencies fall")
     if "rope_freqs.weight" in header.tensors:
@@ -141,21 +115,21 @@ def _rope(header: GGUFHeader, meta: Metadata, name: str, head_dim: int) -> RopeS
     prefix = f"{name}.rope.scaling."
     kind = meta.text(prefix + "type", "none")
     if kind == "none":
-        old_scale = _shortest(meta.number(f"{name}.rope.scale_linear", 1.0))  # before rope.scaling.*
+        old_scale = shortest(meta.number(f"{name}.rope.scale_linear", 1.0))  # before rope.scaling.*
         return RopeSpec(theta, "linear", old_scale) if old_scale != 1.0 else RopeSpec(theta)
-    factor = _shortest(meta.number(prefix + "factor"))
+    factor = shortest(meta.number(prefix + "factor"))
     if kind == "linear":
         return RopeSpec(theta, "linear", factor)
     if kind != "yarn" or prefix + "yarn_log_multiplier" in meta:
         raise meta.error(prefix + "type", f"is {kind!r}; known: none, linear, yarn without yarn_log_multiplier")
-    scale = _shortest(meta.number(prefix + "attn_factor", 1.0))
+    scale = shortest(meta.number(prefix + "attn_factor", 1.0))
     return RopeSpec(
         theta=theta,
         kind="yarn",
         factor=factor,
         original_max_position_embeddings=meta.integer(prefix + "original_context_length"),
-        beta_fast=_shortest(meta.number(prefix + "yarn_beta_fast", 32.0)),
-        beta_slow=_shortest(meta.number(prefix + "yarn_beta_slow", 1.0)),
+        beta_fast=shortest(meta.number(prefix + "yarn_beta_fast", 32.0)),
+        beta_slow=shortest(meta.number(prefix + "yarn_beta_slow", 1.0)),
         # GGML multiplies the paper's scale by its factor; config.json gives the product.
         attention_factor=None if scale == 1.0 else scale * (0.1 * math.log(factor) + 1.0),
     )

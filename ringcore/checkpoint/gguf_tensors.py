@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_header import GGUFTensorInfo, read_gguf_header
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_file import open_model_file
@@ -20,44 +21,43 @@ _TOP = {
     "model.norm": "output_norm",
     "lm_head": "output",  # absent where the embeddings are tied
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
+_LINEARS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",  # Qwen3, Gemma 3
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Gemma 3 has norms after attention and MLP too, and the norm before the MLP has another name.
-_GEMMA3_LAYER = {
-    **_LAYER,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP_BIASED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 # Not in a safetensors checkpoint: `gguf_spec` reads the RoPE scaling from it.
 _DERIVED = "rope_freqs.weight"
 # Bytes of float32 dequantized at once, so that the temporaries stay in the CPU's cache.
 _PIECE_BYTES = 1 << 18
 
 
-def gguf_tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, for every possible tensor of a model of this general.architecture."""
-    in_layer = _GEMMA3_LAYER if architecture == "gemma3" else _LAYER
+def gguf_tensor_names(family: Family, num_layers: int) -> dict[str, str]:
+    """Hugging Face name -> GGUF name, for every possible tensor of a model of this family."""
+    in_layer = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _norms(family) + list(_LINEARS.items())}
+    in_layer |= {f"{hf}.bias": f"{ggml}.bias" for hf, ggml in _LINEARS.items()}
     names = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _TOP.items()}
     for layer in range(num_layers):
-        for hf, ggml in in_layer.items():
-            suffixes = ("weight", "bias") if hf in _BIASED or hf in _MLP_BIASED else ("weight",)
-            for suffix in suffixes:
-                names[f"model.layers.{layer}.{hf}.{suffix}"] = f"blk.{layer}.{ggml}.{suffix}"
+        names.update((f"model.layers.{layer}.{hf}", f"blk.{layer}.{ggml}") for hf, ggml in in_layer.items())
     return names
+
+
+def _norms(family: Family) -> list[tuple[str, str]]:
+    """(Hugging Face name, GGUF name): GGML names a norm by its place in the layer, whatever the family calls it."""
+    norms = family.norms
+    places = (
+        (norms.input, "attn_norm"),
+        (norms.query, "attn_q_norm"),
+        (norms.key, "attn_k_norm"),
+        (norms.attention_out, "post_attention_norm"),
+        (norms.mlp, "ffn_norm"),
+        (norms.mlp_out, "post_ffw_norm"),
+    )
+    return [(hf, ggml) for hf, ggml in places if hf is not None]
 
 
 def read_gguf_tensor(
@@ -126,24 +126,22 @@ def _dequantize(path: str | os.PathLike[str], info: GGUFTensorInfo, kind: Any, d
 class GGUFTensors:
     """The tensors of a GGUF file by their Hugging Face names, rows in the order of a Hugging Face checkpoint."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Reads the header. Raises `ModelLoadError`, also for a tensor that no known architecture has."""
+    def __init__(self, path: str | os.PathLike[str], families: Families) -> None:
+        """Reads the header. Raises `ModelLoadError`, also for a tensor that the family does not have."""
         header = read_gguf_header(path)
         self.path = header.path
         meta = Metadata(header.metadata, header.path)
-        name = meta.text("general.architecture")
+        stored, family = families.of_gguf(meta)
+        name = stored.name
         self._num_heads = meta.integer(f"{name}.attention.head_count")
         self._num_kv_heads = meta.integer(f"{name}.attention.head_count_kv", self._num_heads)
-        # Llama's q and k are stored for interleaved RoPE, which rotates the pairs (0, 1), (2, 3), ...; a Hugging Face
-        # checkpoint pairs the halves, (0, d/2), (1, d/2 + 1), ... Qwen's are stored unchanged.
-        self._interleaved = name == "llama"
-        # Gemma's norms multiply by 1 + weight: the sum is stored, a Hugging Face checkpoint has the weight.
-        self._norms_plus_one = name == "gemma3"
+        self._interleaved = stored.interleaved_rope
+        self._norms_plus_one = family.norm_plus_one  # the sum is stored, a Hugging Face checkpoint has the weight
         self._infos: dict[str, GGUFTensorInfo] = {}
         unknown = dict(header.tensors)
         unknown.pop(_DERIVED, None)
         num_layers = meta.integer(f"{name}.block_count", high=MAX_SIZES["num_layers"])
-        for hf_name, gguf_name in gguf_tensor_names(name, num_layers).items():
+        for hf_name, gguf_name in gguf_tensor_names(family, num_layers).items():
             if gguf_name in unknown:
                 self._infos[hf_name] = unknown.pop(gguf_name)
         if unknown:
@@ -169,7 +167,7 @@ class GGUFTensors:
         heads = self._heads(name)
         if heads is None:
             values = read_gguf_tensor(self.path, info, start, stop)
-            return values - 1 if self._norms_plus_one and name.endswith("norm.weight") else values
+            return values - 1 if self._norms_plus_one and info.name.endswith("norm.weight") else values
         # Rows are permuted within a head, so whole heads are read.
         head_dim = info.shape[0] // heads
         first, last = start // head_dim, -(-stop // head_dim)

@@ -40,7 +40,7 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dense decoder-only transformer, in the units of its checkpoint."""
 
-    architecture: str  # a key of ringcore.registry.MODELS
+    architecture: str  # of a family in ringcore.families
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -5,16 +5,15 @@ from __future__ import annotations
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_spec import RopeSpec
 
-__all__ = ["DEFAULT_THETA", "ROPE_KINDS", "read_gemma3_ropes", "read_rope"]
+__all__ = ["DEFAULT_THETA", "read_one_rope", "rope_from"]
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
-GEMMA3_THETA = 1_000_000.0  # of full-attention layers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
-    """The rotary embedding. Raises `ModelLoadError` that names an unknown kind.
+def read_one_rope(config: Metadata, max_position_embeddings: int) -> tuple[RopeSpec, None]:
+    """The rotary embedding of all layers. Raises `ModelLoadError` that names an unknown kind.
 
     `rope_theta` is in `rope_parameters` since transformers 5, and beside `rope_scaling` before.
     `original_max_position_embeddings` defaults to `max_position_embeddings`, as in transformers.
@@ -22,32 +21,11 @@ def read_rope(config: Metadata, max_position_embeddings: int) -> RopeSpec:
     scaling = config.child("rope_scaling") or config.child("rope_parameters")
     if scaling is not None and (kinds := [key for key in _LAYER_TYPES if key in scaling]):
         raise scaling.error(kinds[0], "is not known: this architecture has one rotary embedding for all layers")
-    return _read(config, scaling, config.number("rope_theta", DEFAULT_THETA), max_position_embeddings)
+    return rope_from(config, scaling, config.number("rope_theta", DEFAULT_THETA), max_position_embeddings), None
 
 
-def read_gemma3_ropes(config: Metadata, max_position_embeddings: int) -> tuple[RopeSpec, RopeSpec]:
-    """(of full-attention layers, of sliding-window layers). Raises as `read_rope` does.
-
-    transformers 5 has `rope_parameters` per layer type. Earlier, `rope_theta` and `rope_scaling` applied to the first
-    and `rope_local_base_freq` was the base of the second, which is never scaled.
-    """
-    parameters = config.child("rope_parameters") or Metadata({}, config.path)
-    for key in parameters.values:
-        if key not in _LAYER_TYPES:
-            raise parameters.error(key, f"is not known; Gemma 3 has parameters of {', '.join(_LAYER_TYPES)}")
-    full, sliding = (parameters.child(key) for key in _LAYER_TYPES)
-    theta = config.number("rope_theta", GEMMA3_THETA)
-    if full is not None:
-        theta = full.number("rope_theta", theta)
-    local_theta = config.number("rope_local_base_freq", DEFAULT_THETA)
-    return (
-        _read(config, config.child("rope_scaling") or full, theta, max_position_embeddings),
-        _read(config, sliding, local_theta, max_position_embeddings),
-    )
-
-
-def _read(config: Metadata, scaling: Metadata | None, theta: float, max_position_embeddings: int) -> RopeSpec:
-    """From `scaling`, whose own rope_theta takes precedence over `theta`."""
+def rope_from(config: Metadata, scaling: Metadata | None, theta: float, max_position_embeddings: int) -> RopeSpec:
+    """From `scaling`, whose own rope_theta takes precedence over `theta`. Raises as `read_one_rope` does."""
     _refuse_partial(config)
     if scaling is not None:
         _refuse_partial(scaling)
@@ -58,8 +36,8 @@ def _read(config: Metadata, scaling: Metadata | None, theta: float, max_position
         return RopeSpec(theta=theta)
     key = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.text(key, "default")
-    if kind not in ROPE_KINDS:
-        raise scaling.error(key, f"is {kind!r}; known: {', '.join(ROPE_KINDS)}")
+    if kind not in _ROPE_KINDS:
+        raise scaling.error(key, f"is {kind!r}; known: {', '.join(_ROPE_KINDS)}")
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":

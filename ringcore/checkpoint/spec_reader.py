@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from ringcore.checkpoint.family import Activation, BiasRule, Families, Family
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec, RopeSpec
-from ringcore.checkpoint.rope import read_gemma3_ropes, read_rope
+from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.checkpoint.sliding_windows import read_windows
 from ringcore.errors import ModelLoadError
@@ -26,79 +24,54 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# The defaults of transformers' config classes for absent fields of config.json; an explicit null is kept.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
-    "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": {"head_dim": 128},
-    "MistralForCausalLM": {
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "Gemma3ForCausalLM": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
-}
-# The field of the activation, and the names of the activation that the model class implements.
-_SILU = ("hidden_act", ("silu", "swish"))
-_ACTIVATIONS = {"Gemma3ForCausalLM": ("hidden_activation", ("gelu_pytorch_tanh",))}
-# Fields that enable features which no model class implements.
-_NOT_COMPUTED = {
-    "Gemma3ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-}
+# The names that config.json has for an activation.
+_ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
-def read_model_spec(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
-    """The model's spec. `known`: the architectures with a model class.
+def read_model_spec(files: ModelFiles, families: Families) -> ModelSpec:
+    """The model's spec.
 
-    Raises `ModelLoadError` for an architecture not in `known`, a missing or invalid field (naming it and the file), and
-    for what the model classes do not implement: sliding windows where the architecture has none,
+    Raises `ModelLoadError` for an architecture without a family, a missing or invalid field (naming it and the file),
+    and for what the model classes do not implement: sliding windows where the architecture has none,
     partial rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
-        spec = read_gguf_spec(files.path, known)
+        spec = read_gguf_spec(files.path, families)
         source = files.path
     else:
-        spec = _from_config(files, known)
+        spec = _from_config(files, families)
         source = files.config_path
     _check_sizes(spec, source)
     return spec
 
 
-def _architecture(config: Metadata, known: Mapping[str, object]) -> str:
+def _family(config: Metadata, families: Families) -> tuple[str, Family]:
+    """(its name in `architectures`, the family)."""
     names = config.required("architectures")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
         raise config.error("architectures", f"is {names!r}, a list of one name is needed")
-    for name in names:
-        if name in known:
-            return str(name)
+    if (found := families.native(names)) is not None:
+        return found
+    known = ", ".join(sorted(families.architectures))
     raise ModelLoadError(
-        f"{config.path}: the architecture {names[0]!r} is not known; known: {', '.join(sorted(known))}",
+        f"{config.path}: the architecture {names[0]!r} is not known; known: {known}",
         path=config.path,
         architecture=names[0],
     )
 
 
-def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
+def _from_config(files: ModelFiles, families: Families) -> ModelSpec:
     assert files.config_path is not None
     raw = read_json(files.config_path)
-    architecture = _architecture(Metadata(raw, files.config_path), known)
-    config = Metadata(_DEFAULTS.get(architecture, {}) | raw, files.config_path)
-    _refuse_unsupported(config, architecture)
+    architecture, family = _family(Metadata(raw, files.config_path), families)
+    config = Metadata({**family.defaults, **raw}, files.config_path)
+    _refuse_unsupported(config, architecture, family)
     num_layers = _size(config, "num_hidden_layers", "num_layers")
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads", "num_heads")
     if "head_dim" not in config and hidden_size % num_heads:
         raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size {hidden_size}")
     max_position_embeddings = _size(config, "max_position_embeddings")
-    rope, sliding_rope = _ropes(config, architecture, max_position_embeddings)
+    rope, sliding_rope = family.read_ropes(config, max_position_embeddings)
     return ModelSpec(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
@@ -112,13 +85,15 @@ def _from_config(files: ModelFiles, known: Mapping[str, object]) -> ModelSpec:
         max_position_embeddings=max_position_embeddings,
         rope=rope,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        **_biases(config, architecture),
+        attention_bias=_has_bias(config, family.attention_bias),
+        attention_out_bias=_has_bias(config, family.attention_out_bias),
+        mlp_bias=_has_bias(config, family.mlp_bias),
         dtype=_dtype(config, files),
         bos_token_id=_bos_token_id(config),
         eos_token_ids=_eos_token_ids(config, files),
-        sliding_windows=read_windows(config, architecture, num_layers),
+        sliding_windows=read_windows(config, architecture, family, num_layers),
         sliding_rope=sliding_rope,
-        query_pre_attn_scalar=config.number("query_pre_attn_scalar") if architecture == "Gemma3ForCausalLM" else None,
+        query_pre_attn_scalar=_attention_scale(config, family),
     )
 
 
@@ -127,33 +102,21 @@ def _size(config: Metadata, key: str, field: str | None = None, default: int | N
     return config.integer(key, default, high=MAX_SIZES[field or key])
 
 
-def _biases(config: Metadata, architecture: str) -> dict[str, bool]:
-    """By field of `ModelSpec`. Some architectures have fixed biases, regardless of the file."""
-    given = config.flag("attention_bias", False)
-    match architecture:
-        case "Qwen2ForCausalLM":
-            on_inputs, on_output = True, False
-        case "MistralForCausalLM":
-            on_inputs = on_output = False
-        case _:
-            on_inputs = on_output = given
-    on_mlp = config.flag("mlp_bias", False) and architecture == "LlamaForCausalLM"
-    return {"attention_bias": on_inputs, "attention_out_bias": on_output, "mlp_bias": on_mlp}
+def _has_bias(config: Metadata, rule: BiasRule) -> bool:
+    return rule if isinstance(rule, bool) else config.flag(rule, False)
 
 
-def _ropes(config: Metadata, architecture: str, max_position_embeddings: int) -> tuple[RopeSpec, RopeSpec | None]:
-    if architecture == "Gemma3ForCausalLM":
-        return read_gemma3_ropes(config, max_position_embeddings)
-    return read_rope(config, max_position_embeddings), None
+def _attention_scale(config: Metadata, family: Family) -> float | None:
+    return None if family.attention_scale_field is None else config.number(family.attention_scale_field)
 
 
-def _refuse_unsupported(config: Metadata, architecture: str) -> None:
+def _refuse_unsupported(config: Metadata, architecture: str, family: Family) -> None:
     if "quantization_config" in config:
         raise config.error("quantization_config", "is present: quantized safetensors are not read; a .gguf file is")
-    field, known = _ACTIVATIONS.get(architecture, _SILU)
+    field, known = family.activation_field, _ACTIVATION_NAMES[family.activation]
     if (activation := config.text(field, known[0])) not in known:
         raise config.error(field, f"is {activation!r}; {architecture} computes {known[0]!r}")
-    for field in _NOT_COMPUTED.get(architecture, ()):
+    for field in family.not_computed:
         if config.get(field) not in (None, False):
             raise config.error(field, f"is {config.get(field)!r}, which is not computed; give a model without it")
 

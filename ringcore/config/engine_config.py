@@ -19,9 +19,9 @@ from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.config.option_checks import bad_value, check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.errors import unknown_option
+from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
 from ringcore.params.logits_processor import load_logits_processor, logits_processor_name
-from ringcore.registry import MODELS
 
 __all__ = ["EngineConfig"]
 
@@ -70,7 +70,7 @@ class EngineConfig:
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
-        spec = read_model_spec(files, MODELS)
+        spec = read_model_spec(files, FAMILIES)
         parts: dict[str, Any] = {
             name: part(
                 **{f.name: options[f.name] for f in fields(part) if f.name in options},

@@ -14,6 +14,7 @@ from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
 from ringcore.config.options import EXECUTORS
 from ringcore.errors import CapacityError
+from ringcore.families import FAMILIES
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
 from ringcore.kv_cache.capacity import budget_text
@@ -33,7 +34,7 @@ def check_start(config: EngineConfig) -> None:
     check_tokenizer_files(config.model.files)
     if config.parallel.executor not in EXECUTORS:
         return
-    check_checkpoint(config.model.files, config.model.spec)
+    check_checkpoint(config.model.files, config.model.spec, FAMILIES)
     host = Host()
     if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
         check_host_memory(config.on_device("cpu"), host)
@@ -79,7 +80,7 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
 def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     """In the CPU kernels' layouts: see `model_executor.packing`."""
     spec = config.model.spec
-    shapes = expected_tensors(spec).values()
+    shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
     if config.device.enable_sleep_mode:
         return num_bytes

@@ -7,7 +7,8 @@ import logging
 
 import torch
 
-from ringcore.model_executor.linear_op import Activation, Gate, LinearOp
+from ringcore.checkpoint.family import Activation
+from ringcore.model_executor.linear_op import Gate, LinearOp
 from ringcore.model_executor.residual import Norm, Residual
 
 __all__ = ["KernelLinear", "sums_in_float32"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
+from ringcore.checkpoint.family import Activation
 from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["Activation", "Gate", "LinearOp"]
-
-Activation = Literal["silu", "gelu_tanh"]
+__all__ = ["Gate", "LinearOp"]
 
 
 class Gate(Protocol):

@@ -20,6 +20,7 @@ from ringcore.checkpoint import ModelFiles, TensorEntry, TensorIndex
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
 from ringcore.model_executor.staging import Staging
 from ringcore.model_executor.weight import Init, WeightPart
 
@@ -161,7 +162,7 @@ class GGUFSource(TensorSource):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._tensors = GGUFTensors(path)
+        self._tensors = GGUFTensors(path, FAMILIES)
         self.shapes = self._tensors.shapes
 
     def file_of(self, name: str) -> str:

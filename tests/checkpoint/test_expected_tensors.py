@@ -10,7 +10,8 @@ from ringcore.checkpoint import ModelSpec, find_model, read_model_spec
 from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
 from ringcore.checkpoint.gguf_tensors import gguf_tensor_names
 from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
+from ringcore.families.llama import LLAMA
 
 VARIANTS = [
     {},
@@ -21,11 +22,11 @@ EXTRA = {"Gemma3ForCausalLM": {"hidden_activation": "gelu_pytorch_tanh"}}
 
 
 def spec_of(folder) -> ModelSpec:
-    return read_model_spec(find_model(folder, "dummy"), MODELS)
+    return read_model_spec(find_model(folder, "dummy"), FAMILIES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", FAMILIES.architectures)
 def test_they_are_those_of_the_model(tmp_path, architecture, variant):
     torch = pytest.importorskip("torch")
     from ringcore.distributed.parallel import SingleRank
@@ -35,13 +36,13 @@ def test_they_are_those_of_the_model(tmp_path, architecture, variant):
     spec = spec_of(folder)
     model = model_class(architecture)(spec, SingleRank(), torch.float32, 16)
     parts = {part.checkpoint_name: part.checkpoint_shape for weight in model.weights() for part in weight.parts}
-    assert expected_tensors(spec) == parts
+    assert expected_tensors(spec, FAMILIES[architecture]) == parts
 
 
 def checkpoint(folder, **changed):
     """A folder whose weights are those of `LLAMA_CONFIG`, and whose config.json has `changed` in it."""
     model_folder(folder)
-    shapes = expected_tensors(spec_of(folder))
+    shapes = expected_tensors(spec_of(folder), LLAMA)
     safetensors_file(folder / "model.safetensors", **{name: np.zeros(shape) for name, shape in shapes.items()})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
@@ -50,7 +51,7 @@ def checkpoint(folder, **changed):
 
 def check(folder):
     files = find_model(folder)
-    check_checkpoint(files, read_model_spec(files, MODELS))
+    check_checkpoint(files, read_model_spec(files, FAMILIES), FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,9 @@ def test_what_fits_is_not_refused(tmp_path):
 
 def test_a_gguf_file_of_other_sizes_is_refused(tmp_path):
     path = tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), {"token_embd.weight": np.ones((16, 32))})
-    spec = read_model_spec(find_model(path), MODELS)
-    names = gguf_tensor_names("llama", spec.num_layers)
-    arrays = {names[name]: np.zeros(shape) for name, shape in expected_tensors(spec).items()}
+    spec = read_model_spec(find_model(path), FAMILIES)
+    names = gguf_tensor_names(LLAMA, spec.num_layers)
+    arrays = {names[name]: np.zeros(shape) for name, shape in expected_tensors(spec, LLAMA).items()}
     check(tiny_gguf(path, tiny_metadata(), arrays))
     with pytest.raises(ModelLoadError, match=r"mlp\.gate_proj\.weight' has the shape \[48, 32\], .* \[1048576, 32\]"):
         check(tiny_gguf(path, tiny_metadata(feed_forward_length=("u32", 1 << 20)), arrays))

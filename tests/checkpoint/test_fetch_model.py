@@ -18,7 +18,7 @@ from tokenizers_made import byte_level_keys
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.tokenizer import load_tokenizer
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fetch_model.py"
 
@@ -86,8 +86,8 @@ def test_a_model_folder_is_made(script, source, tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir(cache)) == ["tiny", "tiny.gguf"]
     assert sorted(os.listdir(cache / "tiny")) == sorted(script.FOLDER_FILES)
     folder, gguf = find_model(cache / "tiny"), find_model(cache / "tiny.gguf")
-    in_gguf = read_model_spec(gguf, MODELS)  # quantized, so expanded to float32
-    assert read_model_spec(folder, MODELS) == msgspec.structs.replace(in_gguf, dtype="bfloat16")
+    in_gguf = read_model_spec(gguf, FAMILIES)  # quantized, so expanded to float32
+    assert read_model_spec(folder, FAMILIES) == msgspec.structs.replace(in_gguf, dtype="bfloat16")
     ours, theirs = load_tokenizer(folder), load_tokenizer(gguf)
     text = "the quick 東京 <|end|> fox"
     assert ours.encode(text) == theirs.encode(text)
@@ -100,7 +100,7 @@ def test_the_weights_are_exact_and_in_the_order_of_hugging_face(script, source, 
 
     assert run(script, tmp_path, source, "--dtype", "float32") == 0
     loaded = load_file(tmp_path / "tiny-float32" / "model.safetensors")
-    tensors = GGUFTensors(tmp_path / "tiny.gguf")
+    tensors = GGUFTensors(tmp_path / "tiny.gguf", FAMILIES)
     assert set(loaded) == set(tensors.shapes)
     for name, values in loaded.items():
         np.testing.assert_array_equal(values, tensors.read(name))
@@ -113,11 +113,11 @@ def test_transformers_reads_the_folder(script, source, tmp_path):
 
     assert run(script, tmp_path, source) == 0
     folder = tmp_path / "tiny"
-    config, spec = AutoConfig.from_pretrained(folder), read_model_spec(find_model(folder), MODELS)
+    config, spec = AutoConfig.from_pretrained(folder), read_model_spec(find_model(folder), FAMILIES)
     assert (config.rope_parameters["rope_theta"], config.head_dim) == (spec.rope.theta, spec.head_dim)
     assert config.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(folder).encode("the fox") == load_tokenizer(folder).encode("the fox")
-    tensors = GGUFTensors(tmp_path / "tiny.gguf")
+    tensors = GGUFTensors(tmp_path / "tiny.gguf", FAMILIES)
     for name, values in load_file(folder / "model.safetensors").items():
         assert torch.equal(values, torch.from_numpy(tensors.read(name)).bfloat16()), name
 

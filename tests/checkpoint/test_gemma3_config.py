@@ -9,13 +9,13 @@ from raw_files import model_folder
 
 from ringcore.checkpoint import RopeSpec, find_model, read_model_spec
 from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
 def spec_of(folder):
-    return read_model_spec(find_model(folder, "dummy"), MODELS)
+    return read_model_spec(find_model(folder, "dummy"), FAMILIES)
 
 
 def read(tmp_path, **fields):

@@ -7,14 +7,14 @@ from raw_files import tiny_gguf, tiny_metadata
 from ringcore.checkpoint import ModelSpec, RopeSpec
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 EMBEDDING = {"token_embd.weight": np.ones((16, 32))}
 
 
 def read(tmp_path, architecture="llama", arrays=EMBEDDING, tokens=(), **changed):
     metadata = [*tiny_metadata(architecture, **changed), *tokens]
-    return read_gguf_spec(str(tiny_gguf(tmp_path / "x.gguf", metadata, arrays)), MODELS)
+    return read_gguf_spec(str(tiny_gguf(tmp_path / "x.gguf", metadata, arrays)), FAMILIES)
 
 
 def refused(tmp_path, match, **options):

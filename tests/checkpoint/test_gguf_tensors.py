@@ -6,6 +6,11 @@ from raw_files import gguf_bytes, tiny_gguf, tiny_metadata
 from ringcore.checkpoint import read_gguf_header
 from ringcore.checkpoint.gguf_tensors import GGUFTensors, gguf_tensor_names, read_gguf_tensor
 from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.families.gemma3 import GEMMA3
+from ringcore.families.llama import LLAMA
+from ringcore.families.qwen2 import QWEN2
+from ringcore.families.qwen3 import QWEN3
 
 KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
@@ -55,10 +60,10 @@ def test_a_type_that_cannot_be_expanded(tmp_path):
         read_gguf_tensor(path, read_gguf_header(path).tensors["t"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_names_are_those_of_the_library(architecture):
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 3)
-    for hf_name, gguf_name in gguf_tensor_names(architecture, 3).items():
+@pytest.mark.parametrize("family", [LLAMA, QWEN2, QWEN3, GEMMA3], ids=lambda family: family.gguf.name)
+def test_names_are_those_of_the_library(family):
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.gguf.name.upper()], 3)
+    for hf_name, gguf_name in gguf_tensor_names(family, 3).items():
         stem, suffix = hf_name.rsplit(".", 1)
         theirs = names.get_name(stem)
         if theirs is not None:  # Llama has no q_norm
@@ -72,18 +77,16 @@ def interleave(rows, heads):
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_rows_come_in_the_order_of_hugging_face(tmp_path, architecture):
+@pytest.mark.parametrize("family", [LLAMA, QWEN2], ids=lambda family: family.gguf.name)
+def test_rows_come_in_the_order_of_hugging_face(tmp_path, family):
     rng = np.random.default_rng(1)
     own = {"attn_q.weight": (32, 32), "attn_k.weight": (16, 32), "attn_v.weight": (16, 32), "attn_q.bias": (32,)}
     hf = {f"blk.1.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
     hf["token_embd.weight"] = rng.normal(size=(9, 32)).astype(np.float32)
-    heads = (
-        {"blk.1.attn_q.weight": 4, "blk.1.attn_q.bias": 4, "blk.1.attn_k.weight": 2} if architecture == "llama" else {}
-    )
+    heads = {"blk.1.attn_q.weight": 4, "blk.1.attn_q.bias": 4, "blk.1.attn_k.weight": 2} if family is LLAMA else {}
     stored = {name: interleave(rows, heads[name]) if name in heads else rows for name, rows in hf.items()}
-    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(architecture), stored))
-    for hf_name, gguf_name in gguf_tensor_names(architecture, 2).items():
+    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(family.gguf.name), stored), FAMILIES)
+    for hf_name, gguf_name in gguf_tensor_names(family, 2).items():
         if gguf_name not in hf:
             assert hf_name not in tensors.shapes
             continue
@@ -103,7 +106,7 @@ def test_norms_of_gemma3_come_without_the_1_that_is_stored_with_them(tmp_path):
         "blk.1.ffn_norm": "layers.1.pre_feedforward_layernorm",
     }
     arrays = {f"{name}.weight": weights + 1 for name in names} | {"blk.0.attn_q.bias": weights}
-    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata("gemma3"), arrays))
+    tensors = GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata("gemma3"), arrays), FAMILIES)
     for name in names.values():
         np.testing.assert_array_equal(tensors.read(f"model.{name}.weight"), weights)
         np.testing.assert_array_equal(tensors.read(f"model.{name}.weight", 1, 3), weights[1:3])
@@ -113,9 +116,9 @@ def test_norms_of_gemma3_come_without_the_1_that_is_stored_with_them(tmp_path):
 def test_an_unknown_tensor_is_named(tmp_path):
     arrays = {"token_embd.weight": np.ones((4, 32)), "blk.0.ffn_gate_exps.weight": np.ones((2, 2))}
     with pytest.raises(ModelLoadError, match=r"1 tensors are not known for 'llama', the first is 'blk.0.ffn_gate_exps"):
-        GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), arrays))
+        GGUFTensors(tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), arrays), FAMILIES)
     arrays = {"token_embd.weight": np.ones((4, 32)), "rope_freqs.weight": np.ones(4)}
-    assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays)).shapes) == [
+    assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays), FAMILIES).shapes) == [
         "model.embed_tokens.weight"
     ]
 
@@ -125,7 +128,7 @@ def test_the_folder_holds_what_the_gguf_file_holds(smollm2, smollm2_gguf):
     torch = pytest.importorskip("torch")
     from safetensors import safe_open
 
-    tensors = GGUFTensors(smollm2_gguf)
+    tensors = GGUFTensors(smollm2_gguf, FAMILIES)
     with safe_open(f"{smollm2}/model.safetensors", "pt") as folder:
         assert set(folder.keys()) == set(tensors.shapes)
         for name in (

@@ -15,7 +15,7 @@ from ringcore.checkpoint import find_model, gguf_header, read_gguf_header, read_
 from ringcore.checkpoint.model_file import open_model_file, read_model_file
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 DEADLINE_S = 60  # an opening that waits would wait for ever
 
@@ -97,7 +97,7 @@ def whole_folder(folder: Path, name: str) -> Path:
 
 
 def load(folder: Path) -> None:
-    read_model_spec(find_model(folder), MODELS)
+    read_model_spec(find_model(folder), FAMILIES)
     load_tokenizer(folder)
 
 

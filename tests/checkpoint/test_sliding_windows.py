@@ -7,7 +7,7 @@ from raw_files import model_folder
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WITHOUT = object()  # a key that the file does not have
@@ -18,7 +18,7 @@ def windows(tmp_path, family, num_layers=4, **fields):
     folder = model_folder(
         tmp_path / "m", architectures=[f"{family}ForCausalLM"], num_hidden_layers=num_layers, **fields
     )
-    return read_model_spec(find_model(folder, "dummy"), MODELS).sliding_windows
+    return read_model_spec(find_model(folder, "dummy"), FAMILIES).sliding_windows
 
 
 def refused(tmp_path, match, family, **fields):

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from raw_files import LLAMA_CONFIG, model_folder, tiny_gguf, tiny_metadata
 
-from ringcore.checkpoint import ModelSpec, RopeSpec, find_model, read_model_spec
+from ringcore.checkpoint import Families, ModelSpec, RopeSpec, find_model, read_model_spec
 from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.families.llama import LLAMA
+from ringcore.families.qwen2 import QWEN2
 from ringcore.protocol.codec import decoder, encoder
-from ringcore.registry import MODELS
 
 ROPES = {
     "none": None,
@@ -34,7 +36,7 @@ ROPES = {
         "truncate": False,
     },
 }
-FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral"]
+FAMILY_NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral"]
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -50,7 +52,7 @@ SIZES = {
 
 
 def spec_of(folder, load_format="dummy"):
-    return read_model_spec(find_model(folder, load_format), MODELS)
+    return read_model_spec(find_model(folder, load_format), FAMILIES)
 
 
 def read(tmp_path, **changed):
@@ -64,7 +66,7 @@ def refused(tmp_path, match, **changed):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_agrees_with_transformers(tmp_path, name, rope):
     """The same facts as transformers reads, from the file that it writes."""
     import transformers
@@ -95,7 +97,7 @@ def test_agrees_with_transformers(tmp_path, name, rope):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_biases_are_those_of_the_model_classes(tmp_path, name, bias):
     import transformers
 
@@ -114,7 +116,7 @@ def test_biases_are_those_of_the_model_classes(tmp_path, name, bias):
         assert spec.mlp_bias == (f"model.layers.0.mlp.{part}_proj.bias" in names)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_the_defaults_are_those_of_transformers(tmp_path, name):
     import transformers
 
@@ -257,9 +259,9 @@ def test_a_broken_config(tmp_path, content, match):
 
 def test_the_architectures_are_those_given(tmp_path):
     files = find_model(model_folder(tmp_path / "m"))
-    assert read_model_spec(files, {"LlamaForCausalLM": None}).architecture == "LlamaForCausalLM"
-    with pytest.raises(ModelLoadError, match="known: Other"):
-        read_model_spec(files, {"Other": None})
+    assert read_model_spec(files, Families(LLAMA)).architecture == "LlamaForCausalLM"
+    with pytest.raises(ModelLoadError, match="known: Qwen2ForCausalLM"):
+        read_model_spec(files, Families(QWEN2))
 
 
 def test_a_gguf_file_goes_the_same_way(tmp_path):

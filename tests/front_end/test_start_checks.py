@@ -11,9 +11,10 @@ from ringcore.checkpoint.expected_tensors import expected_tensors
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError, ModelLoadError
 from ringcore.executor.child_process import ChildProcess
+from ringcore.families import FAMILIES
+from ringcore.families.llama import LLAMA
 from ringcore.front_end.start_checks import check_host_memory
 from ringcore.host.resources import Host
-from ringcore.registry import MODELS
 
 GIB = 2**30
 
@@ -74,7 +75,7 @@ def test_dummy_weights_larger_than_the_host_start_nothing(tmp_path, monkeypatch,
 )
 def test_a_checkpoint_of_other_sizes_starts_nothing(tmp_path, no_process, head_dim, error):
     folder = tokenizer_folder(model_folder(tmp_path / "m"), byte_level())
-    shapes = expected_tensors(read_model_spec(find_model(folder, "dummy"), MODELS))
+    shapes = expected_tensors(read_model_spec(find_model(folder, "dummy"), FAMILIES), LLAMA)
     safetensors_file(folder / "model.safetensors", **{name: np.zeros(shape) for name, shape in shapes.items()})
     model_config = (folder / "config.json").read_text()
     with pytest.raises(AssertionError, match="a process is started"):

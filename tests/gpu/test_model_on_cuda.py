@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from dense_attention import DenseRun
-from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
+from ringcore.families import FAMILIES
 from ringcore.model_executor import loader
 from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,7 +26,6 @@ from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.tensor_source import DummySource, SafetensorsSource
 from ringcore.model_executor.weight import Weight, WeightPart
-from ringcore.registry import MODELS
 
 LENGTH = 120
 CHUNKS = ((0, 70), (70, 115), *((at, at + 1) for at in range(115, LENGTH)))
@@ -59,8 +59,8 @@ def test_tf32_is_not_allowed():
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *((family, {}) for family in FAMILIES),
-        *((family, {"tie_word_embeddings": True, "num_key_value_heads": 1}) for family in FAMILIES),
+        *((family, {}) for family in FAMILY_NAMES),
+        *((family, {"tie_word_embeddings": True, "num_key_value_heads": 1}) for family in FAMILY_NAMES),
         ("Llama", {"rope": "llama3", "attention_bias": True, "mlp_bias": True}),
         ("Qwen3", {"rope": "yarn mscale", "head_dim": 32}),
         ("Llama", {"head_dim": 96, "num_attention_heads": 2}),
@@ -74,7 +74,7 @@ def test_float32(folder_of, family, options):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_16_bits(folder_of, family, dtype):
     """Of the same 16-bit weights, computed in float32, the GPU is hardly further off than the CPU in 16 bits."""
     folder = folder_of(family, getattr(torch, dtype))
@@ -128,7 +128,7 @@ def test_weights_that_are_read_ahead_by_several_threads(folder_of, monkeypatch, 
     monkeypatch.setattr(SafetensorsSource, "BUFFER_BYTES", 3000)
     monkeypatch.setattr(loader, "_PIECE_BYTES", 10_000)
     files = find_model(folder_of("Qwen2"), load_format)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
     weights = model_class(spec.architecture)(spec, Place(1, 2), torch.bfloat16, MAX_LEN).weights()
 
     def poisoned(num_bytes):
@@ -187,7 +187,7 @@ class SelfOnly(AttentionBackend):
         return query + (key + value).repeat_interleave(self.num_heads // self.spec.num_kv_heads, 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_the_forward_pass_is_a_graph(folder_of, cuda, family):
     """Captured once and replayed with other tokens: no launch needs a number that the host does not have before."""
     model = load(folder_of(family, torch.bfloat16), dtype=torch.bfloat16, device="cuda")

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))  # the 
 
 from dense_attention import DenseAttention, DenseRun
 from rounding import rounding
-from tiny_checkpoints import FAMILIES, MAX_LEN, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
 from ringcore.kernels import activation, rms_norm, skinny_configs
 from ringcore.kernels.skinny_configs import DotConfig
@@ -85,7 +85,7 @@ def folder_of(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, family):
     """In float32, where only the order of sums differs."""
     folder = folder_of(family, head_dim=24)

@@ -7,17 +7,17 @@ import torch
 from dense_attention import DenseRun
 from safetensors.torch import load_file, save_file
 from thread_tp import ThreadRank
-from tiny_checkpoints import FAMILIES, GGUF_FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, GGUF_FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
 from tiny_gguf import K_QUANTS, QUANTIZED, write_gguf
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
 from ringcore.model_executor import loader
 from ringcore.model_executor.loader import PrefetchedWeights, load_weights, pending_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.tensor_source import SafetensorsSource
-from ringcore.registry import MODELS
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def make_memory():
 
 def loaded(source, rank=0, size=1, dtype=torch.float32, load_format="auto", seed=0):
     files = find_model(source, load_format)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
     weights = model_class(spec.architecture)(spec, place(rank, size), dtype, MAX_LEN).weights()
     return weights, load_weights(weights, files, seed, CPU, make_memory())
 
@@ -93,7 +93,7 @@ def assert_loads(source, state, size=1, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_safetensors(checkpoint, family, size):
     hf, folder = checkpoint(family, max_shard_size="100KB")
     assert_loads(folder, hf.state_dict(), size)
@@ -180,7 +180,9 @@ def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
 def test_weights_that_are_read_ahead_lie_side_by_side(checkpoint):
     hf, folder = checkpoint("Qwen2")
     files, memory = find_model(folder), Memory()
-    weights = model_class("Qwen2ForCausalLM")(read_model_spec(files, MODELS), place(0, 1), torch.bfloat16, 64).weights()
+    weights = model_class("Qwen2ForCausalLM")(
+        read_model_spec(files, FAMILIES), place(0, 1), torch.bfloat16, 64
+    ).weights()
     with pending_weights(weights, files, 0, CPU, memory) as pending:
         assert isinstance(pending, PrefetchedWeights)
         assert len(pending) == len(weights)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placed_models import placed, tensors_of
 from safetensors.torch import save_file
 from thread_tp import ThreadRank, on_all_ranks
-from tiny_checkpoints import FAMILIES, MAX_LEN, hf_logits, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_logits, hf_model, load, random_ids
 
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.model_executor import loader, ops, weight_update
@@ -79,7 +79,7 @@ def read_all(update, folder):
 
 @pytest.mark.parametrize("way", ["taken", "read"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.usefixtures("in_small_pieces")
 def test_updated_is_as_loaded(two, family, size, way):
     before, hf, after, state = two(family)

@@ -9,11 +9,11 @@ import torch
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import model_class
-from ringcore.registry import MODELS
 
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")
+FAMILY_NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")
 # Those that a GGUF file tells apart: a Mistral is a llama there, and its window is not in the file.
 GGUF_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma3")
 VOCAB_SIZE = 131  # a prime: no number of ranks divides it
@@ -112,7 +112,7 @@ def load(
 ) -> Any:
     """Our model, loaded from a folder or file."""
     files = find_model(folder, load_format)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
     model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
     model.bind(load_weights(model.weights(), files, seed, torch.device(device)))
     return model

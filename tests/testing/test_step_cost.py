@@ -5,7 +5,7 @@ import pytest
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.errors import ConfigError, InvalidRequestError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 from ringcore.testing import HARDWARE, StepCost, StepWork, read_measurements, write_model_config
 
 COST = StepCost(base_s=1.0, per_token_s=0.1, per_seq_s=0.01, per_context_token_s=0.001, num_hidden_tokens=2)
@@ -98,7 +98,7 @@ def test_from_a_model(tmp_path):
         head_dim=100,
         vocab_size=1000,
     )
-    spec = read_model_spec(find_model(folder, "dummy"), MODELS)
+    spec = read_model_spec(find_model(folder, "dummy"), FAMILIES)
     device = HARDWARE["h200"]
     read, compute = device.read_bytes_per_s * 0.85, device.flops_per_s * 0.7
     layers, head = 10 * (1000 * 100 * 2 * 15 + 3 * 1000 * 2000), 1000 * 1000

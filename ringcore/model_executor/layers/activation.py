@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcore.checkpoint.family import Activation
 from ringcore.model_executor import ops
-from ringcore.model_executor.linear_op import Activation
 
-__all__ = ["Activation", "BoundGate", "bind_activation"]
+__all__ = ["BoundGate", "bind_activation"]
 
 
 @dataclass(frozen=True, slots=True)

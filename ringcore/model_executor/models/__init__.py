@@ -5,21 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ringcore.errors import ModelLoadError
-from ringcore.registry import MODELS
+from ringcore.families import FAMILIES
 
 if TYPE_CHECKING:
+    from ringcore.checkpoint import Families
     from ringcore.model_executor.models.base import CausalLM
 
 __all__ = ["model_class"]
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class for an `architectures` name of config.json. Raises `ModelLoadError` listing the known names."""
-    if architecture not in MODELS:
-        raise ModelLoadError(
-            f"architecture {architecture!r} is not known; known: {', '.join(MODELS)}", architecture=architecture
-        )
-    module, name = MODELS[architecture]
+def model_class(architecture: str, families: Families = FAMILIES) -> type[CausalLM]:
+    """The class for a `ModelSpec.architecture`. Raises `ModelLoadError` listing the known names."""
+    module, _, name = families[architecture].model.partition(":")
     found: type[CausalLM] = vars(importlib.import_module(module))[name]
     return found

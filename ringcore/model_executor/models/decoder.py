@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
-from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint import Family, ModelSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.layers.activation import Activation, BoundGate, bind_activation
+from ringcore.model_executor.layers.activation import BoundGate, bind_activation
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -25,16 +24,7 @@ from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
-__all__ = ["DecoderLayer", "DenseDecoder", "Family", "layer_norm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What is fixed by the code of a model family and not stated by its configuration."""
-
-    head_norm: bool = False  # q and k are normalised per head before the rotary embedding (QK norm)
-    norm_plus_one: bool = False  # norms multiply by 1 + weight: see `bind_rms_norm`
-    activation: Activation = "silu"  # of the MLP's gate
+__all__ = ["DecoderLayer", "DenseDecoder", "layer_norm"]
 
 
 class SelfAttention:
@@ -62,7 +52,7 @@ class SelfAttention:
         if family.head_norm:
             self.head_norm = HeadNorm(
                 f"{name}.head_norm",
-                (f"{checkpoint_name}.q_norm", f"{checkpoint_name}.k_norm"),
+                (f"model.layers.{index}.{family.norms.query}", f"model.layers.{index}.{family.norms.key}"),
                 (self.num_heads, self.num_kv_heads),
                 head_dim,
                 spec.rms_norm_eps,
@@ -128,12 +118,10 @@ class MLP:
 
 
 class DecoderLayer:
-    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # the checkpoint's name of the norm before the MLP
-
     def __init__(self, index: int, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, family: Family) -> None:
-        self.input_norm = layer_norm(index, "input_norm", "input_layernorm", spec, dtype, family)
+        self.input_norm = layer_norm(index, "input_norm", family.norms.input, spec, dtype, family)
         self.self_attention = SelfAttention(index, spec, tp, dtype, family)
-        self.mlp_norm = layer_norm(index, "mlp_norm", self.mlp_norm_name, spec, dtype, family)
+        self.mlp_norm = layer_norm(index, "mlp_norm", family.norms.mlp, spec, dtype, family)
         self.mlp = MLP(index, spec, tp, dtype, family)
 
     def layers(self) -> list[WeightedLayer]:
@@ -166,9 +154,9 @@ def layer_norm(
 
 
 class DenseDecoder(CausalLM):
-    """The whole model; a family sets class attributes for what the configuration leaves open."""
+    """The whole model; a family sets its record and, where a layer computes something else, the class of its layers."""
 
-    family: ClassVar[Family] = Family()
+    family: ClassVar[Family]
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
@@ -177,6 +165,9 @@ class DenseDecoder(CausalLM):
         self.embed_tokens = VocabParallelEmbedding(
             "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
         )
+        # Rounded as the model was trained: the root of 1152 is 34 in bfloat16.
+        scale = float(torch.tensor(size**0.5).to(dtype))
+        self._embedding_scale = scale if self.family.scaled_embeddings else None
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
         # By layer, the index of its rotary embedding: the last one is for layers with a sliding window.
@@ -212,7 +203,8 @@ class DenseDecoder(CausalLM):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64 -> a new tensor [n, hidden_size], the input of the first layer."""
-        return self.embed_tokens(input_ids)
+        embedded = self.embed_tokens(input_ids)
+        return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ringcore.model_executor.models.decoder import DenseDecoder, Family
+from ringcore.families.qwen3 import QWEN3
+from ringcore.model_executor.models.decoder import DenseDecoder
 
 __all__ = ["Qwen3ForCausalLM"]
 
@@ -10,4 +11,4 @@ __all__ = ["Qwen3ForCausalLM"]
 class Qwen3ForCausalLM(DenseDecoder):
     """No biases; q and k heads are normalised before the rotary embedding (QK norm)."""
 
-    family = Family(head_norm=True)
+    family = QWEN3

@@ -10,11 +10,11 @@ import re
 import pytest
 import torch
 from dense_attention import DenseRun
-from tiny_checkpoints import FAMILIES, MAX_LEN, ROPES, WINDOW, hf_logits, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, ROPES, WINDOW, hf_logits, hf_model, load, random_ids
 
 from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
 from ringcore.model_executor.models import model_class
-from ringcore.registry import MODELS
 
 LENGTH = 120  # three times the original context of the scaled kinds, so that their scaling matters
 
@@ -29,7 +29,7 @@ def assert_conforms(hf, folder, atol=1e-4, dtype="float32"):
     torch.testing.assert_close(ours, hf_logits(hf, ids), atol=atol, rtol=1e-5)
 
 
-FAMILY_ROPES = [(family, rope) for family in FAMILIES for rope in ROPES]
+FAMILY_ROPES = [(family, rope) for family in FAMILY_NAMES for rope in ROPES]
 # transformers looks for `truncate` beside the parameters of the layer types, not in them.
 FAMILY_ROPES.remove(("Gemma3", "yarn untruncated"))
 
@@ -58,7 +58,7 @@ def test_biases(checkpoint, family, options):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_kv_heads(checkpoint, family, kv_heads):
     assert_conforms(*checkpoint(family, num_key_value_heads=kv_heads))
 
@@ -108,7 +108,7 @@ def test_several_shards(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_16_bits(checkpoint, family, dtype):
     """bfloat16 keeps 8 bits: logits of size 10 agree to some tenths, and mostly on the best token."""
     hf, folder = checkpoint(family, tie_word_embeddings=True)
@@ -151,8 +151,9 @@ def test_bind_takes_every_tensor(checkpoint):
 
 
 def test_every_registered_model_has_its_class():
-    for architecture in MODELS:
+    for architecture in FAMILIES.architectures:
         assert model_class(architecture).__name__ == architecture
+        assert model_class(architecture).family is FAMILIES[architecture]
 
 
 def test_unknown_architecture_names_the_known():

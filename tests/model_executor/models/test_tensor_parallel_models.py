@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_attention import DenseRun
 from thread_tp import on_all_ranks
-from tiny_checkpoints import FAMILIES, MAX_LEN, VOCAB_SIZE, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, VOCAB_SIZE, load, random_ids
 
 STEPS = [random_ids(30, seed=1), random_ids(1, seed=2), random_ids(5, seed=3)]
 
@@ -26,7 +26,7 @@ def assert_same_on_ranks(folder, size, **options):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_two_ranks(checkpoint, family, tied):
     assert_same_on_ranks(checkpoint(family, tie_word_embeddings=tied)[1], 2)
 

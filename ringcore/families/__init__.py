@@ -1,0 +1,15 @@
+"""The model families: a record each, torch-free, beside its model class in `model_executor/models/`.
+
+What is particular to a family is in these two files; no other module compares names of architectures.
+"""
+
+from ringcore.checkpoint.family import Families
+from ringcore.families.gemma3 import GEMMA3
+from ringcore.families.llama import LLAMA
+from ringcore.families.mistral import MISTRAL
+from ringcore.families.qwen2 import QWEN2
+from ringcore.families.qwen3 import QWEN3
+
+__all__ = ["FAMILIES"]
+
+FAMILIES = Families(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
