@@ -180,9 +180,8 @@ def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
 def test_weights_that_are_read_ahead_lie_side_by_side(checkpoint):
     hf, folder = checkpoint("Qwen2")
     files, memory = find_model(folder), Memory()
-    weights = model_class("Qwen2ForCausalLM")(
-        read_model_spec(files, FAMILIES), place(0, 1), torch.bfloat16, 64
-    ).weights()
+    spec = read_model_spec(files, FAMILIES)
+    weights = model_class(spec.architecture)(spec, place(0, 1), torch.bfloat16, 64).weights()
     with pending_weights(weights, files, 0, CPU, memory) as pending:
         assert isinstance(pending, PrefetchedWeights)
         assert len(pending) == len(weights)

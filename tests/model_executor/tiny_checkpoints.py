@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint import Families, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
@@ -109,11 +109,12 @@ def load(
     load_format: str = "auto",
     seed: int = 0,
     device: str = "cpu",
+    families: Families = FAMILIES,
 ) -> Any:
     """Our model, loaded from a folder or file."""
     files = find_model(folder, load_format)
-    spec = read_model_spec(files, FAMILIES)
-    model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
+    spec = read_model_spec(files, families)
+    model = model_class(spec.architecture, families)(spec, tp or SingleRank(), dtype, MAX_LEN)
     model.bind(load_weights(model.weights(), files, seed, torch.device(device)))
     return model
 
