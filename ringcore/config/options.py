@@ -86,7 +86,12 @@ class SchedulerConfig:
     @property
     def max_tokens_in_flight(self) -> int:
         """The most tokens of one request in steps in flight: scheduled, results pending."""
-        return self.steps_in_flight * min(self.token_budget, self.long_prefill_token_threshold or self.token_budget)
+        return self.steps_in_flight * self.max_row_tokens
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of one request in a step: of its prompt, or its last token and drafts."""
+        return min(self.token_budget, self.long_prefill_token_threshold or self.token_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

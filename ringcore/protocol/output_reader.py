@@ -25,11 +25,10 @@ class OutputReader:
         for started in columns.started:
             self._started[started.row] = started
         rows, token_ids, logprobs = columns.rows.tolist(), columns.token_ids.tolist(), columns.logprobs
-        num_steps = len(token_ids) // max(len(rows), 1)
-        outputs = []
-        for index, row in enumerate(rows):
-            new = slice(index * num_steps, (index + 1) * num_steps)
-            outputs.append(self._output(self._started[row], token_ids[new], logprobs and logprobs[new]))
+        outputs, end = [], 0
+        for row, num_gained in zip(rows, _num_gained(columns), strict=True):
+            begin, end = end, end + num_gained
+            outputs.append(self._output(self._started[row], token_ids[begin:end], logprobs and logprobs[begin:end]))
         for one in columns.prompt_logprobs:
             index = rows.index(one.row)
             outputs[index] = msgspec.structs.replace(outputs[index], prompt_logprobs=one)
@@ -55,21 +54,32 @@ def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
     if _num_logprobs(columns) <= _LOGPROBS_PER_MESSAGE:
         yield columns
         return
-    yield msgspec.structs.replace(columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[])
-    num_steps = len(columns.token_ids) // max(len(columns.rows), 1)
-    for index, row in enumerate(columns.rows.tolist()):
-        new = slice(index * num_steps, (index + 1) * num_steps)
+    yield msgspec.structs.replace(
+        columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[], num_gained=None
+    )
+    end = 0
+    for index, (row, num_gained) in enumerate(zip(columns.rows.tolist(), _num_gained(columns), strict=True)):
+        begin, end = end, end + num_gained
         yield msgspec.structs.replace(
             columns,
             started=[],
             rows=columns.rows[index : index + 1],
-            token_ids=columns.token_ids[new],
-            logprobs=columns.logprobs and columns.logprobs[new],
+            token_ids=columns.token_ids[begin:end],
+            logprobs=columns.logprobs and columns.logprobs[begin:end],
             others=[],
             prompt_logprobs=[one for one in columns.prompt_logprobs if one.row == row],
+            num_gained=None,
         )
     for other in columns.others:
         yield output_columns([other], columns.stats)
+
+
+def _num_gained(columns: OutputColumns) -> list[int]:
+    """The number of new tokens of each row."""
+    if columns.num_gained is not None:
+        return columns.num_gained.tolist()
+    num_rows = len(columns.rows)
+    return [len(columns.token_ids) // max(num_rows, 1)] * num_rows
 
 
 def _num_logprobs(columns: OutputColumns) -> int:

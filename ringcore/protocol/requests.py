@@ -111,18 +111,19 @@ class StartedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int
 
 
-class OutputColumns(msgspec.Struct, frozen=True, tag="outputs"):
+class OutputColumns(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     """`EngineCoreOutputs` as columns, without an object per request and step. Apply it in the order of the fields
     (`output_reader`).
     """
 
     started: list[StartedRequest]
     rows: np.ndarray  # [num_rows] int32: rows with new tokens that have not ended
-    token_ids: np.ndarray  # [num_rows * num_steps] int32: row-major
+    token_ids: np.ndarray  # [num_new_tokens] int32: row-major, equally many of each row unless `num_gained` is given
     logprobs: list[TokenLogprobs | None] | None  # as `token_ids`, if any row asked for them
     others: list[EngineCoreOutput]  # the last output of requests that ended, including this step's tokens
     stats: EngineStats
     prompt_logprobs: list[PromptLogprobs] = []  # of rows in `rows`; of those that ended it is in `others`
+    num_gained: np.ndarray | None = None  # [num_rows] int32: new tokens of each row
 
     @property
     def is_empty(self) -> bool:

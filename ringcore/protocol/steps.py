@@ -58,6 +58,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     With num_steps > 1 every row decodes num_steps tokens, each from the one sampled before; the blocks for them are
     allocated.
+
+    With `max_gained` (speculative decoding, num_steps is 1) a row that samples may gain up to max_gained[i] tokens: the
+    worker may compute max_gained[i] - 1 draft tokens after the row's last known token, in slots that are allocated and
+    within the step's token budget, and append those that the model accepts and one more. It may use fewer, or none.
     """
 
     step: int  # the number of the first step
@@ -67,7 +71,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     new_blocks: list[NewBlocks]  # by KV cache group; empty if no group has any
     rows: np.ndarray | None  # [num_scheduled] int32; None: those of the previous step, in its order
     num_scheduled_tokens: np.ndarray | None  # [num_scheduled] int32, each at least 1; None: one token each
-    num_tokens: int  # computed tokens, over all rows and steps
+    num_tokens: int  # known tokens that are computed, over all rows and steps; without drafts
+    max_gained: np.ndarray | None = None  # [num_scheduled] int32, each at least 1; None: one token each and step
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -84,10 +89,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     rows: np.ndarray | None  # [num_sampled] int32; None: all of the step's rows
-    token_ids: np.ndarray  # [num_sampled * num_steps] int32: row-major, num_steps each
+    token_ids: np.ndarray  # [num_tokens] int32: row-major, num_steps each unless `num_gained` says otherwise
     logprobs: list[TokenLogprobs | None] | None = None  # as `token_ids`, if any row asked for them
     row_errors: list[RowError] = []
     prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked and whose prompt ends in this step
+    num_gained: np.ndarray | None = None  # [num_sampled] int32: tokens of each, 1 to its `max_gained`; None: num_steps
 
 
 class PendingOutput(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.kv_cache.manager import KVCacheManager
@@ -10,7 +11,15 @@ from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.vocabulary import Vocabulary
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "MaxGain", "one_token"]
+
+# The most tokens that a request may gain in a step, at least 1: with k draft tokens a step it is k + 1.
+MaxGain = Callable[[EngineCoreRequest], int]
+
+
+def one_token(request: EngineCoreRequest) -> int:
+    """The `MaxGain` without speculative decoding."""
+    return 1
 
 
 class Admission:
@@ -20,11 +29,19 @@ class Admission:
     """
 
     def __init__(
-        self, *, kv_cache: KVCacheManager, eos_token_ids: list[int], vocab_size: int, max_logprobs: int, seed: int
+        self,
+        *,
+        kv_cache: KVCacheManager,
+        eos_token_ids: list[int],
+        vocab_size: int,
+        max_logprobs: int,
+        seed: int,
+        max_gain: MaxGain,
     ) -> None:
         self.change_cache(kv_cache)
         self._eos_token_ids = eos_token_ids
         self._vocabulary = Vocabulary(vocab_size, eos_token_ids, max_logprobs)
+        self._max_gain = max_gain
         self._seeds = random.Random(seed)
         self._num_admitted = 0
 
@@ -48,6 +65,7 @@ class Admission:
             stop_token_ids=list(dict.fromkeys([*eos_token_ids, *stop_token_ids])),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=eos_token_ids,
+            max_gain=self._max_gain(request),
         )
 
     def change_cache(self, kv_cache: KVCacheManager) -> None:

@@ -15,6 +15,7 @@ from ringcore.scheduler.running_table import RunningTable
 from ringcore.scheduler.step import StepPlan
 
 __all__ = [
+    "add_drafts",
     "allocate_blocks",
     "divide_token_budget",
     "is_worth_starting",
@@ -38,8 +39,7 @@ def divide_token_budget(plan: StepPlan, running: RunningTable, long_prefill_toke
     counts[running.total >= running.max_total] = 0  # the steps in flight already sample its last token
     if long_prefill_token_threshold is not None:
         np.minimum(counts, long_prefill_token_threshold, out=counts)
-    taken_before = np.cumsum(counts) - counts
-    counts = np.clip(plan.token_budget - taken_before, 0, counts)
+    counts = _in_order(counts, plan.token_budget)
     plan.positions = np.flatnonzero(counts)
     plan.counts = counts[plan.positions]
 
@@ -81,6 +81,34 @@ def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheMana
         plan.append_blocks(kv_cache.extend(rows, num_tokens))
         running.capacity[lacking] = kv_cache.capacity[rows]
     return True
+
+
+def add_drafts(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager, max_row_tokens: int) -> None:
+    """Speculative decoding: lets running requests that decode gain several tokens in this step, oldest first.
+
+    Their drafts take what `plan` leaves of the token budget and of the free blocks, at most `max_row_tokens` tokens in
+    a row: no request computes less, or is preempted, for the drafts of another.
+    """
+    positions = slice(plan.num_running) if plan.positions is None else plan.positions
+    num_tokens, total = running.computed[positions] + 1, running.total[positions]
+    most = np.minimum(np.minimum(running.max_gain[positions], max_row_tokens), running.max_total[positions] - total)
+    drafts = _in_order(np.where(num_tokens == total, most - 1, 0), plan.token_budget)
+    capacity = running.capacity[positions]
+    rows, short = running.row[positions], num_tokens + drafts > capacity
+    if kv_cache.blocks_missing(rows[short], (num_tokens + drafts)[short]) > kv_cache.num_free_blocks:
+        drafts = np.where(short, capacity - num_tokens, drafts)  # into the slots that they have
+    elif short.any():
+        plan.append_blocks(kv_cache.extend(rows[short], (num_tokens + drafts)[short]))
+        running.capacity[positions] = kv_cache.capacity[rows]
+    if drafts.any():
+        plan.max_gained = 1 + drafts
+
+
+def _in_order(wanted: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Of num_tokens, what each gets of the tokens that it wants, if the first are served first. [n] int64."""
+    taken_before = np.cumsum(wanted) - wanted
+    shares: np.ndarray = np.clip(num_tokens - taken_before, 0, wanted)
+    return shares
 
 
 def steps_at_once(

@@ -39,6 +39,7 @@ class Request:
         "eos_token_ids",
         "extra_keys",
         "first_scheduled_s",
+        "max_gain",
         "max_total_tokens",
         "num_cached_tokens",
         "num_preemptions",
@@ -69,6 +70,7 @@ class Request:
         stop_token_ids: list[int],
         seed: int,
         eos_token_ids: Sequence[int] = (),
+        max_gain: int = 1,
     ) -> None:
         self.request_id = request.request_id
         self.sampling_params = request.sampling_params
@@ -81,6 +83,7 @@ class Request:
         self.stop_token_ids = stop_token_ids  # as NewRequest's: EOS tokens (unless ignored), then the user's
         self.num_prompt_tokens = len(tokens)
         self.max_total_tokens = max_total_tokens  # prompt and generated; the request finishes at this length
+        self.max_gain = max_gain  # the most tokens that it may gain in one step
 
         self.status = RequestStatus.WAITING
         self.tokens = tokens  # array('i'): the prompt, then the tokens generated before its last preemption

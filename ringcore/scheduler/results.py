@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
 from ringcore.protocol.requests import EngineCoreOutput, PromptLogprobs, TokenLogprobs
+from ringcore.scheduler.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_error
 from ringcore.scheduler.request import Request
@@ -20,12 +22,13 @@ _ALL = slice(None)
 
 
 class StepResults(NamedTuple):
-    """The sampled tokens of running requests: row i of `token_ids` [n, num_steps] is of the request at positions[i]."""
+    """The sampled tokens of running requests: row i of `spans` is of the request at positions[i]."""
 
     positions: np.ndarray | slice  # [n] in the running table; a slice: all of it, in its order
     rows: np.ndarray  # [n] int32
-    token_ids: np.ndarray  # [n, num_steps] int32
-    logprobs: list[TokenLogprobs | None] | None  # [n * num_steps]
+    token_ids: np.ndarray  # [num_tokens] int32
+    spans: RowSpans  # of token_ids and logprobs, n rows
+    logprobs: list[TokenLogprobs | None] | None  # [num_tokens]
     failed: list[tuple[int, str]]  # positions of failed requests, and the worker's messages
     prompt_logprobs: list[PromptLogprobs]  # of some of `rows`
 
@@ -54,8 +57,8 @@ class StepResults(NamedTuple):
 
     def _candidates(self, running: RunningTable, stop_tokens: StopTokens) -> list[int]:
         """The indices of requests that may be complete, ascending."""
-        hits = stop_tokens.hits(self.token_ids.reshape(-1))
-        candidates = set() if hits is None else set((hits // self.token_ids.shape[1]).tolist())
+        hits = stop_tokens.hits(self.token_ids)
+        candidates = set() if hits is None else set(self.spans.rows_at(hits).tolist())
         if running.num and running.room() <= 0:
             full = running.known[self.positions] >= running.max_total[self.positions]
             candidates.update(np.flatnonzero(full).tolist())
@@ -63,7 +66,7 @@ class StepResults(NamedTuple):
 
     def _last_output(self, index: int, request: Request, num_known: int) -> EngineCoreOutput | None:
         """The last output of a request that one of its new tokens completes; None if it continues."""
-        token_ids = self.token_ids[index].tolist()
+        token_ids = self.token_ids[self.spans.slice_of(index)].tolist()
         # Without stop tokens only its length ends it, and no step samples past that.
         first = 1 if request.stop_token_ids else len(token_ids)
         for count in range(first, len(token_ids) + 1):
@@ -91,53 +94,71 @@ class StepResults(NamedTuple):
         """The logprobs of the first num_tokens tokens of one request, if it asked for any."""
         if self.logprobs is None:
             return None
-        first = index * self.token_ids.shape[1]
-        return [one for one in self.logprobs[first : first + num_tokens] if one is not None] or None
+        of_row = self.logprobs[self.spans.slice_of(index)]
+        return [one for one in of_row[:num_tokens] if one is not None] or None
 
-    def columns_without(self, indices: list[int]) -> tuple[np.ndarray, np.ndarray, list[TokenLogprobs | None] | None]:
-        """Rows, token ids and logprobs of the other requests, as columns of `OutputColumns`."""
+    def without(self, indices: list[int]) -> StepResults:
+        """The tokens of the other requests."""
         if not indices:
-            return self.rows, self.token_ids.reshape(-1), self.logprobs
+            return self
         keep = np.ones(len(self.rows), dtype=bool)
         keep[indices] = False
-        logprobs = _kept(self.logprobs, keep, self.token_ids.shape[1])
-        return self.rows[keep], self.token_ids[keep].reshape(-1), logprobs
+        token_ids, spans, logprobs = _kept(self.token_ids, self.spans, self.logprobs, keep)
+        return self._replace(rows=self.rows[keep], token_ids=token_ids, spans=spans, logprobs=logprobs)
 
 
 def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
     """Confirms the tokens that the step computed, and drops results of requests that were preempted or ended since."""
-    token_ids = output.token_ids.reshape(-1, step.num_steps)
+    spans = RowSpans(step.num_steps, output.num_gained)
     if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
-        assert len(token_ids) == running.num, f"step {step.step}: a token too many or too few"
+        _check_tokens(step, output, spans, step.max_gained, running.num)
         running.confirmed += step.num_steps
-        return StepResults(_ALL, step.rows, token_ids, output.logprobs, [], output.prompt_logprobs)
+        if step.max_gained is not None:
+            running.confirm_gains(_ALL, step.max_gained, spans.per_row)
+        return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], output.prompt_logprobs)
     positions = running.positions_of_runs(step.rows, step.runs)
     alive = positions >= 0
     erring = np.isin(step.rows, [error.row for error in output.row_errors])
     good = alive & ~erring  # the prefix cache must not get blocks of an erring row
     running.confirmed[positions[good]] += step.num_steps if step.counts is None else step.counts[good]
     sampled = ~erring if step.samples is None else step.samples & ~erring
-    _check_output(step, output, sampled)
+    _check_rows(step, output, sampled)
+    max_gained = None if step.max_gained is None else step.max_gained[sampled]
+    _check_tokens(step, output, spans, max_gained, int(sampled.sum()))
     messages = {error.row: error.message for error in output.row_errors}
     failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
-    here, kept = alive & sampled, alive[sampled]
-    logprobs = _kept(output.logprobs, kept, step.num_steps)
-    rows = step.rows[here]
+    here, kept = positions[alive & sampled], alive[sampled]
+    token_ids, spans, logprobs = _kept(output.token_ids, spans, output.logprobs, kept)
+    if max_gained is not None:
+        running.confirm_gains(here, max_gained[kept], spans.per_row)
+    rows = step.rows[alive & sampled]
     prompt_logprobs = output.prompt_logprobs and [one for one in output.prompt_logprobs if one.row in rows]
-    return StepResults(positions[here], rows, token_ids[kept], logprobs, failed, prompt_logprobs)
+    return StepResults(here, rows, token_ids, spans, logprobs, failed, prompt_logprobs)
 
 
 def _kept(
-    logprobs: list[TokenLogprobs | None] | None, keep: np.ndarray, num_steps: int
-) -> list[TokenLogprobs | None] | None:
-    """The entries of logprobs [n * num_steps] whose rows keep [n] selects."""
-    if logprobs is None or keep.all():
-        return logprobs
-    return [one for one, is_kept in zip(logprobs, np.repeat(keep, num_steps), strict=True) if is_kept]
+    token_ids: np.ndarray, spans: RowSpans, logprobs: list[TokenLogprobs | None] | None, keep: np.ndarray
+) -> tuple[np.ndarray, RowSpans, list[TokenLogprobs | None] | None]:
+    """The tokens, their spans and logprobs, of the rows that keep [n] bool selects."""
+    if keep.all():
+        return token_ids, spans, logprobs
+    is_kept = spans.repeat(keep)
+    return token_ids[is_kept], spans.kept(keep), None if logprobs is None else [*compress(logprobs, is_kept)]
 
 
-def _check_output(step: StepInFlight, output: ModelRunnerOutput, sampled: np.ndarray) -> None:
-    """Asserts that the output has tokens of exactly the step's rows in `sampled` [n] bool."""
+def _check_rows(step: StepInFlight, output: ModelRunnerOutput, sampled: np.ndarray) -> None:
+    """Asserts that the output is of exactly the step's rows in `sampled` [n] bool."""
     rows = step.rows if output.rows is None else output.rows
     assert np.array_equal(rows, step.rows[sampled]), f"step {step.step}: the workers sampled other rows than those due"
-    assert len(output.token_ids) == len(rows) * step.num_steps, f"step {step.step}: a token too many or too few"
+
+
+def _check_tokens(
+    step: StepInFlight, output: ModelRunnerOutput, spans: RowSpans, max_gained: np.ndarray | None, num_rows: int
+) -> None:
+    """Asserts that each of `num_rows` rows gained a token, and none more than max_gained [num_rows], or `num_steps`."""
+    assert len(output.token_ids) == spans.num_tokens(num_rows), f"step {step.step}: a token too many or too few"
+    if spans.counts is None:
+        return
+    assert len(spans.counts) == num_rows, f"step {step.step}: a number of tokens for each row"
+    most = step.num_steps if max_gained is None else max_gained
+    assert ((spans.counts >= 1) & (spans.counts <= most)).all(), f"step {step.step}: a row gained too many or too few"

@@ -3,8 +3,8 @@
     position     0     1     2    ...  num - 1       dense, in the order of admission; moves up when a request leaves
     row          3     0     7    ...                the worker's row, fixed while the request runs
     known        ...                                 tokens that are known
-    total        ...                                 and those that steps in flight will sample: known <= total
-    computed     ...                                 scheduled so far: confirmed <= computed <= total
+    total        ...                                 and the most that steps in flight will sample: known <= total
+    computed     ...                                 the most scheduled so far: confirmed <= computed <= total
     confirmed    ...                                 of these, computed by steps whose results have arrived
     ...
 
@@ -17,11 +17,24 @@ from array import array
 
 import numpy as np
 
+from ringcore.scheduler.row_spans import RowSpans
 from ringcore.scheduler.request import Request
 
 __all__ = ["RunningTable"]
 
-_COLUMNS = ("row", "run", "known", "total", "computed", "confirmed", "capacity", "max_total", "priority", "sequence")
+_COLUMNS = (
+    "row",
+    "run",
+    "known",
+    "total",
+    "computed",
+    "confirmed",
+    "capacity",
+    "max_total",
+    "max_gain",
+    "priority",
+    "sequence",
+)
 
 
 class RunningTable:
@@ -29,7 +42,7 @@ class RunningTable:
 
     row: the worker's row. run: a unique number for each start of a request, which tells its results in flight from
     those of the row's previous owner. capacity: tokens that have slots in the KV cache. max_total: the length at which
-    the request ends. priority, sequence: the request's.
+    the request ends. max_gain: the most tokens that it may gain in a step. priority, sequence: the request's.
 
     `version` changes with each `add` and `remove`. `min_room` is a lower bound of `max_total - total` over all.
     """
@@ -47,6 +60,7 @@ class RunningTable:
         self.version = 0
         self.min_room = 0
         self.has_prefill = False  # whether a request may have more than one token to compute
+        self.has_drafts = False  # whether one may gain several tokens in a step
         self._changed()
 
     def _changed(self) -> None:
@@ -60,6 +74,7 @@ class RunningTable:
             self.confirmed,
             self.capacity,
             self.max_total,
+            self.max_gain,
             self.priority,
             self.sequence,
         ) = self._matrix[:, : self.num]
@@ -80,12 +95,14 @@ class RunningTable:
             num_computed_tokens,
             capacity,
             request.max_total_tokens,
+            request.max_gain,
             request.priority,
             request.sequence,
         )
         self.token_ids[row, :num_tokens] = request.tokens
         self.requests[row], self._positions[row], self._runs[row] = request, position, run
         self.min_room = min(self.min_room, request.max_total_tokens - num_tokens) if self.num else 0
+        self.has_drafts |= request.max_gain > 1
         self.num += 1
         self._changed()
         return run
@@ -103,15 +120,24 @@ class RunningTable:
         self.num = num
         self._changed()
         self._positions[self.row[begin:]] = np.arange(begin, num)
+        if self.has_drafts:
+            self.has_drafts = bool((self.max_gain > 1).any())
 
-    def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray) -> None:
-        """Appends token_ids [n, k], k known tokens to each of these."""
+    def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray, spans: RowSpans) -> None:
+        """Appends known tokens to each of these: token_ids [num_tokens], of which row i of `spans` goes to the i-th."""
         ends = (self._begins + self.known)[positions]
-        if token_ids.shape[1] == 1:
-            self._all_token_ids[ends] = token_ids[:, 0]
-        else:
-            self._all_token_ids[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
-        self.known[positions] += token_ids.shape[1]
+        if spans.counts is not None or spans.each > 1:
+            ends = spans.repeat(ends) + spans.offsets(len(ends))
+        self._all_token_ids[ends] = token_ids
+        self.known[positions] += spans.per_row
+
+    def confirm_gains(self, positions: np.ndarray | slice, max_gained: np.ndarray, num_gained: np.ndarray | int) -> None:
+        """Counts the gains of a step whose output has arrived, in place of their upper bounds. Of the tokens that a
+        request gains, all but the last one are computed.
+        """
+        self.computed[positions] -= max_gained - num_gained
+        self.total[positions] -= max_gained - num_gained
+        self.confirmed[positions] += num_gained - 1
 
     def position_of(self, request: Request) -> int:
         assert request.row is not None
@@ -161,4 +187,5 @@ class RunningTable:
         assert (self.known < self.max_total).all(), "it has all its tokens and is not finished"
         assert (self.computed <= self.capacity).all(), "computed tokens without a slot"
         assert not self.num or self.min_room <= (self.max_total - self.total).min(), "min_room is too large"
+        assert self.has_drafts == any(request.max_gain > 1 for request in self.in_order()), "has_drafts is stale"
         assert self.has_prefill or (self.total - self.computed <= 1).all(), "a prefill was missed"

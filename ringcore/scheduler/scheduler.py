@@ -39,9 +39,9 @@ from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
-from ringcore.scheduler.admission import Admission
+from ringcore.scheduler.admission import Admission, MaxGain, one_token
 from ringcore.scheduler.failures import failure, id_in_use, poison_request
-from ringcore.scheduler.planning import allocate_blocks, divide_token_budget, preemption_order, steps_at_once
+from ringcore.scheduler.planning import add_drafts, allocate_blocks, divide_token_budget, preemption_order, steps_at_once
 from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue
@@ -68,6 +68,7 @@ class Scheduler:
         vocab_size: int,
         seed: int,
         clock: Callable[[], float] = time.monotonic,
+        max_gain: MaxGain = one_token,
     ) -> None:
         self._config = config
         self._admission = Admission(
@@ -76,6 +77,7 @@ class Scheduler:
             vocab_size=vocab_size,
             max_logprobs=config.max_logprobs,
             seed=seed,
+            max_gain=max_gain,
         )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
@@ -187,6 +189,8 @@ class Scheduler:
         if plan.is_empty:
             assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
             return None
+        if self._table.has_drafts:
+            add_drafts(plan, self._table, self._running.kv_cache, self._config.max_row_tokens)
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
             kv_cache, depth = self._running.kv_cache, self._config.steps_in_flight
@@ -198,7 +202,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
         results = apply_output(step, model_output, self._table)
-        self._table.append_tokens(results.positions, results.token_ids)
+        self._table.append_tokens(results.positions, results.token_ids, results.spans)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
         self._finish(ended)
@@ -206,8 +210,9 @@ class Scheduler:
             self._starter.may_start = True
         if self._quarantine.on_trial is not None:
             self._end_trial_at_its_target(self._quarantine.on_trial)
-        started = self._starter.take_started()
-        return OutputColumns(started, *results.columns_without(indices), others, self.stats(), prompt_logprobs)
+        left, started = results.without(indices), self._starter.take_started()
+        columns = started, left.rows, left.token_ids, left.logprobs, others, self.stats(), prompt_logprobs
+        return OutputColumns(*columns, left.spans.counts)
 
     # The parts of a step.
 
@@ -257,7 +262,7 @@ class Scheduler:
 
     def _can_repeat(self, plan: StepPlan) -> bool:
         """Whether all running requests decode, in this step and, except for stop tokens, in the next one too."""
-        if not plan.decodes_all or self._in_flight or self._quarantine.is_open:
+        if not plan.decodes_all or self._table.has_drafts or self._in_flight or self._quarantine.is_open:
             return False
         if not self._waiting or self.paused is not None:
             return True

@@ -25,23 +25,36 @@ class StepInFlight(NamedTuple):
     version: int | None  # of the running table, where the step has all of it, in its order; else None
     rows: np.ndarray  # [n] int32
     runs: np.ndarray  # [n] int64
-    counts: np.ndarray | None  # [n] int64: tokens; None: num_steps each
+    counts: np.ndarray | None  # [n] int64: known tokens, without drafts; None: num_steps each
     samples: np.ndarray | None  # [n] bool; None: all sample
+    max_gained: np.ndarray | None  # [n] int64: the most tokens that each gains if it samples; None: num_steps
 
     @property
     def num_tokens(self) -> int:
+        """The known tokens that it computes."""
         return len(self.rows) * self.num_steps if self.counts is None else int(self.counts.sum())
 
+    @property
+    def num_drafts(self) -> int:
+        """The most draft tokens that it computes."""
+        return 0 if self.max_gained is None else int(self.max_gained.sum()) - len(self.max_gained)
+
     def tokens_by_run(self) -> Iterable[tuple[int, int]]:
-        counts = [self.num_steps] * len(self.rows) if self.counts is None else self.counts.tolist()
-        return zip(self.runs.tolist(), counts, strict=True)
+        """By run the most tokens that it computes of it, drafts included."""
+        counts = np.full(len(self.rows), self.num_steps) if self.counts is None else self.counts
+        if self.max_gained is not None:
+            counts = counts + self.max_gained - 1
+        return zip(self.runs.tolist(), counts.tolist(), strict=True)
 
     def samples_by_run(self) -> Iterable[tuple[int, int]]:
-        samples = [1] * len(self.rows) if self.samples is None else self.samples.tolist()
-        return ((run, sample * self.num_steps) for run, sample in zip(self.runs.tolist(), samples, strict=True))
+        """By run the most tokens that it gains."""
+        samples = np.ones(len(self.rows), dtype=bool) if self.samples is None else self.samples
+        gains = samples * (self.num_steps if self.max_gained is None else self.max_gained)
+        return zip(self.runs.tolist(), gains.tolist(), strict=True)
 
     def check(self, max_num_batched_tokens: int) -> None:
-        num_tokens = self.num_tokens // self.num_steps
+        num_tokens = self.num_tokens // self.num_steps + self.num_drafts
+        assert self.num_steps == 1 or self.max_gained is None, f"step {self.step} has drafts, and several steps"
         assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
         assert len(set(self.rows.tolist())) == len(self.rows), f"step {self.step} has a row twice"
 
@@ -61,11 +74,15 @@ def check_in_flight(steps: Iterable[StepInFlight], running: RunningTable, max_nu
 
 @dataclass(slots=True)
 class StepPlan:
-    """The contents of a step under construction; `token_budget` is what is left of the budget, in tokens."""
+    """The contents of a step under construction; `token_budget` is what is left of the budget, in tokens.
+
+    `max_gained` is of the running requests in the step, as `positions`.
+    """
 
     token_budget: int
     positions: np.ndarray | None = None  # [n] int64: running requests that get tokens; None: all
-    counts: np.ndarray | None = None  # [n] int64: their tokens; None: one each
+    counts: np.ndarray | None = None  # [n] int64: their known tokens; None: one each
+    max_gained: np.ndarray | None = None  # [n] int64: the most tokens that each may gain; None: one each
     num_running: int = 0  # before this step's new requests
     has_preempted: bool = False
     new_requests: list[NewRequest] = field(default_factory=list)
@@ -101,11 +118,13 @@ class StepPlan:
 
     def launch(self, step: int, num_steps: int, running: RunningTable) -> StepInFlight:
         """Puts the step in flight: its tokens count as computed, and those that it will sample as existing."""
+        max_gained = None if self.max_gained is None else self._launch_drafts(self.max_gained, running)
         if self.decodes_all:
             running.computed += num_steps
             running.total += num_steps
             running.min_room -= num_steps
-            return StepInFlight(step, num_steps, running.version, running.row_ids, running.run_ids, None, None)
+            rows, runs = running.row_ids, running.run_ids
+            return StepInFlight(step, num_steps, running.version, rows, runs, None, None, max_gained)
         positions, counts = self._all_shares(running.num)
         running.computed[positions] += counts
         samples = running.computed[positions] == running.total[positions]
@@ -114,7 +133,15 @@ class StepPlan:
         running.has_prefill = bool((running.total - running.computed > 1).any())
         version = running.version if len(positions) == running.num else None
         rows, runs = running.row_ids[positions], running.run_ids[positions]
-        return StepInFlight(step, num_steps, version, rows, runs, counts, samples)
+        return StepInFlight(step, num_steps, version, rows, runs, counts, samples, max_gained)
+
+    def _launch_drafts(self, max_gained: np.ndarray, running: RunningTable) -> np.ndarray:
+        """Counts all drafts as computed and accepted; returns the most tokens that each request of the step gains."""
+        positions = slice(self.num_running) if self.positions is None else self.positions
+        running.computed[positions] += max_gained - 1
+        running.total[positions] += max_gained - 1
+        running.min_room -= int(max_gained.max()) - 1
+        return np.append(max_gained, np.ones(len(self.new_counts), dtype=np.int64))
 
     def _all_shares(self, num_running_now: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions and token counts of all requests in the step, new ones last."""
@@ -136,6 +163,7 @@ class StepPlan:
             rows=None if repeats_rows else step.rows,
             num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
             num_tokens=step.num_tokens,
+            max_gained=None if step.max_gained is None else int_array(step.max_gained),
         )
 
 

@@ -43,6 +43,7 @@ class Sampled(NamedTuple):
 
     rows: list[int] | None
     token_ids: list[int]
+    num_gained: list[int] | None  # tokens of each row; None: as many as steps
     failed: list[int]
     prompts: dict[int, tuple[int, list[int]]]  # by row, of those that are to be told of: how many logprobs, the prompt
 
@@ -50,6 +51,11 @@ class Sampled(NamedTuple):
 def fingerprint(before: int, token: int) -> int:
     """Of a prefix and one more token."""
     return ((before * 0x9E3779B97F4A7C15 + token + 1) ^ (before >> 29)) & MASK
+
+
+def num_accepted(seed: int, position: int, max_drafts: int) -> int:
+    """How many of its drafts the model accepts: 0 to max_drafts, any of them, by seed and position alone."""
+    return (seed * 7 + position * position + position // 3) % (max_drafts + 1)
 
 
 def next_token(last_fingerprint: int, vocab_size: int, barred: list[int]) -> int:
@@ -96,6 +102,7 @@ class Row:
     seed: int
     prefixes: list[int] = field(default_factory=list)  # fingerprints of `tokens`, as far as computed
     poisoned: bool = False  # fails the next time it runs
+    drafted: int | None = None  # its accepted drafts begin here, until they are told
     num_prompt_logprobs: int | None = None  # None: nothing is to be told of its prompt
 
     def catch_up(self) -> None:
@@ -111,7 +118,9 @@ class FakeWorker:
     def __init__(self, num_blocks: int, groups: list[Group], num_rows: int, vocab_size: int) -> None:
         self.num_blocks, self.groups, self.num_rows, self.vocab_size = num_blocks, groups, num_rows, vocab_size
         self.rows: dict[int, Row] = {}
-        self.work: dict[int, int] = {}  # of the last step: tokens by row, in its order
+        self.work: dict[int, int] = {}  # of the last step: known tokens by row, in its order
+        self.max_gained: dict[int, int] = {}  # of the last step: by row, the most that it may gain
+        self.num_accepted_drafts = 0
         self.num_computed_tokens = 0  # the work done, in tokens
         self.killers: dict[int, int] = {}  # by seed: at so many computed tokens the row kills
         # By block: the group that wrote last, and by offset what is there.
@@ -129,6 +138,11 @@ class FakeWorker:
         counts = [1] * len(rows) if step.num_scheduled_tokens is None else step.num_scheduled_tokens.tolist()
         self.work = dict(zip(rows, counts, strict=True))
         assert len(self.work) == len(rows), "a row is twice in one step"
+        most = [1] * len(rows) if step.max_gained is None else step.max_gained.tolist()
+        self.max_gained = dict(zip(rows, most, strict=True))
+        assert step.max_gained is None or max(most) > 1, "the most that rows gain is told where it is one each"
+        assert step.num_steps == 1 or step.max_gained is None
+        assert min(most) >= 1
         assert step.num_tokens == sum(counts) * step.num_steps
         is_steady = rows == rows_before and counts == [1] * len(counts)
         if step.rows is None:
@@ -141,6 +155,7 @@ class FakeWorker:
 
     def _run(self, num_steps: int) -> Sampled:
         sampled: dict[int, list[int]] = {index: [] for index in self.work}
+        is_varied = max(self.max_gained.values()) > 1
         failed: list[int] = []
         for _ in range(num_steps):
             if num_steps > 1:
@@ -158,7 +173,14 @@ class FakeWorker:
         }
         for index in prompts:
             self.rows[index].num_prompt_logprobs = None
-        return Sampled(None if len(gained) == len(self.work) else list(gained), token_ids, failed, prompts)
+        num_gained = [len(tokens) for tokens in gained.values()]
+        return Sampled(
+            None if len(gained) == len(self.work) else list(gained),
+            token_ids,
+            num_gained if is_varied and any(num > 1 for num in num_gained) else None,
+            failed,
+            prompts,
+        )
 
     def _start(self, new) -> None:
         assert new.row not in self.rows, f"row {new.row} is given to two requests"
@@ -213,7 +235,8 @@ class FakeWorker:
         """Every key is written before any is read, as in a layer."""
         for index, num_tokens in self.work.items():
             row = self.rows[index]
-            if row.num_computed_tokens + num_tokens >= self.killers.get(row.seed, math.inf):
+            most = row.num_computed_tokens + num_tokens + self.max_gained[index] - 1
+            if most >= self.killers.get(row.seed, math.inf):
                 raise WorkersKilled(row.seed)
         live = {index: self._live_blocks(row) for index, row in self.rows.items()}
         for index, num_tokens in self.work.items():
@@ -221,6 +244,33 @@ class FakeWorker:
             self._write(self.rows[index], num_tokens, others)
         for index, num_tokens in self.work.items():
             self._read(self.rows[index], num_tokens)
+        for index in self.work:
+            self._verify_drafts(self.rows[index], self.max_gained[index] - 1, live, index)
+
+    def _verify_drafts(self, row: Row, max_drafts: int, live: dict[int, list[int]], own: int) -> None:
+        """Computes as many drafts as the row may have: the first ones are the model's own tokens, and accepted; the
+        slots of the others are filled with what no prefix has.
+        """
+        if not max_drafts:
+            return
+        assert row.num_computed_tokens == len(row.tokens), "drafts after a chunk of a prompt"
+        accepted = num_accepted(row.seed, len(row.tokens), max_drafts)
+        num_known = len(row.tokens)
+        others = {block_id for other, blocks in live.items() if other != own for block_id in blocks}
+        for _ in range(accepted):
+            row.tokens.append(self._next_token(row))
+            self._write(row, 1, others)
+            self._read(row, 1)
+        self.num_accepted_drafts += accepted
+        end = num_known + max_drafts
+        for i, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+            for index, offset, first, until in group.spans(len(row.tokens), end):
+                block_id = table[index]
+                assert block_id not in others, f"a draft in block {block_id}, which another row has"
+                if self._pages[block_id][0] != i:
+                    self._pages[block_id] = (i, [None] * group.block_size)
+                self._pages[block_id][1][offset : offset + until - first] = [None] * (until - first)
+        row.drafted = num_known
 
     def _write(self, row: Row, num_tokens: int, others: set[int]) -> None:
         """Writes what the row computes, but for what its prompt found: that may be another's too."""
@@ -253,7 +303,10 @@ class FakeWorker:
             failed.append(index)
         if row.num_computed_tokens < len(row.tokens):
             return
+        begin, row.drafted = len(row.tokens) if row.drafted is None else row.drafted, None
+        row.tokens.append(self._next_token(row))
+        sampled += row.tokens[begin:]
+
+    def _next_token(self, row: Row) -> int:
         barred = row.stop_token_ids if len(row.tokens) - row.num_prompt_tokens < row.min_tokens else []
-        token = next_token(row.prefixes[-1], self.vocab_size, barred)
-        row.tokens.append(token)
-        sampled.append(token)
+        return next_token(row.prefixes[-1], self.vocab_size, barred)

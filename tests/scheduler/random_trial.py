@@ -34,6 +34,7 @@ SIZES = {
     "preempt_lower_priority": [False, True],
     "max_skip_ahead": [0, 16, 2, 1],
     "max_model_len": [30, 20, 6],
+    "max_gain": [1, 1, 2, 5, 16],
 }
 REQUEST = {
     "num_shared": list(range(18)),  # prompts of one family, so that they begin alike

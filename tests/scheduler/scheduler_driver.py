@@ -55,6 +55,7 @@ class Driver:
     """An engine without processes: `step` is schedule, execute, update, with `depth` steps in flight.
 
     groups: of the KV cache, (block_size, window) each; one with full attention by default.
+    max_gain: the most tokens that a request gains in a step; every fourth one, by its seed, gains one at a time.
     checks: whether `Scheduler.check` is called after every operation.
     """
 
@@ -75,6 +76,7 @@ class Driver:
         preempt_lower_priority: bool = False,
         max_skip_ahead: int = 0,
         vocab_size: int = 50,
+        max_gain: int = 1,
         hasher: BlockHasher | None = None,
         checks: bool = True,
     ) -> None:
@@ -100,6 +102,7 @@ class Driver:
             vocab_size=vocab_size,
             seed=0,
             clock=iter(range(10**9)).__next__,
+            max_gain=lambda request: 1 if (request.sampling_params.seed or 0) % 4 == 3 else max_gain,
         )
         self.worker = FakeWorker(num_blocks, self.groups, max_num_seqs, vocab_size)
         self.work: dict[int, int] = {}  # of the last step: tokens by row, in its order
@@ -227,7 +230,7 @@ class Driver:
         self.kv_cache = self._new_kv_cache()
         old = self.worker
         self.worker = FakeWorker(self.num_blocks, old.groups, old.num_rows, old.vocab_size)
-        self.worker.killers = old.killers
+        self.worker.killers, self.worker.num_accepted_drafts = old.killers, old.num_accepted_drafts
         cause = EngineDeadError("worker 0 was killed", process="worker 0", rank=0)
         outputs = self._take(self.scheduler.recover(self.kv_cache, cause, num_executed))
         self.check()
@@ -263,7 +266,7 @@ class Driver:
             assert len(told.ranks) == len(told.token_ids)
 
     def _check_step(self, step: SchedulerOutput) -> None:
-        counts = self.work.values()
+        counts = [count + self.worker.max_gained[row] - 1 for row, count in self.work.items()]
         assert 1 <= step.num_steps <= self.max_steps
         assert step.num_steps == 1 or set(counts) == {1}
         assert 0 < sum(counts) <= self.config.max_num_batched_tokens
@@ -288,4 +291,5 @@ def _model_output(step: int, sampled: Sampled) -> ModelRunnerOutput:
         int_array(sampled.token_ids),
         row_errors=[RowError(row, "logits are not finite") for row in sampled.failed],
         prompt_logprobs=[_prompt_logprobs(row, *asked) for row, asked in sampled.prompts.items()],
+        num_gained=None if sampled.num_gained is None else int_array(sampled.num_gained),
     )

@@ -9,6 +9,7 @@ import pytest
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
+from ringcore.scheduler.row_spans import RowSpans
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
 
@@ -68,8 +69,8 @@ def test_what_is_in_flight_for_a_row_is_not_for_its_next_owner(table):
 
 def test_tokens_are_appended_to_their_rows(table):
     table.total += 2
-    table.append_tokens(slice(None), np.array([[1], [2], [3]], dtype=np.int32))
-    table.append_tokens(np.array([2, 0]), np.array([[8], [9]], dtype=np.int32))
+    table.append_tokens(slice(None), np.array([1, 2, 3], dtype=np.int32), RowSpans(1))
+    table.append_tokens(np.array([2, 0]), np.array([8, 9], dtype=np.int32), RowSpans(1))
     assert [table.tokens_of(position).tolist() for position in range(3)] == [
         [30, 31, 32, 33, 1, 9],
         [0, 2],
@@ -79,7 +80,7 @@ def test_tokens_are_appended_to_their_rows(table):
 
 def test_several_tokens_each(table):
     table.total += 2
-    table.append_tokens(np.array([0, 2]), np.array([[1, 2], [3, 4]], dtype=np.int32))
+    table.append_tokens(np.array([0, 2]), np.array([1, 2, 3, 4], dtype=np.int32), RowSpans(2))
     assert table.tokens_of(0).tolist() == [30, 31, 32, 33, 1, 2]
     assert table.tokens_of(1).tolist() == [0]
     assert table.tokens_of(2).tolist() == [20, 21, 22, 3, 4]
