@@ -14,7 +14,7 @@ FILE_LINES, FUNCTION_LINES = 300, 40
 # The most lines that a file may have, and why it is one file.
 FILES: dict[str, tuple[int, str]] = {
     "scheduler/scheduler.py": (
-        385,
+        400,
         "schedule, update and preemption share one state; the argument that it drains is a page",
     ),
     "engine_core/core.py": (375, "every public call of the engine, a few lines each"),

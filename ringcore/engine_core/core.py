@@ -47,6 +47,7 @@ from ringcore.protocol.requests import (
     EngineStats,
     OutputColumns,
 )
+from ringcore.scheduler.admission import MaxGain, one_token
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineCore"]
@@ -61,7 +62,7 @@ class EngineCore(MemoryMethods):
 
     on_recovery: called before each restart; it must not raise. After a restart `ready` describes the new workers, and
     `wait_fds` returns other descriptors.
-    clock: returns seconds; the clock of the requests' `arrival_s`.
+    clock: returns seconds; the clock of the requests' `arrival_s`. max_gain: the most that a request gains in a step.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class EngineCore(MemoryMethods):
         executor: Executor | None = None,
         on_recovery: Callable[[EngineRecovering], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_gain: MaxGain = one_token,
     ) -> None:
         self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
@@ -91,6 +93,7 @@ class EngineCore(MemoryMethods):
             vocab_size=config.model.spec.vocab_size,
             seed=config.model.seed,
             clock=clock,
+            max_gain=max_gain,
         )
         depth = config.scheduler.steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)

@@ -76,10 +76,11 @@ def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
 
 def _num_gained(columns: OutputColumns) -> list[int]:
     """The number of new tokens of each row."""
-    if columns.num_gained is not None:
-        return columns.num_gained.tolist()
     num_rows = len(columns.rows)
-    return [len(columns.token_ids) // max(num_rows, 1)] * num_rows
+    if columns.num_gained is None:
+        return [len(columns.token_ids) // max(num_rows, 1)] * num_rows
+    num_gained: list[int] = columns.num_gained.tolist()
+    return num_gained
 
 
 def _num_logprobs(columns: OutputColumns) -> int:

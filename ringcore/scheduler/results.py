@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringcore.protocol.requests import EngineCoreOutput, PromptLogprobs, TokenLogprobs
-from ringcore.scheduler.row_spans import RowSpans
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_error
 from ringcore.scheduler.request import Request

@@ -17,7 +17,7 @@ from array import array
 
 import numpy as np
 
-from ringcore.scheduler.row_spans import RowSpans
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.scheduler.request import Request
 
 __all__ = ["RunningTable"]
@@ -131,13 +131,13 @@ class RunningTable:
         self._all_token_ids[ends] = token_ids
         self.known[positions] += spans.per_row
 
-    def confirm_gains(self, positions: np.ndarray | slice, max_gained: np.ndarray, num_gained: np.ndarray | int) -> None:
-        """Counts the gains of a step whose output has arrived, in place of their upper bounds. Of the tokens that a
-        request gains, all but the last one are computed.
+    def confirm_gains(self, positions: np.ndarray | slice, most: np.ndarray, gained: np.ndarray | int) -> None:
+        """Replaces the upper bounds of a step, the `most` tokens that each may gain, by what its output says. Of the
+        tokens that a request gains all but the last are computed.
         """
-        self.computed[positions] -= max_gained - num_gained
-        self.total[positions] -= max_gained - num_gained
-        self.confirmed[positions] += num_gained - 1
+        self.computed[positions] -= most - gained
+        self.total[positions] -= most - gained
+        self.confirmed[positions] += gained - 1
 
     def position_of(self, request: Request) -> int:
         assert request.row is not None

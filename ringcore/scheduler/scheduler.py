@@ -9,6 +9,11 @@ step's tokens then count as computed (`computed`), and the token that it will sa
 reads that token from its own rows. When the step's output arrives, each of its rows is compared by run, and results of
 requests that were preempted, aborted or finished since are dropped.
 
+Speculative decoding. A request may gain several tokens in a step (`planning.add_drafts`), and how many is known with
+the step's output. Until then it counts as having gained the most that it may: `computed` and `total` are upper bounds,
+by which blocks are allocated and its length is limited; `update` lowers them to the truth. It may be in the next step
+meanwhile: the worker's own rows know where it is. Slots of rejected drafts are written again before they are read.
+
 Blocks are freed at once, even those that a step in flight still writes to. That is safe: workers execute steps in
 order, so that stray write precedes the first step of the block's new owner, and the owner writes a slot before it reads
 it. The prefix cache has only blocks whose tokens are known and whose step has come back, and no step in flight writes
@@ -41,7 +46,13 @@ from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, Engi
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.scheduler.admission import Admission, MaxGain, one_token
 from ringcore.scheduler.failures import failure, id_in_use, poison_request
-from ringcore.scheduler.planning import add_drafts, allocate_blocks, divide_token_budget, preemption_order, steps_at_once
+from ringcore.scheduler.planning import (
+    add_drafts,
+    allocate_blocks,
+    divide_token_budget,
+    preemption_order,
+    steps_at_once,
+)
 from ringcore.scheduler.quarantine import Quarantine, trial_targets
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.request_queue import RequestQueue

@@ -8,12 +8,14 @@ from ringcore.testing.hardware import HARDWARE, Hardware
 from ringcore.testing.models import tiny_model_config, write_model_config
 from ringcore.testing.simulation_result import Latency, SimulationResult
 from ringcore.testing.simulator import Simulator
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost, StepWork, read_measurements
 from ringcore.testing.trace import Trace, poisson_trace, read_trace, write_trace
 
 __all__ = [
     "HARDWARE",
     "FakeExecutor",
+    "FakeSpeculator",
     "FakeWorker",
     "Fault",
     "Hardware",

@@ -33,6 +33,7 @@ from ringcore.testing.fake_futures import CallValues, FailedCall, StepFuture, Ti
 from ringcore.testing.fake_worker import FakeWorker
 from ringcore.testing.faults import Fault, check_faults
 from ringcore.testing.hardware import Hardware, find_hardware
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.tokens import Script
 from ringcore.worker.rpc import rpc_methods
@@ -62,6 +63,7 @@ class FakeExecutor(Executor):
         faults: Sequence[Fault] = (),
         hardware: str | Hardware = "h200",
         worker_factory: str | None = None,
+        speculator: FakeSpeculator | None = None,
     ) -> None:
         """tokens: a function of (tokens so far, position, seed), one completion for every prompt, or completions by
         prompt; by default pseudo-random tokens, from seed and position alone.
@@ -69,6 +71,7 @@ class FakeExecutor(Executor):
         cost: the cost model of a step; None is 0 s.
         faults: the faults to inject.
         hardware: the device whose memory the KV cache is planned for, a name of `testing.HARDWARE` or a `Hardware`.
+        speculator: drafts, for an engine with its `max_gain`; None drafts nothing.
         worker_factory: "module:function", called as (config, rank, None), for custom workers instead of fake ones;
         these then handle tokens, cost and row errors themselves. With device="auto" and without
         max_num_batched_tokens, their `health` must report the "device".
@@ -79,12 +82,11 @@ class FakeExecutor(Executor):
         _check_options(config, worker_factory, tokens, cost)
         device = find_hardware(hardware) if isinstance(hardware, str) else hardware
         self._make_worker = (
-            partial(FakeWorker, config, hardware=device, script=tokens)
+            partial(FakeWorker, config, hardware=device, script=tokens, speculator=speculator)
             if worker_factory is None
             else lambda rank: create_worker(worker_factory, config, rank, None)
         )
-        self._num_ranks = config.parallel.tensor_parallel_size
-        self._cost = cost
+        self._num_ranks, self._cost = config.parallel.tensor_parallel_size, cost
         self._faults = check_faults(faults, config.parallel.step_timeout_s)
         is_timed = clock is None and (cost is not None or bool(faults))
         self._timer = Timer(clock or HostClock(), Alarm() if is_timed else None)

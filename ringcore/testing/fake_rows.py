@@ -134,14 +134,30 @@ class FakeRows:
         num_tokens, more_steps = int(num_scheduled.sum()), step.num_steps - 1
         assert more_steps >= 0
         assert (after <= known).all(), "a step computes tokens that the row does not have"
-        assert num_tokens <= self._max_num_batched_tokens, f"{num_tokens} tokens exceed the budget of a step"
+        drafts = self._drafts(step, known - after)
+        num_drafts = int(drafts.sum())
+        assert num_tokens + num_drafts <= self._max_num_batched_tokens, (
+            f"{num_tokens + num_drafts} tokens exceed the budget of a step"
+        )
         assert step.num_tokens == num_tokens * step.num_steps, "num_tokens is not what is scheduled"
         if more_steps:
             assert num_tokens == len(rows), "several steps are of one token each"
             assert (after == known).all(), "several steps, and a row has more than one token to compute"
         for table in self._tables:
-            assert (after + more_steps <= table.num_slots(rows)).all(), "tokens without blocks"
-        return StepWork(num_tokens, len(rows), int(after.sum()))
+            assert (after + more_steps + drafts <= table.num_slots(rows)).all(), "tokens without blocks"
+        return StepWork(num_tokens + num_drafts, len(rows), int(after.sum()) + num_drafts)
+
+    @staticmethod
+    def _drafts(step: SchedulerOutput, num_left: np.ndarray) -> np.ndarray:
+        """The most drafts of each row, of which num_left known tokens are not computed after the step."""
+        if step.max_gained is None:
+            return np.zeros(len(num_left), dtype=np.int64)
+        assert step.num_steps == 1, "several steps, and drafts"
+        assert len(step.max_gained) == len(num_left), "the most tokens that each row gains"
+        assert (step.max_gained >= 1).all(), "a row must gain no token"
+        drafts: np.ndarray = step.max_gained.astype(np.int64) - 1
+        assert not num_left[drafts > 0].any(), "drafts of a row that does not sample"
+        return drafts
 
     def advance(self, rows: np.ndarray, num_scheduled: np.ndarray) -> np.ndarray:
         """Marks these tokens as computed; returns the rows that sample now, as a mask over `rows`."""
@@ -150,12 +166,12 @@ class FakeRows:
         sampling: np.ndarray = after == self.num_tokens[rows]
         return sampling
 
-    def append_tokens(self, rows: np.ndarray, num_steps: int) -> None:
-        """Appends `num_steps` sampled tokens to each row, of which all but the last are computed."""
+    def append_tokens(self, rows: np.ndarray, num_gained: np.ndarray | int) -> None:
+        """Appends `num_gained` sampled tokens to each row, of which all but the last are computed."""
         self._unfinished_rows = None
-        assert (self.num_tokens[rows] + num_steps <= self._max_model_len).all(), "tokens past max_model_len"
-        self.num_tokens[rows] += num_steps
-        self.num_computed_tokens[rows] += num_steps - 1
+        assert (self.num_tokens[rows] + num_gained <= self._max_model_len).all(), "tokens past max_model_len"
+        self.num_tokens[rows] += num_gained
+        self.num_computed_tokens[rows] += num_gained - 1
 
     # -----------------------------------------------------------------------------------------------------------
     # Lookahead of the simulator: how far the engine gets without a scheduling event.

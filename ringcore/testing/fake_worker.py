@@ -14,9 +14,11 @@ from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepWork
 from ringcore.testing.tokens import Script, make_token_source
 from ringcore.worker.rpc import rpc
@@ -34,10 +36,17 @@ class FakeWorker:
     last_work: the work of the last step; that of the first step in a multi-step message.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, hardware: Hardware, script: Script | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        hardware: Hardware,
+        script: Script | None = None,
+        speculator: FakeSpeculator | None = None,
+    ) -> None:
         self.config, self.rank = config, rank
         self.last_work = _NO_WORK
-        self._hardware, self._script = hardware, script
+        self._hardware, self._script, self._speculator = hardware, script, speculator or FakeSpeculator()
         self._stage = "new"
         self._kv_cache_bytes = 0
         self._rows: FakeRows | None = None
@@ -160,7 +169,8 @@ class FakeWorker:
         sampling = self.rows.advance(scheduled.rows, scheduled.num_scheduled_tokens)
         all_sample = bool(sampling.all())
         rows = scheduled.rows if all_sample else scheduled.rows[sampling]
-        sampled = self._sample(rows, step.num_steps)
+        spans = self._gains(step, rows, sampling)
+        sampled = self._sample(rows, spans)
         if self.rank != 0:
             return None
         errors: list[RowError] = []
@@ -168,15 +178,17 @@ class FakeWorker:
             failing = int(scheduled.rows[0]) if failing_row < 0 else failing_row
             errors.append(RowError(failing, f"row {failing} failed in step {step.step} (injected fault)"))
             good = rows != failing
-            rows, sampled, all_sample = rows[good], sampled[good], False
+            sampled, spans = sampled[spans.repeat(good)], spans.kept(good)
+            rows, all_sample = rows[good], False
             self._prompts.pop(failing, None)
         return ModelRunnerOutput(
             step=step.step,
             rows=None if all_sample else int_array(rows),
-            token_ids=sampled.reshape(-1),
-            logprobs=self._logprobs(rows, sampled),
+            token_ids=sampled,
+            logprobs=self._logprobs(rows, spans, sampled),
             row_errors=errors,
             prompt_logprobs=self._prompt_logprobs(rows) if self._prompts else [],
+            num_gained=None if spans.counts is None else int_array(spans.counts),
         )
 
     def _note(self, request: NewRequest) -> None:
@@ -193,23 +205,40 @@ class FakeWorker:
     def _num_asked(self, num_logprobs: int) -> int:
         return self.config.model.spec.vocab_size if num_logprobs == -1 else num_logprobs
 
-    def _sample(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
-        """-> [num_rows, num_steps] int32: the sampled tokens, appended to the rows."""
+    def _gains(self, step: SchedulerOutput, rows: np.ndarray, sampling: np.ndarray) -> RowSpans:
+        """How many tokens each of `rows`, those of the step that `sampling` selects, gains in this step."""
+        if step.max_gained is None:
+            return RowSpans(step.num_steps)
+        seeds, positions = self.rows.seed[rows], self.rows.num_tokens[rows]
+        num_accepted = self._speculator.num_accepted(seeds, positions, step.max_gained[sampling] - 1)
+        return RowSpans(1, 1 + num_accepted if num_accepted.any() else None)
+
+    def _sample(self, rows: np.ndarray, spans: RowSpans) -> np.ndarray:
+        """-> [num_tokens] int32: the sampled tokens, appended to the rows."""
         if not len(rows):
-            return np.zeros((0, num_steps), dtype=np.int32)
-        sampled = self._tokens.sample(rows, self.rows.seed[rows], self.rows.num_tokens[rows], num_steps)
-        self.rows.append_tokens(rows, num_steps)
+            return int_array()
+        if spans.counts is None:
+            sampled = self._sample_each(rows, spans.each)
+        else:
+            sampled = np.empty(spans.num_tokens(len(rows)), dtype=np.int32)
+            for count in np.unique(spans.counts):
+                has_count = spans.counts == count
+                sampled[spans.repeat(has_count)] = self._sample_each(rows[has_count], int(count))
+        self.rows.append_tokens(rows, spans.per_row)
         return sampled
 
-    def _logprobs(self, rows: np.ndarray, sampled: np.ndarray) -> list[TokenLogprobs | None] | None:
+    def _sample_each(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """-> [num_rows * count] int32"""
+        return self._tokens.sample(rows, self.rows.seed[rows], self.rows.num_tokens[rows], count).reshape(-1)
+
+    def _logprobs(self, rows: np.ndarray, spans: RowSpans, sampled: np.ndarray) -> list[TokenLogprobs | None] | None:
         """Uniform logprobs: the sampled token, then the tokens after it in the vocabulary."""
         if not self._num_logprobs or not any(row in self._num_logprobs for row in rows.tolist()):
             return None
         vocab_size = self.config.model.spec.vocab_size
         return [
             self._token_logprobs(token, self._num_logprobs[row], vocab_size) if row in self._num_logprobs else None
-            for row, tokens in zip(rows.tolist(), sampled.tolist(), strict=True)
-            for token in tokens
+            for row, token in zip(spans.repeat(rows).tolist(), sampled.tolist(), strict=True)
         ]
 
     def _prompt_logprobs(self, rows: np.ndarray) -> list[PromptLogprobs]:

@@ -23,6 +23,7 @@ from ringcore.testing.fake_executor import FakeExecutor
 from ringcore.testing.hardware import Hardware
 from ringcore.testing.log_histogram import LogHistogram
 from ringcore.testing.prompts import PromptMaker
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.trace import Trace
 
@@ -102,13 +103,16 @@ class Replica:
         prompts: PromptMaker,
         records: Records,
         max_steps: int = MAX_STEPS,
+        speculator: FakeSpeculator | None = None,
     ) -> None:
         """max_steps: the most steps scheduled as one; it does not change the results. Raises as `EngineCore`."""
         self._trace, self._prompts, self._records, self._cost = trace, prompts, records, cost
         self._max_steps = max_steps
         self._clock = VirtualClock()
-        self._executor = FakeExecutor(config, clock=self._clock, cost=cost, hardware=hardware)
-        self._core = EngineCore(config, self._executor, clock=self._clock.now)
+        speculator = speculator or FakeSpeculator()
+        self._max_gain = 1 + speculator.num_drafts
+        self._executor = FakeExecutor(config, clock=self._clock, cost=cost, hardware=hardware, speculator=speculator)
+        self._core = EngineCore(config, self._executor, clock=self._clock.now, max_gain=speculator.max_gain)
         self._request_of_row = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
         self._has_windows = self._executor.worker.rows.has_windows
         self._stats: EngineStats = self._core.stats()
@@ -164,7 +168,7 @@ class Replica:
         rows, num_free = self._executor.worker.rows, self._stats.num_free_blocks
         num_steps = rows.steps_to_next_end()
         if not self._is_steady_decode:
-            least_s = min(num_steps, self._fewest_tokens_waiting) * self._cost.base_s
+            least_s = min(num_steps, self._fewest_tokens_waiting) / self._max_gain * self._cost.base_s
         else:
             # With too few blocks a request is preempted, which ends the steady decode.
             if rows.blocks_missing(num_steps) > num_free:
@@ -213,13 +217,14 @@ class Replica:
             self._fewest_tokens_waiting = math.inf
         self._stats = columns.stats
         self._is_steady_decode = (
-            not (columns.started or columns.others or has_preempted)
+            self._max_gain == 1
+            and not (columns.started or columns.others or has_preempted)
             and not self._may_start_at_any_step(columns.stats)
             and self._executor.worker.rows.is_decoding()
         )
 
     def _record(self, columns: OutputColumns, begun_s: float, num_steps: int) -> None:
-        """Records the outputs of steps that began at `begun_s` and end now: one token of each request per step."""
+        """Records the outputs of steps that began at `begun_s` and end now."""
         for started in columns.started:
             self._request_of_row[started.row] = int(started.request_id)
         requests = self._request_of_row[columns.rows]
@@ -235,7 +240,10 @@ class Replica:
             growth = self._cost.per_context_token_s * work.num_seqs
             records.itl.add_run(first_s + growth, growth, num_steps - 1, len(requests))
             records.last_token_s[requests] = end_s
-        records.num_tokens[requests] += num_steps
+        num_gained = self._num_gained(columns, num_steps)
+        records.num_tokens[requests] += num_gained
+        if num_steps == 1:
+            records.itl.add(np.zeros(int(num_gained.sum()) - len(requests)))  # those of one step come at once
         for index in requests[len(columns.rows) :].tolist():
             records.finish_s[index] = end_s
             self.ended.append((end_s, index))
@@ -252,9 +260,15 @@ class Replica:
         records.last_token_s[requests] = time_s
 
     @staticmethod
-    def _check_end(output: EngineCoreOutput, num_steps: int) -> int:
+    def _num_gained(columns: OutputColumns, num_steps: int) -> np.ndarray:
+        """[n] int64: the new tokens of the requests in `rows`, then of those in `others`."""
+        of_rows = np.full(len(columns.rows), num_steps) if columns.num_gained is None else columns.num_gained
+        return np.append(of_rows, [len(output.new_token_ids) for output in columns.others]).astype(np.int64)
+
+    def _check_end(self, output: EngineCoreOutput, num_steps: int) -> int:
         """The index of an ended request: it must have ended by its length, in the last step of a multi-step message."""
         assert output.error is None, f"request {output.request_id} failed: {output.error}"
         assert output.finish_reason == "length", f"request {output.request_id} ended by {output.finish_reason}"
-        assert len(output.new_token_ids) == num_steps, f"request {output.request_id} ended within several steps"
+        num_gained = len(output.new_token_ids)
+        assert num_steps <= num_gained <= num_steps * self._max_gain, f"request {output.request_id} ended within steps"
         return int(output.request_id)

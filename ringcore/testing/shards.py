@@ -21,6 +21,7 @@ from ringcore.testing.hardware import Hardware
 from ringcore.testing.log_histogram import LogHistogram
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.replica import Records, Replica, ReplicaTotals
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.trace import Trace
 
@@ -40,6 +41,7 @@ class Shard:
     replica_of: np.ndarray  # [n] int64: of each request, 0 to num_replicas - 1
     num_replicas: int
     max_steps: int
+    speculator: FakeSpeculator | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ def run_shard(shard: Shard) -> ShardResult:
     prompts = PromptMaker(shard.config.model.spec.vocab_size, len(trace) + len(trace.prefix_ids))
     totals = []
     for number in range(shard.num_replicas):
-        replica = Replica(shard.config, shard.cost, shard.hardware, trace, prompts, records, shard.max_steps)
+        replica = Replica(
+            shard.config, shard.cost, shard.hardware, trace, prompts, records, shard.max_steps, shard.speculator
+        )
         for index in np.flatnonzero(shard.replica_of == number).tolist():
             replica.run_until(float(trace.time_s[index]))
             replica.add(index)
@@ -115,6 +119,7 @@ def _shard_of(value: dict[str, Any]) -> Shard:
         replica_of=value["replica_of"],
         num_replicas=value["num_replicas"],
         max_steps=value["max_steps"],
+        speculator=msgspec.convert(value["speculator"], FakeSpeculator | None),
     )
 
 

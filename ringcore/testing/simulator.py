@@ -22,6 +22,7 @@ from ringcore.testing.replica import MAX_STEPS, Records, Replica, ReplicaTotals
 from ringcore.testing.routing import ReplicaLoads, Router, make_router, route_all
 from ringcore.testing.shards import Shard, run_shards
 from ringcore.testing.simulation_result import SimulationResult, summarize
+from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.trace import Trace
 
@@ -48,6 +49,7 @@ class Simulator:
         hardware: str | Hardware = "h200",
         num_processes: int | None = None,
         max_steps: int = MAX_STEPS,
+        speculator: FakeSpeculator | None = None,
     ) -> None:
         """routing: "round-robin", "least-loaded" or "prefix-affinity"; load_bound is for the latter.
         cost: the cost model of a step; None derives it from the model and the hardware.
@@ -56,6 +58,7 @@ class Simulator:
         max_steps: the most steps scheduled as one. It does not change the result; 1 is the slow proof of that. (Except
         for a sliding-window model short of blocks: out-of-window blocks are freed after a multi-step message, not
         within it, so that another cached prefix may be evicted.)
+        speculator: speculative decoding of every request, whose steps are then simulated one by one.
 
         Raises `ConfigError`.
         """
@@ -76,7 +79,7 @@ class Simulator:
             tensor_parallel_size=config.parallel.tensor_parallel_size,
         )
         self.num_replicas, self.routing = num_replicas, routing
-        self._load_bound, self._max_steps = load_bound, max_steps
+        self._load_bound, self._max_steps, self._speculator = load_bound, max_steps, speculator
         self._num_processes = num_processes or len(os.sched_getaffinity(0))
         self._make_router()  # validates the options
 
@@ -110,6 +113,7 @@ class Simulator:
                 replica_of=replica_of[part] // num_shards,
                 num_replicas=len(range(shard, self.num_replicas, num_shards)),
                 max_steps=self._max_steps,
+                speculator=self._speculator,
             )
             for shard, part in enumerate(parts)
         ]
@@ -130,7 +134,7 @@ class Simulator:
         records = Records.empty(len(trace))
         prompts = PromptMaker(self.config.model.spec.vocab_size, len(trace) + len(trace.prefix_ids))
         replicas = [
-            Replica(self.config, self.cost, self.hardware, trace, prompts, records, self._max_steps)
+            Replica(self.config, self.cost, self.hardware, trace, prompts, records, self._max_steps, self._speculator)
             for _ in range(self.num_replicas)
         ]
         loads, ends = ReplicaLoads(self.num_replicas), _EndTracker(replicas)

@@ -9,7 +9,7 @@ import pytest
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.scheduler.row_spans import RowSpans
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.running_table import RunningTable
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import numpy as np
 
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import TokenLogprobs
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, RowError
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 
@@ -19,9 +21,10 @@ class SampledRows(NamedTuple):
     """The rows of a step that sampled, and their tokens."""
 
     rows: np.ndarray  # [n] int32
-    token_ids: np.ndarray  # [n] int32
-    logprobs: list[TokenLogprobs | None] | None  # [n]
+    token_ids: np.ndarray  # [num_tokens] int32: row-major; one of each row unless `num_gained` says otherwise
+    logprobs: list[TokenLogprobs | None] | None  # [num_tokens]
     prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts whose last chunk this step computed
+    num_gained: np.ndarray | None = None  # [n]: tokens of each row; None: one each
 
 
 def make_output(
@@ -32,14 +35,24 @@ def make_output(
         return ModelRunnerOutput(step, None, int_array())
     rows = steps[0].rows
     assert all(len(other.rows) == len(rows) for other in steps), "a row did not sample in each step of its message"
-    token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1)  # [n, num_steps]
+    assert len(steps) == 1 or steps[0].num_gained is None, "several steps, and several tokens in one of them"
+    spans = RowSpans(len(steps), steps[0].num_gained)
+    token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1).reshape(-1)
     logprobs: list[TokenLogprobs | None] | None = None
-    good = ~np.isin(rows, list(errors)) if errors else np.ones(len(rows), dtype=bool)
     if any(sampled.logprobs for sampled in steps):
-        of_rows = zip(*(sampled.logprobs or [] for sampled in steps), strict=True)
-        logprobs = [entry for entries, keep in zip(of_rows, good, strict=True) if keep for entry in entries]
+        logprobs = [*chain.from_iterable(zip(*(sampled.logprobs or [] for sampled in steps), strict=True))]
     is_whole = len(rows) == num_scheduled and not errors
-    prompts = [one.result() for sampled in steps for one in sampled.prompt_logprobs if one.row not in errors]
+    if errors:
+        good = ~np.isin(rows, list(errors))
+        is_good = spans.repeat(good)
+        rows, token_ids, spans = rows[good], token_ids[is_good], spans.kept(good)
+        logprobs = logprobs and [*compress(logprobs, is_good)]
     return ModelRunnerOutput(
-        step, None if is_whole else rows[good], token_ids[good].reshape(-1), logprobs, list(errors.values()), prompts
+        step,
+        None if is_whole else rows,
+        token_ids,
+        logprobs,
+        list(errors.values()),
+        [one.result() for sampled in steps for one in sampled.prompt_logprobs if one.row not in errors],
+        None if spans.counts is None else int_array(spans.counts),
     )

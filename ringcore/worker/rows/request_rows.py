@@ -14,6 +14,7 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import SamplingInputs
 from ringcore.params.sampling_params import MAX_STOP_TOKEN_IDS
 from ringcore.protocol.codec import int_array
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.worker.rows.block_table import AppendedBlocks, BlockTable
 
@@ -132,10 +133,21 @@ class RequestRows:
         """Counts the scheduled tokens of `rows` as computed; num_scheduled_tokens None: one each."""
         self.num_computed_tokens[rows] += 1 if num_scheduled_tokens is None else num_scheduled_tokens
 
-    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int) -> None:
-        """Appends one sampled token per row, its next input. `UNKNOWN_TOKEN`: only the device has the token."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray | int, counts: np.ndarray | None = None) -> None:
+        """Appends one sampled token per row, its next input. `UNKNOWN_TOKEN`: only the device has the token.
+
+        counts: tokens of each row, at least 1; the last is its next input, and those before it count as computed: they
+        are accepted drafts. token_ids: [num_tokens], row-major.
+        """
+        if counts is None:
+            self.token_ids[rows, self.num_tokens[rows]] = token_ids
+            self.num_tokens[rows] += 1
+            return
+        spans = RowSpans(1, counts)
+        places = spans.repeat(self.num_tokens[rows]) + spans.offsets(len(rows))
+        self.token_ids[spans.repeat(rows), places] = token_ids
+        self.num_tokens[rows] += counts
+        self.num_computed_tokens[rows] += counts - 1
 
     def generated(self, row: int) -> np.ndarray:
         """[num_generated] int32, a view; `UNKNOWN_TOKEN` where only the device has the token."""
