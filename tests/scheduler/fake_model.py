@@ -120,7 +120,7 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.work: dict[int, int] = {}  # of the last step: known tokens by row, in its order
         self.max_gained: dict[int, int] = {}  # of the last step: by row, the most that it may gain
-        self.num_accepted_drafts = 0
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
         self.num_computed_tokens = 0  # the work done, in tokens
         self.killers: dict[int, int] = {}  # by seed: at so many computed tokens the row kills
         # By block: the group that wrote last, and by offset what is there.
@@ -262,6 +262,7 @@ class FakeWorker:
             self._write(row, 1, others)
             self._read(row, 1)
         self.num_accepted_drafts += accepted
+        self.num_rejected_drafts += max_drafts - accepted
         end = num_known + max_drafts
         for i, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
             for index, offset, first, until in group.spans(len(row.tokens), end):

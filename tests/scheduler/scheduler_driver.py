@@ -230,7 +230,11 @@ class Driver:
         self.kv_cache = self._new_kv_cache()
         old = self.worker
         self.worker = FakeWorker(self.num_blocks, old.groups, old.num_rows, old.vocab_size)
-        self.worker.killers, self.worker.num_accepted_drafts = old.killers, old.num_accepted_drafts
+        self.worker.killers = old.killers
+        self.worker.num_accepted_drafts, self.worker.num_rejected_drafts = (
+            old.num_accepted_drafts,
+            old.num_rejected_drafts,
+        )
         cause = EngineDeadError("worker 0 was killed", process="worker 0", rank=0)
         outputs = self._take(self.scheduler.recover(self.kv_cache, cause, num_executed))
         self.check()

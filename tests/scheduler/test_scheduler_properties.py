@@ -126,6 +126,8 @@ def test_random_schedules_meet_what_they_are_for():
             stats = [engine.scheduler.stats() for engine in of_kind]
             assert sum(one.num_preemptions for one in stats) > 20
             assert sum(one.num_prefix_hit_tokens for one in stats) > 20
+            assert sum(engine.worker.num_accepted_drafts for engine in of_kind) > 20
+            assert sum(engine.worker.num_rejected_drafts for engine in of_kind) > 20
     reasons = {trial.engine.finish_reason(request_id) for trial in trials for request_id in trial.expected}
     assert reasons == {"stop", "length", "abort", "error"}
     kills = [Counter(death.killer for death in trial.engine.deaths) for trial in trials]
