@@ -143,7 +143,12 @@ class Replica:
             prompt_token_ids=self._prompts.make(
                 index, int(trace.prompt_tokens[index]), int(trace.prefix[index]), int(trace.prefix_tokens[index])
             ),
-            sampling_params=SamplingParams(max_tokens=int(trace.output_tokens[index]), ignore_eos=True, seed=index),
+            # The same seed, and so the same accepted drafts, however the replicas are spread over processes.
+            sampling_params=SamplingParams(
+                max_tokens=int(trace.output_tokens[index]),
+                ignore_eos=True,
+                seed=round(trace.time_s[index] * 1e6) % (1 << 53),
+            ),
             arrival_s=float(trace.time_s[index]),
             priority=int(trace.priority[index]),
         )

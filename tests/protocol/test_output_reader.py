@@ -24,10 +24,10 @@ def started(row: int, request_id: str, num_cached_tokens: int = 0) -> StartedReq
     return StartedRequest(row, request_id, num_cached_tokens, 1.5, 0)
 
 
-def columns(rows=(), token_ids=(), *, new=(), logprobs=None, others=(), prompts=()) -> OutputColumns:
-    return over_the_wire(
-        OutputColumns(list(new), int_array(rows), int_array(token_ids), logprobs, list(others), STATS, list(prompts))
-    )
+def columns(rows=(), token_ids=(), *, new=(), logprobs=None, others=(), prompts=(), num_gained=None) -> OutputColumns:
+    num_gained = num_gained if num_gained is None else int_array(num_gained)
+    tokens = int_array(rows), int_array(token_ids), logprobs
+    return over_the_wire(OutputColumns(list(new), *tokens, list(others), STATS, list(prompts), num_gained))
 
 
 def over_the_wire(sent: OutputColumns) -> OutputColumns:
@@ -79,6 +79,17 @@ def test_several_steps_in_one():
     assert tokens(outputs) == [("a", [1, 2, 3]), ("b", [4, 5, 6])]
 
 
+def test_each_row_gains_its_own_number():
+    reader = OutputReader()
+    new = [started(row, name) for row, name in enumerate("abc")]
+    own = [TokenLogprobs([token], [-0.5], [1]) for token in (2, 3, 4)]
+    logprobs = [None, *own, None, None]
+    sent = columns([0, 1, 2], [1, 2, 3, 4, 5, 6], new=new, logprobs=logprobs, num_gained=[1, 3, 2])
+    outputs = reader.read(sent)
+    assert tokens(outputs) == [("a", [1]), ("b", [2, 3, 4]), ("c", [5, 6])]
+    assert [output.logprobs for output in outputs] == [None, own, None]
+
+
 def test_logprobs_go_to_those_who_asked():
     one, two = TokenLogprobs([4], [-0.5], [1]), TokenLogprobs([5], [-0.25], [1])
     new = [started(0, "a"), started(1, "b")]
@@ -108,6 +119,16 @@ def test_prompt_logprobs_go_to_the_row_that_asked():
 def test_most_columns_are_one_message():
     sent = columns([0], [7], new=[started(0, "a")], logprobs=[TokenLogprobs([7], [-1.0], [1])])
     assert list(split_into_messages(sent)) == [sent]
+
+
+def test_rows_with_numbers_of_their_own_go_in_several_messages():
+    wide = [TokenLogprobs([i, *range(400_000)], [-0.5] * 400_001, [1] * 400_001) for i in range(3)]
+    new = [started(0, "a"), started(1, "b")]
+    sent = columns([1, 0], [4, 5, 6], new=new, logprobs=wide, num_gained=[2, 1])
+    messages = list(split_into_messages(sent))
+    assert len(messages) > 2
+    reader = OutputReader()
+    assert [one for message in messages for one in reader.read(over_the_wire(message))] == OutputReader().read(sent)
 
 
 def test_large_vocabularies_go_in_several_messages_that_say_the_same():

@@ -86,6 +86,24 @@ def test_several_tokens_each(table):
     assert table.tokens_of(2).tolist() == [20, 21, 22, 3, 4]
 
 
+def test_a_number_of_tokens_for_each(table):
+    table.total += 3
+    table.append_tokens(np.array([0, 2]), np.array([1, 2, 3, 4], dtype=np.int32), RowSpans(1, np.array([3, 1])))
+    assert table.tokens_of(0).tolist() == [30, 31, 32, 33, 1, 2, 3]
+    assert table.tokens_of(1).tolist() == [0]
+    assert table.tokens_of(2).tolist() == [20, 21, 22, 4]
+
+
+def test_bounds_give_way_to_numbers(table):
+    table.total += 4
+    table.computed[:] = table.total - 1
+    table.confirmed[:] = table.known
+    table.confirm_gains(np.array([0, 2]), np.array([4, 4]), np.array([1, 3]))
+    assert table.total.tolist() == [5, 5, 6]
+    assert table.computed.tolist() == [4, 4, 5]
+    assert table.confirmed.tolist() == [4, 1, 5]
+
+
 def test_room_is_that_of_the_fullest():
     table = RunningTable(max_num_seqs=4, max_model_len=12)
     start(table, 0, [1, 2], max_total_tokens=9)

@@ -149,6 +149,33 @@ def test_several_steps_are_for_rows_that_decode():
         rows.apply(step([0], [1], num_steps=2))
 
 
+def test_drafts_need_slots():
+    """Row 0 has 6 computed tokens of 7 and 8 slots: the last one and a draft."""
+    assert run(decoding(), step([0], max_gained=int_array([2]))) == StepWork(2, 1, 8)
+    with pytest.raises(AssertionError, match="tokens without blocks"):
+        run(decoding(), step([0], max_gained=int_array([3])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"max_gained": int_array([0])}, "gain no token"),
+        ({"max_gained": int_array([2, 2])}, "the most tokens that each row gains"),
+        ({"max_gained": int_array([1]), "num_steps": 2}, "several steps, and drafts"),
+        ({"max_gained": int_array([17])}, "17 tokens exceed the budget"),
+    ],
+    ids=["none", "of another row", "several steps", "budget"],
+)
+def test_drafts_that_no_step_may_have(changes, why):
+    with pytest.raises(AssertionError, match=why):
+        run(decoding(), step([0], **changes))
+
+
+def test_drafts_after_a_chunk_of_a_prompt():
+    with pytest.raises(AssertionError, match="a row that does not sample"):
+        make_rows().apply(step([0], [4], new_requests=[new()], max_gained=int_array([2])))
+
+
 def test_a_step_over_the_budget():
     rows = make_rows()
     requests = [new(row=0, num_tokens=9, blocks=(1, 2, 3)), new(row=1, num_tokens=9, blocks=(4, 5, 6))]

@@ -7,9 +7,10 @@ import pytest
 from fake_engines import add, drain, make_config, make_core
 
 from ringcore.engine_core.core import EngineCore
+from ringcore.errors import ConfigError
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
-from ringcore.testing import FakeExecutor, StepCost, VirtualClock, write_model_config
+from ringcore.testing import FakeExecutor, FakeSpeculator, StepCost, VirtualClock, write_model_config
 from ringcore.testing.tokens import SeededTokens
 
 
@@ -106,6 +107,69 @@ def test_a_preempted_request_gets_the_same_tokens(model_folder, steps_in_flight)
     got = drain(core)
     assert core.stats().num_preemptions > 0
     assert {name: tokens for name, (tokens, *_) in got.items()} == alone
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("scarce", [False, True])
+def test_drafts_change_no_token(model_folder, steps_in_flight, scarce):
+    """With logprobs, preemptions, a script that ends by itself, and as few steps as the accepted drafts save."""
+    options = {"max_model_len": 48, "steps_in_flight": steps_in_flight}
+    options |= {"num_blocks_override": 16} if scarce else {}
+    texts, num_steps = [], []
+    for speculator in (FakeSpeculator(), FakeSpeculator(num_drafts=4, acceptance=0.8)):
+        config, clock = make_config(model_folder, **options), VirtualClock()
+        fake = FakeExecutor(config, clock=clock, speculator=speculator)
+        core = EngineCore(config, fake, clock=clock.now, max_gain=speculator.max_gain)
+        core.clock = clock
+        for i in range(6):
+            add(core, f"{i}", [i + 1] * (3 * i + 2), seed=i, max_tokens=20 + i, ignore_eos=False, logprobs=i % 3)
+        texts.append(_texts(core))
+        num_steps.append(fake.num_steps)
+        assert (core.stats().num_preemptions > 0) == scarce
+    assert texts[0] == texts[1]
+    assert num_steps[1] < 0.75 * num_steps[0]
+
+
+def _texts(core: EngineCore) -> dict[str, tuple]:
+    tokens, logprobs, ends = {}, {}, {}
+    while core.has_unfinished:
+        for output in core.step().outputs:
+            name = output.request_id
+            tokens[name] = tokens.get(name, []) + output.new_token_ids
+            logprobs[name] = logprobs.get(name, []) + [one.token_ids for one in output.logprobs or ()]
+            ends[name] = output.finish_reason
+    assert all(len(logprobs[name]) == len(tokens[name]) for name in tokens)
+    return {name: (tokens[name], logprobs[name], ends[name]) for name in tokens}
+
+
+def test_a_stop_token_among_those_of_one_step(model_folder):
+    """Every draft is accepted: the prompt's step gives 10, the next one 11, 2 (the end of text) and what follows it."""
+    config, clock = make_config(model_folder), VirtualClock()
+    speculator = FakeSpeculator(num_drafts=5, acceptance=1.0)
+    fake = FakeExecutor(config, tokens=[10, 11, 2, 12, 13], clock=clock, speculator=speculator)
+    core = EngineCore(config, fake, clock=clock.now, max_gain=speculator.max_gain)
+    core.clock = clock
+    add(core, "a", [5], ignore_eos=False, max_tokens=9, logprobs=1)
+    first, last = (core.step().outputs[0] for _ in range(2))
+    assert (first.new_token_ids, last.new_token_ids, last.finish_reason) == ([10], [11, 2], "stop")
+    assert [one.token_ids[0] for one in last.logprobs] == [11, 2]
+
+
+def test_drafts_are_accepted_with_their_probability():
+    speculator = FakeSpeculator(num_drafts=3, acceptance=0.6)
+    seeds, most = np.arange(20_000), np.full(20_000, 3)
+    accepted = speculator.num_accepted(seeds, np.full(20_000, 9), most)
+    assert np.array_equal(accepted, speculator.num_accepted(seeds, np.full(20_000, 9), most))
+    shares = [(accepted >= count).mean() for count in (1, 2, 3)]
+    assert shares == pytest.approx([0.6, 0.36, 0.216], abs=0.015)
+    assert np.array_equal(speculator.num_accepted(seeds, np.full(20_000, 9), most - 2), np.minimum(accepted, 1))
+    assert not FakeSpeculator().num_accepted(seeds, seeds, most * 0).any()
+
+
+@pytest.mark.parametrize("options", [{"num_drafts": -1}, {"acceptance": 1.5}], ids=str)
+def test_a_speculator_that_cannot_be(options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+        FakeSpeculator(**options)
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 100])

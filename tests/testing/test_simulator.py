@@ -10,7 +10,7 @@ import pytest
 from fake_engines import make_config
 
 from ringcore.errors import CapacityError, ConfigError
-from ringcore.testing import Simulator, StepCost, Trace, poisson_trace, write_model_config
+from ringcore.testing import FakeSpeculator, Simulator, StepCost, Trace, poisson_trace, write_model_config
 from ringcore.testing import replica as replica_module
 
 COST = StepCost(base_s=5e-3, per_token_s=2e-5, per_seq_s=1e-4, per_context_token_s=1e-6, num_hidden_tokens=9.5)
@@ -57,6 +57,35 @@ def test_two_requests_by_hand(model_folder):
     assert result.records.itl.total == 4 + 3
     assert result.itl.p50 == pytest.approx(1.0, rel=0.005)
     assert result.requests_per_s == pytest.approx(2 / 7)
+
+
+def test_drafts_that_are_all_accepted_by_hand(model_folder):
+    """Steps of 1 s, and 0.5 s a token after the first: 2 s for the prompt of 3, then up to 3 tokens in a step."""
+    config, cost = make_config(model_folder), StepCost(base_s=1.0, per_token_s=0.5, num_hidden_tokens=1)
+    speculator = FakeSpeculator(num_drafts=2, acceptance=1.0)
+    result = Simulator(config, 1, cost=cost, speculator=speculator).run(make_trace((0.0, 3, 6)))
+    assert result.ttft_s.tolist() == [2.0]
+    assert result.e2e_s.tolist() == [2.0 + 2.0 + 1.5]  # 1 + 3 + 2 tokens
+    assert (result.num_steps, result.records.num_tokens.tolist()) == (3, [6])
+    assert result.records.itl.total == 5
+    assert result.itl.mean == pytest.approx((2.0 + 1.5) / 5, rel=0.01)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_drafts_save_steps_on_every_replica(model_folder, routing):
+    """As many tokens, in fewer steps; and the same in one process, in two, and with as many steps at once as may be."""
+    config, trace = make_config(model_folder, **SCARCE), busy_trace()
+    plain = Simulator(config, 2, routing=routing, cost=COST, num_processes=1).run(trace)
+    speculator = FakeSpeculator(num_drafts=3)
+    results = [
+        Simulator(config, 2, routing=routing, cost=COST, speculator=speculator, **more).run(trace)
+        for more in ({"num_processes": 1, "max_steps": 1}, {"num_processes": 1}, {"num_processes": 2})
+    ]
+    for result in results:
+        assert_same(result, results[0])
+    assert np.array_equal(results[0].records.num_tokens, plain.records.num_tokens)
+    assert results[0].records.itl.total == plain.records.itl.total
+    assert results[0].num_steps < 0.8 * plain.num_steps
 
 
 def test_an_idle_engine_begins_with_the_arrival(model_folder):

@@ -100,6 +100,17 @@ def test_tokens_are_appended_and_counted(rows: RequestRows) -> None:
     assert rows.num_computed_tokens.tolist() == [2, 0, 1, 0]
 
 
+def test_several_tokens_are_appended_of_which_the_last_is_the_next_input(rows: RequestRows) -> None:
+    rows.apply(make_step({}, new=[admit(0, [5, 6], [1]), admit(2, [7], [2]), admit(3, [8], [3])]))
+    rows.advance(np.array([0, 2, 3]), np.array([2, 1, 1]))
+    rows.append_tokens(np.array([2, 0, 3]), np.array([70, 71, 72, 50, 80, 81]), np.array([3, 1, 2]))
+    assert rows.token_ids[0, :4].tolist() == [5, 6, 50, 0]
+    assert rows.token_ids[2, :5].tolist() == [7, 70, 71, 72, 0]
+    assert rows.token_ids[3, :4].tolist() == [8, 80, 81, 0]
+    assert rows.num_tokens.tolist() == [3, 0, 4, 3]
+    assert rows.num_computed_tokens.tolist() == [2, 0, 3, 2]
+
+
 def test_stop_tokens_are_barred_until_min_tokens(rows: RequestRows) -> None:
     eager = SamplingParams(min_tokens=2, max_tokens=9)
     new = [
