@@ -132,17 +132,19 @@ def test_the_result_is_that_of_single_steps(model_folder, case, routing):
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "prefix-affinity"])
+@pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("case", CASES)
-def test_loads_are_those_of_replicas_that_all_run_along(model_folder, monkeypatch, case, routing):
+def test_loads_are_those_of_replicas_that_all_run_along(model_folder, monkeypatch, case, num_drafts, routing):
     """A replica runs only when it may matter; here each runs up to every arrival."""
-    config = make_config(model_folder, **CASES[case])
-    lazy = Simulator(config, 3, routing=routing, cost=COST).run(busy_trace(1))
+    config, speculator = make_config(model_folder, **CASES[case]), FakeSpeculator(num_drafts, 0.95)
+    lazy = Simulator(config, 3, routing=routing, cost=COST, speculator=speculator).run(busy_trace(1))
     monkeypatch.setattr(
         replica_module.Replica,
         "next_end_s",
         lambda self: self._clock.now() if self._core.has_unfinished else math.inf,
     )
-    assert_same(lazy, Simulator(config, 3, routing=routing, cost=COST).run(busy_trace(1)))
+    every = Simulator(config, 3, routing=routing, cost=COST, speculator=speculator).run(busy_trace(1))
+    assert_same(lazy, every)
 
 
 @pytest.mark.parametrize("layers", ["sliding", "mixed"])
