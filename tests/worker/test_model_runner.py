@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from device_runner import rows_on_device
@@ -192,6 +193,17 @@ def test_several_steps_are_as_many_single_ones(worker: Worker) -> None:
                 assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     after = sampled(run(worker, dict.fromkeys(rows, 1)))
     assert list(after) == [2, 0, 5], "the rows go on where the message ended"
+
+
+def test_a_worker_without_drafts_gains_one_token_where_it_may_gain_more(worker: Worker, reference: Reference) -> None:
+    written = [sampled(run(worker, {0: 3}, new=[admit(0, SHORT, [7, 9, 2])]))[0]]
+    for number in range(1, 5):
+        step = msgspec.structs.replace(make_step({0: 1}, number=number), max_gained=int_array([4]))
+        output = execute(worker, step)
+        assert output is not None
+        assert output.num_gained is None
+        written += output.token_ids.tolist()
+    assert written == reference(SHORT, 5)
 
 
 def test_rows_that_are_not_named_are_those_of_the_step_before(worker: Worker, reference: Reference) -> None:
