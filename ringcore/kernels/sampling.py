@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.row_records import load_float32, load_int64, word_of
 from ringcore.kernels.sampling_draw import Row, draw_member, exp_of, exponentials, read_logits, scaled
 from ringcore.kernels.sampling_filters import Filters, Groups, filter_threshold, first_bound, listed_weights
 from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
@@ -36,7 +37,7 @@ def group_size(vocab_size: int) -> int:
 def _group_kernel(
     logits: tl.tensor,  # [n, vocab_size]
     row_stride: int,
-    temperature: tl.tensor,  # [n]
+    parameters: tl.tensor,  # [n, num_words]
     masked_start: tl.tensor,  # [n]
     masked_end: tl.tensor,  # [n]
     masked_token_ids: tl.tensor,
@@ -48,6 +49,8 @@ def _group_kernel(
     num_tiles: int,
     group: tl.constexpr,
     tile_groups: tl.constexpr,
+    num_words: tl.constexpr,  # of a row's parameters, and where they are:
+    temperature_at: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     groups = tl.program_id(0) % num_tiles * tile_groups + tl.arange(0, tile_groups)
@@ -57,7 +60,7 @@ def _group_kernel(
     x = read_logits(
         logits + row * row_stride, columns, columns < vocab_size, masked_token_ids, first_masked, end_masked
     )
-    row_temperature = tl.load(temperature + row)
+    row_temperature = load_float32(parameters + row * num_words + temperature_at)
     is_nan = x != x
     x = tl.where(is_nan, -float("inf"), x)
     best, place = tl.max(x, axis=1, return_indices=True)
@@ -109,12 +112,8 @@ def _draw_filtered_group(
 def _row_kernel(
     logits: tl.tensor,
     row_stride: int,
-    temperature: tl.tensor,  # this and the next seven: [n]
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
+    parameters: tl.tensor,  # [n, num_words]
+    position: tl.tensor,  # this and the next two: [n]
     masked_start: tl.tensor,
     masked_end: tl.tensor,
     masked_token_ids: tl.tensor,
@@ -131,6 +130,12 @@ def _row_kernel(
     group_block: tl.constexpr,  # a power of two, num_groups or more
     filter_groups: tl.constexpr,
     capacity: tl.constexpr,
+    num_words: tl.constexpr,  # of a row's parameters, and where they are:
+    temperature_at: tl.constexpr,
+    top_k_at: tl.constexpr,
+    top_p_at: tl.constexpr,
+    min_p_at: tl.constexpr,
+    seed_at: tl.constexpr,
 ) -> None:
     i = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, group_block)
@@ -141,7 +146,8 @@ def _row_kernel(
     best, first = tl.max(largest, axis=0, return_indices=True)
     is_ok = (tl.sum(is_nan.to(tl.int32), axis=0) == 0) & (best > -float("inf")) & (best < float("inf"))
     token = tl.load(best_ids + i * num_groups + first)
-    row_temperature = tl.load(temperature + i)
+    record = parameters + i * num_words
+    row_temperature = load_float32(record + temperature_at)
     if is_ok & (row_temperature > 0):
         first_masked = tl.load(masked_start + i)
         end_masked = tl.load(masked_end + i)
@@ -149,7 +155,7 @@ def _row_kernel(
             logits + i * row_stride,
             row_temperature,
             scaled(best, row_temperature),
-            tl.load(seed + i),
+            load_int64(record + seed_at),
             tl.load(position + i),
             masked_token_ids,
             first_masked,
@@ -159,8 +165,9 @@ def _row_kernel(
         )
         group_maxima = exp_of(scaled(largest, row_temperature) - row.scaled_best)
         masses = tl.load(sums + i * num_groups + slots, mask=mask, other=0.0) * group_maxima
-        k = tl.load(top_k + i)
-        filters = Filters(tl.where(k >= vocab_size, 0, k), tl.load(top_p + i), tl.load(min_p + i))
+        k = tl.load(record + top_k_at)
+        top_p, min_p = load_float32(record + top_p_at), load_float32(record + min_p_at)
+        filters = Filters(tl.where(k >= vocab_size, 0, k), top_p, min_p)
         if (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0):
             scratch = Groups(group_ids + i * num_groups, num_groups, candidates + i * capacity)
             winner, threshold = _draw_filtered_group(
@@ -235,7 +242,7 @@ def sample_tokens(
     assert (ok.shape, ok.stride(), ok.dtype) == ((n,), (1,), torch.bool), "ok: [n] bool"
     assert workspace.maxima.shape[0] >= n, (workspace.maxima.shape, n)
     assert workspace.maxima.shape[1] == num_groups, (workspace.maxima.shape, num_groups)
-    assert len(inputs.temperature) >= n, (len(inputs.temperature), n)
+    assert len(inputs.parameters) >= n, (len(inputs.parameters), n)
     if not n:
         return token_ids, ok
     tile_groups = min(group_block, max(1, _TILE // group))
@@ -249,14 +256,19 @@ def sample_tokens(
         workspace.best_ids,
     )
     _group_kernel[(n * num_tiles,)](
-        logits, logits.stride(0), inputs.temperature, *shared, vocab_size, num_groups, num_tiles,
-        group=group, tile_groups=tile_groups, num_warps=4,
+        logits, logits.stride(0), inputs.parameters, *shared, vocab_size, num_groups, num_tiles,
+        group=group, tile_groups=tile_groups, **_words(inputs, "temperature"), num_warps=4,
     )  # fmt: skip
     _row_kernel[(n,)](
-        logits, logits.stride(0), inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed,
-        inputs.position, *shared, workspace.group_ids, workspace.candidates, token_ids, ok, vocab_size, num_groups,
+        logits, logits.stride(0), inputs.parameters, inputs.position, *shared, workspace.group_ids,
+        workspace.candidates, token_ids, ok, vocab_size, num_groups,
         group=group, group_block=group_block, filter_groups=min(group_block, max(1, _FILTER_TILE // group)),
-        capacity=_CANDIDATES,
-        num_warps=8,
+        capacity=_CANDIDATES, **_words(inputs, "temperature", "top_k", "top_p", "min_p", "seed"), num_warps=8,
     )  # fmt: skip
     return token_ids, ok
+
+
+def _words(inputs: DeviceSamplingInputs, *names: str) -> dict[str, int]:
+    """The constants by which a kernel reads these parameters."""
+    words = {f"{name}_at": word_of(inputs.record, name) for name in names}
+    return {"num_words": inputs.parameters.shape[1], **words}

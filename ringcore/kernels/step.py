@@ -19,20 +19,14 @@ from ringcore.kernels.step_state import (
     BAD_HIDDEN,
     BAD_LOGITS,
     LAST_TOKEN,
-    MIN_P,
-    MIN_TOKENS,
     NUM_CACHED,
     NUM_COMPUTED,
     NUM_PROMPT,
     NUM_STOPS,
-    RECORD_HEAD,
+    PARAMETERS,
     RING_HEAD,
-    SEED,
     STEP_COUNT,
     STOPPED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     DecodeInputs,
     StateLayout,
 )
@@ -77,17 +71,17 @@ def _prepare_decode(
     seq_lens,
     slots,
     block_table,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
+    parameters,  # [max_seqs, parameter_words]
     position,
     masked_start,
     masked_end,
     batch_at: tl.constexpr,
     records_at: tl.constexpr,
     record_words: tl.constexpr,
+    stops_at: tl.constexpr,
+    min_tokens_at: tl.constexpr,
+    parameter_words: tl.constexpr,
+    parameter_block: tl.constexpr,  # a power of two, parameter_words or more
     table_at: tl.constexpr,
     table_stride: tl.constexpr,
     out_stride: tl.constexpr,
@@ -119,16 +113,14 @@ def _prepare_decode(
         tl.store(input_ids + i, tl.where(is_live, tl.load(record + LAST_TOKEN), 0).to(tl.int64))
         tl.store(positions + i, here.to(tl.int64))
         tl.store(seq_lens + i, seq_len)
-        row_temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
-        tl.store(temperature + i, tl.where(is_live, row_temperature, 0.0))
-        tl.store(top_k + i, tl.load(record + TOP_K))
-        tl.store(top_p + i, tl.load(record + TOP_P).to(tl.float32, bitcast=True))
-        tl.store(min_p + i, tl.load(record + MIN_P).to(tl.float32, bitcast=True))
-        low = tl.load(record + SEED).to(tl.uint32, bitcast=True).to(tl.int64)
-        tl.store(seed + i, low | (tl.load(record + SEED + 1).to(tl.int64) << 32))
+        word = tl.arange(0, parameter_block)
+        is_word = word < parameter_words
+        # Zeros for padding: a greedy row, which reads nothing else.
+        words = tl.load(record + PARAMETERS + word, mask=is_word & is_live, other=0)
+        tl.store(parameters + i * parameter_words + word, words, mask=is_word)
         tl.store(position + i, seq_len.to(tl.int64))
-        is_early = is_live & (seq_len - tl.load(record + NUM_PROMPT) < tl.load(record + MIN_TOKENS))
-        first_masked = (at + RECORD_HEAD).to(tl.int32)
+        is_early = is_live & (seq_len - tl.load(record + NUM_PROMPT) < tl.load(record + min_tokens_at))
+        first_masked = (at + stops_at).to(tl.int32)
         tl.store(masked_start + i, first_masked)
         tl.store(masked_end + i, first_masked + tl.where(is_early, tl.load(record + NUM_STOPS), 0))
 
@@ -141,7 +133,7 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
     """
     assert num_seqs <= len(inputs.input_ids)
     to = inputs.sampling
-    columns = (to.temperature, to.top_k, to.top_p, to.min_p, to.seed, to.position, to.masked_start, to.masked_end)
+    num_words = to.parameters.shape[1]
     for group, (slots, table) in enumerate(zip(inputs.slots, inputs.block_tables, strict=True)):
         _prepare_decode[(num_seqs,)](
             state,
@@ -150,10 +142,17 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
             inputs.seq_lens,
             slots,
             table,
-            *columns,
+            to.parameters,
+            to.position,
+            to.masked_start,
+            to.masked_end,
             batch_at=layout.batch_at,
             records_at=layout.records_at,
             record_words=layout.record_words,
+            stops_at=layout.stops_at,
+            min_tokens_at=layout.parameter_at("min_tokens"),
+            parameter_words=num_words,
+            parameter_block=triton.next_power_of_2(num_words),
             table_at=layout.table_at(group),
             table_stride=layout.table_stride(group),
             out_stride=table.stride(0),
@@ -203,6 +202,7 @@ def _finish_rows(
     ring,
     records_at: tl.constexpr,
     record_words: tl.constexpr,
+    stops_at: tl.constexpr,
     stops: tl.constexpr,  # a power of two, layout.max_stops or more
     ring_slots: tl.constexpr,  # a power of two
     ring_stride: tl.constexpr,
@@ -239,7 +239,7 @@ def _finish_rows(
             tl.store(record + NUM_COMPUTED, tl.load(record + NUM_COMPUTED) + count)
             if sample >= 0:
                 index = tl.arange(0, stops)
-                is_stop = tl.load(record + RECORD_HEAD + index, mask=index < tl.load(record + NUM_STOPS), other=-1)
+                is_stop = tl.load(record + stops_at + index, mask=index < tl.load(record + NUM_STOPS), other=-1)
                 tl.store(record + LAST_TOKEN, token)
                 tl.store(record + STOPPED, tl.max((is_stop == token).to(tl.int32), axis=0))
     tl.debug_barrier()  # all threads have written before the program arrives
@@ -284,6 +284,7 @@ def finish_rows(
     columns = (rows, rows, rows, rows) if ragged is None else ragged
     _finish_rows[(num_rows,)](
         state, rows, token_ids, ok, *columns, ring, records_at=layout.records_at, record_words=layout.record_words,
-        stops=triton.next_power_of_2(max(1, layout.max_stops)), ring_slots=ring.shape[0], ring_stride=ring.stride(0),
-        is_decode=ragged is None, finite_block=_FINITE_BLOCK, is_compiled=state.is_cuda, num_warps=1,
+        stops_at=layout.stops_at, stops=triton.next_power_of_2(max(1, layout.max_stops)), ring_slots=ring.shape[0],
+        ring_stride=ring.stride(0), is_decode=ragged is None, finite_block=_FINITE_BLOCK, is_compiled=state.is_cuda,
+        num_warps=1,
     )  # fmt: skip

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import triton.language as tl
 
+from ringcore.kernels.row_records import num_words, word_of
 from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
 
 __all__ = ["BAD_HIDDEN", "BAD_LOGITS", "RING_HEAD", "DecodeInputs", "StateLayout"]
@@ -20,20 +22,14 @@ STEP_COUNT = tl.constexpr(0)  # steps finished since the start; it wraps around
 ARRIVALS = tl.constexpr(1)  # programs of the running `finish_rows` that have arrived; zero between launches
 _HEADER = 16
 
-# A row's record: a head, whose last RECORD_HEAD - 13 words are unused, then the stop tokens.
+# A row's record: a head, whose last two words are unused, then the row's parameters, then its stop tokens.
 NUM_COMPUTED = tl.constexpr(0)
 NUM_CACHED = tl.constexpr(1)
 NUM_PROMPT = tl.constexpr(2)
-MIN_TOKENS = tl.constexpr(3)
-NUM_STOPS = tl.constexpr(4)
-STOPPED = tl.constexpr(5)  # not 0: it has sampled a stop token and is not decoded further
-LAST_TOKEN = tl.constexpr(6)
-TOP_K = tl.constexpr(7)
-TEMPERATURE = tl.constexpr(8)  # this and the next two: the bits of a float32
-TOP_P = tl.constexpr(9)
-MIN_P = tl.constexpr(10)
-SEED = tl.constexpr(11)  # two words, the low one first
-RECORD_HEAD = tl.constexpr(16)
+NUM_STOPS = tl.constexpr(3)
+STOPPED = tl.constexpr(4)  # not 0: it has sampled a stop token and is not decoded further
+LAST_TOKEN = tl.constexpr(5)
+PARAMETERS = tl.constexpr(8)
 
 # A slot of the result ring: its step number, which is written last, and from RING_HEAD on one word per row.
 RING_HEAD = 16
@@ -56,6 +52,7 @@ class StateLayout:
     max_stops: int  # stop tokens of a row
     block_sizes: tuple[int, ...]  # by KV cache group
     table_widths: tuple[int, ...]  # by KV cache group: blocks of a row
+    parameters: np.dtype  # of a row's parameters: a structured one of 32- and 64-bit fields
 
     @property
     def batch_at(self) -> int:
@@ -67,8 +64,17 @@ class StateLayout:
         return _HEADER + _aligned(self.max_rows)
 
     @property
+    def stops_at(self) -> int:
+        """Of a record: its stop tokens."""
+        return PARAMETERS.value + num_words(self.parameters)
+
+    def parameter_at(self, name: str) -> int:
+        """Of a record: one of its parameters."""
+        return PARAMETERS.value + word_of(self.parameters, name)
+
+    @property
     def record_words(self) -> int:
-        return RECORD_HEAD.value + _aligned(self.max_stops)
+        return _aligned(self.stops_at + self.max_stops)
 
     def table_at(self, group: int) -> int:
         before = sum(self.max_rows * _aligned(width) for width in self.table_widths[:group])
@@ -111,5 +117,7 @@ class DecodeInputs:
             block_tables=tuple(
                 torch.zeros(max_seqs, layout.table_stride(group), dtype=torch.int32, device=device) for group in groups
             ),
-            sampling=replace(DeviceSamplingInputs.allocate(max_seqs, 0, device), masked_token_ids=state),
+            sampling=replace(
+                DeviceSamplingInputs.allocate(layout.parameters, max_seqs, 0, device), masked_token_ids=state
+            ),
         )

@@ -38,15 +38,10 @@ _SORTED_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Sampling parameters of n rows as columns; the meaning of each is in `SamplingParams`."""
+    """Sampling parameters of n rows and what else their draw depends on."""
 
-    temperature: np.ndarray  # [n] float32; 0 is greedy
-    top_k: np.ndarray  # [n] int32; 0 keeps all
-    top_p: np.ndarray  # [n] float32
-    min_p: np.ndarray  # [n] float32
-    seed: np.ndarray  # [n] int64
+    parameters: np.ndarray  # [n] records of `protocol.row_parameters`, contiguous: parameters["top_k"] is a column
     position: np.ndarray  # [n] int64: of the sampled token in its sequence
-    num_logprobs: np.ndarray  # [n] int32; -1: none
     masked_rows: np.ndarray  # [m] int64: row masked_rows[i] may not sample masked_ids[i]
     masked_ids: np.ndarray  # [m] int64
 
@@ -69,13 +64,14 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         logits = logits.index_put(masked, logits.new_tensor(-torch.inf))
     best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
     ok = torch.isfinite(best).numpy()
-    drawn = np.flatnonzero((inputs.temperature > 0) & ok)
+    drawn = np.flatnonzero((inputs.parameters["temperature"] > 0) & ok)
     if len(drawn):
         rows = torch.from_numpy(drawn)
         whole = len(drawn) == len(logits)
-        scaled = (logits if whole else logits[rows]) / torch.from_numpy(inputs.temperature[drawn])[:, None]
-        weights = _weights(scaled, inputs.top_k[drawn], inputs.top_p[drawn], inputs.min_p[drawn])
-        token_ids[rows] = _draw(weights, inputs.seed[drawn], inputs.position[drawn])
+        parameters = inputs.parameters.take(drawn)
+        scaled = (logits if whole else logits[rows]) / torch.from_numpy(parameters["temperature"])[:, None]
+        weights = _weights(scaled, parameters["top_k"], parameters["top_p"], parameters["min_p"])
+        token_ids[rows] = _draw(weights, parameters["seed"], inputs.position[drawn])
     return Sampled(token_ids, ok)
 
 

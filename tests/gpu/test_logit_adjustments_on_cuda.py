@@ -12,6 +12,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from sampling_rows import inputs
 
 from ringcore.model_executor import logit_adjustments as reference
 from ringcore.model_executor.logit_adjustments import IN_PROMPT, LogitAdjustments, reset_counts
@@ -175,20 +176,17 @@ def test_what_is_drawn_is_what_the_cpu_draws(cuda: torch.device) -> None:
     most."""
     from ringcore.kernels.logit_adjustments import adjust_logits
     from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
-    from ringcore.model_executor.sampler import SamplingInputs, sample
+    from ringcore.model_executor.sampler import sample
 
     logits, adjustments = real_logits(VOCAB_SIZE), real_adjustments(VOCAB_SIZE, seed=5)
     kinds = np.arange(ROWS) % 4
-    columns = SamplingInputs(
-        temperature=np.choose(kinds, [0, 1, 0.7, 1.5]).astype(np.float32),
-        top_k=np.choose(kinds, [0, 0, 50, 0]).astype(np.int32),
-        top_p=np.choose(kinds, [1, 1, 0.9, 0.95]).astype(np.float32),
-        min_p=np.choose(kinds, [0, 0, 0, 0.01]).astype(np.float32),
-        seed=np.arange(ROWS, dtype=np.int64),
-        position=np.full(ROWS, 9, np.int64),
-        num_logprobs=np.full(ROWS, -1, np.int32),
-        masked_rows=np.zeros(0, np.int64),
-        masked_ids=np.zeros(0, np.int64),
+    columns = inputs(
+        ROWS,
+        temperature=np.choose(kinds, [0, 1, 0.7, 1.5]),
+        top_k=np.choose(kinds, [0, 0, 50, 0]),
+        top_p=np.choose(kinds, [1, 1, 0.9, 0.95]),
+        min_p=np.choose(kinds, [0, 0, 0, 0.01]),
+        position=9,
     )
     expected = sample(reference.adjust_logits(logits, adjustments), columns)
     adjusted = adjust_logits(logits.to(cuda), on(cuda, adjustments))

@@ -16,8 +16,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from adjusted_rows import Row, adjustments_of, assert_same, by_hand, random_logits, random_rows
+from sampling_rows import inputs
 from test_precompile import run
-from test_sampling import check, inputs
+from test_sampling import check
 
 from ringcore.kernels import logit_adjustments as kernels
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from adjusted_rows import Row, adjustments_of
 from exact_sampling import ASKS_FOR_EVERYTHING, CASES, LOGITS, VOCAB_SIZE, Case, p_value
-from test_sampling import inputs
+from sampling_rows import inputs
 
 from ringcore.kernels.logit_adjustments import adjust_logits
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens

@@ -18,26 +18,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
 import triton.language as tl
+from sampling_rows import inputs
 
 from ringcore.kernels import sampling
 from ringcore.kernels.sampling import DeviceSamplingInputs, SamplingWorkspace, sample_tokens
 from ringcore.kernels.sampling_draw import exp_of, exponentials
 from ringcore.model_executor.sampler import SamplingInputs, sample, token_logprobs, uniforms
+from ringcore.protocol.row_parameters import ROW_PARAMETERS
 
 ON_GPU = torch.cuda.is_available()
 ROWS = 4000 if ON_GPU else 2
 ALLOWED = 2 if ON_GPU else 0
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="too large for Triton's interpreter")
-
-
-def inputs(n: int, **columns: Any) -> SamplingInputs:
-    """n rows of temperature 1 without filters, seeds 0 .. n - 1; a column is one value for all or one a row."""
-    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "top_k": np.int32}
-    kinds |= {"seed": np.int64, "position": np.int64, "num_logprobs": np.int32}
-    given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "position": 5}
-    given |= {"seed": np.arange(n), "num_logprobs": -1} | columns
-    masked = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("masked_rows", "masked_ids")}
-    return SamplingInputs(**{k: np.broadcast_to(v, n).astype(kinds[k]) for k, v in given.items()}, **masked)
 
 
 def random_logits(n: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -331,14 +323,14 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(device: torch.device) -> No
 def test_inputs_that_are_filled_again(device: torch.device) -> None:
     """As for a CUDA graph: buffers for more rows and masked tokens than given; padding rows after the last are
     harmless."""
-    room = DeviceSamplingInputs.allocate(9, 20, device)
+    room = DeviceSamplingInputs.allocate(ROW_PARAMETERS.dtype, 9, 20, device)
     room.buffer.fill_(0xFF)
-    addresses = [getattr(room, name).data_ptr() for name in ("seed", "temperature", "masked_token_ids")]
+    addresses = [getattr(room, name).data_ptr() for name in ("parameters", "position", "masked_token_ids")]
     logits = random_logits(9, 120, seed=13)
     for n, masked_tokens in ((5, {}), (9, {"masked_rows": [8, 0], "masked_ids": [3, 4]}), (2, {"top_p": 0.5}), (0, {})):
         columns = inputs(n, temperature=0.8, **masked_tokens)
         assert DeviceSamplingInputs.from_host(columns, device, out=room) is room
-        assert [getattr(room, name).data_ptr() for name in ("seed", "temperature", "masked_token_ids")] == addresses
+        assert [getattr(room, name).data_ptr() for name in ("parameters", "position", "masked_token_ids")] == addresses
         token_ids, ok = on_device(logits, columns, device, placed=room)
         assert torch.equal(token_ids[:n], sample(logits[:n], columns).token_ids)
         assert torch.equal(token_ids[n:], logits[n:].argmax(-1))
@@ -353,7 +345,8 @@ def test_inputs_say_which_variant_they_need(device: torch.device) -> None:
     assert masked.masked_start.tolist() == [0, 1, 1]
     assert masked.masked_end.tolist() == [1, 1, 3]
     assert masked.masked_token_ids.tolist() == [6, 5, 7]
-    assert all(t.data_ptr() % 16 == 0 for t in (masked.seed, masked.top_k, masked.min_p, masked.masked_token_ids))
+    views = (masked.parameters, masked.position, masked.masked_start, masked.masked_end, masked.masked_token_ids)
+    assert all(view.data_ptr() % 16 == 0 for view in views)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -407,7 +400,7 @@ def test_draws_have_the_exact_probabilities(device: torch.device) -> None:
 def test_a_graph_can_hold_it(device: torch.device) -> None:
     """Captured once with everything on; replayed with other logits and parameters in the same memory."""
     n, vocab_size = 8, 50_257
-    room = DeviceSamplingInputs.allocate(n, 64, device)
+    room = DeviceSamplingInputs.allocate(ROW_PARAMETERS.dtype, n, 64, device)
     workspace = SamplingWorkspace.allocate(n, vocab_size, device)
     logits = torch.zeros(n, vocab_size, device=device)
     token_ids = torch.empty(n, dtype=torch.int64, device=device)

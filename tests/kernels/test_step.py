@@ -12,25 +12,22 @@ from ringcore.kernels.step_state import (
     BAD_HIDDEN,
     BAD_LOGITS,
     LAST_TOKEN,
-    MIN_P,
-    MIN_TOKENS,
     NUM_CACHED,
     NUM_COMPUTED,
     NUM_PROMPT,
     NUM_STOPS,
-    RECORD_HEAD,
+    PARAMETERS,
     RING_HEAD,
-    SEED,
     STEP_COUNT,
     STOPPED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     DecodeInputs,
     StateLayout,
 )
+from ringcore.protocol.row_parameters import ROW_PARAMETERS
 
-LAYOUT = StateLayout(max_rows=7, max_stops=3, block_sizes=(16, 4), table_widths=(10, 37))
+LAYOUT = StateLayout(
+    max_rows=7, max_stops=3, block_sizes=(16, 4), table_widths=(10, 37), parameters=ROW_PARAMETERS.dtype
+)
 FREE = (0, 3)  # rows without a request
 
 
@@ -58,12 +55,13 @@ def state() -> torch.Tensor:
         words[NUM_COMPUTED.value] = rng.integers(20, 140)
         words[NUM_CACHED.value] = words[NUM_COMPUTED.value] - 5
         words[NUM_PROMPT.value] = words[NUM_COMPUTED.value] - rng.integers(0, 9)
-        words[MIN_TOKENS.value] = (0, 100)[row % 2]
         words[NUM_STOPS.value] = row % 4
         words[STOPPED.value] = row == 5
-        floats = words.view(np.float32)
-        floats[[TEMPERATURE.value, TOP_P.value, MIN_P.value]] = rng.random(3)
-        words[SEED.value : SEED.value + 2] = np.array([-5 - row * (1 << 40)]).view(np.int32)
+        parameters = words[PARAMETERS.value : LAYOUT.stops_at].view(ROW_PARAMETERS.dtype)
+        for name in ("temperature", "top_p", "min_p"):
+            parameters[name] = rng.random()
+        parameters["seed"] = -5 - row * (1 << 40)
+        parameters["min_tokens"] = (0, 100)[row % 2]
         for group in range(2):
             table(state, group, row)[:] = rng.integers(1, 1000, LAYOUT.table_widths[group])
     record(state, 6)[NUM_CACHED.value] = record(state, 6)[NUM_COMPUTED.value] + 1
@@ -74,7 +72,7 @@ def test_the_parts_of_the_state_do_not_overlap() -> None:
     edges = [LAYOUT.batch_at, LAYOUT.records_at, LAYOUT.table_at(0), LAYOUT.table_at(1), LAYOUT.num_words]
     sizes = [7, 7 * LAYOUT.record_words, 7 * 10, 7 * 37]
     assert all(start + size <= end for start, size, end in zip(edges, sizes, edges[1:], strict=False))
-    assert LAYOUT.record_words >= RECORD_HEAD.value + LAYOUT.max_stops
+    assert LAYOUT.record_words >= LAYOUT.stops_at + LAYOUT.max_stops
     assert all(edge % 4 == 0 for edge in edges)
 
 
@@ -101,10 +99,11 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
         tensor.fill_(-7)
     prepare_decode(on_device, LAYOUT, inputs, 6)
     sampling = inputs.sampling
+    gathered = sampling.parameters.cpu().numpy().view(ROW_PARAMETERS.dtype)[:, 0]
     for i, row in enumerate(batch):
         if row in (-1, 5):  # padding, or a stopped row
             assert (inputs.input_ids[i], inputs.positions[i], inputs.seq_lens[i]) == (0, 0, 0)
-            assert sampling.temperature[i] == 0
+            assert gathered[i] == np.zeros((), ROW_PARAMETERS.dtype), "greedy"
             assert sampling.masked_start[i] == sampling.masked_end[i]
             assert all(slots[i] == 0 for slots in inputs.slots)
             assert all((blocks[i] == -7).all() for blocks in inputs.block_tables)
@@ -113,14 +112,12 @@ def test_prepare_decode(device: torch.device, state: torch.Tensor) -> None:
         here = int(words[NUM_COMPUTED.value])
         assert (inputs.input_ids[i], inputs.positions[i]) == (words[LAST_TOKEN.value], here)
         assert inputs.seq_lens[i] == sampling.position[i] == here + 1
-        floats = words.view(np.float32)
-        for column, index in ((sampling.temperature, TEMPERATURE), (sampling.top_p, TOP_P), (sampling.min_p, MIN_P)):
-            assert column[i].item() == floats[index.value]
-        assert sampling.top_k[i] == words[TOP_K.value]
-        assert sampling.seed[i] == -5 - row * (1 << 40)
+        parameters = words[PARAMETERS.value : LAYOUT.stops_at].view(ROW_PARAMETERS.dtype)[0]
+        assert gathered[i] == parameters
+        assert gathered["seed"][i] == -5 - row * (1 << 40)
         masked = sampling.masked_token_ids[sampling.masked_start[i] : sampling.masked_end[i]].tolist()
-        is_early = here + 1 - words[NUM_PROMPT.value] < words[MIN_TOKENS.value]
-        stops = words[RECORD_HEAD.value : RECORD_HEAD.value + words[NUM_STOPS.value]].tolist()
+        is_early = here + 1 - words[NUM_PROMPT.value] < parameters["min_tokens"]
+        stops = words[LAYOUT.stops_at : LAYOUT.stops_at + words[NUM_STOPS.value]].tolist()
         assert masked == (stops if is_early else [])
         for group, size in enumerate(LAYOUT.block_sizes):
             blocks, num_blocks = table(state, group, row), -(-(here + 1) // size)
@@ -145,7 +142,7 @@ def ring_of(device: torch.device) -> torch.Tensor:
 
 def test_finish_rows_of_single_tokens(device: torch.device, state: torch.Tensor) -> None:
     record(state, 1)[NUM_STOPS.value] = 3
-    stop = int(record(state, 1)[RECORD_HEAD.value + 2])
+    stop = int(record(state, 1)[LAYOUT.stops_at + 2])
     rows = torch.tensor([4, 1, 5, 2, -1], dtype=torch.int32, device=device)
     token_ids = torch.tensor([88, stop, 3, 91, 50], device=device)
     ok = torch.tensor([True, True, False, False, True], device=device)

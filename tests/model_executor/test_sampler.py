@@ -8,20 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_rows import inputs
 
-from ringcore.model_executor.sampler import SamplingInputs, philox_4x32_10, sample, token_logprobs, uniforms
+from ringcore.model_executor.sampler import philox_4x32_10, sample, token_logprobs, uniforms
 
 DRAWS = 20_000
-
-
-def inputs(n: int, **columns: Any) -> SamplingInputs:
-    """n rows of temperature 1 without filters, seeds 0 .. n - 1; a column is one value for all or one a row."""
-    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "top_k": np.int32}
-    kinds |= {"seed": np.int64, "position": np.int64, "num_logprobs": np.int32}
-    given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "position": 5}
-    given |= {"seed": np.arange(n), "num_logprobs": -1} | columns
-    masked = {k: np.array(given.pop(k, []), dtype=np.int64) for k in ("masked_rows", "masked_ids")}
-    return SamplingInputs(**{k: np.broadcast_to(v, n).astype(kinds[k]) for k, v in given.items()}, **masked)
 
 
 def logits_of(probabilities: list[float], n: int = 1) -> torch.Tensor:

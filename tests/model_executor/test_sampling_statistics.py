@@ -11,7 +11,7 @@ import pytest
 import torch
 from adjusted_rows import Row, adjustments_of
 from exact_sampling import CASES, LOGITS, VOCAB_SIZE, Case, exact_probabilities, p_value
-from test_sampler import inputs
+from sampling_rows import inputs
 
 from ringcore.model_executor.logit_adjustments import adjust_logits
 from ringcore.model_executor.sampler import sample

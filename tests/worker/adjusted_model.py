@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sampling_rows import record
 
 from ringcore.model_executor.sampler import SamplingInputs, sample
 from ringcore.params.sampling_params import SamplingParams
@@ -77,13 +78,8 @@ def expected_tokens(
         if len(written) < params.min_tokens:
             for stop in stops:
                 row[stop] = -math.inf
-        inputs = SamplingInputs(
-            *(np.array([value], dtype=dtype) for value, dtype in (
-                (params.temperature, np.float32), (params.top_k, np.int32), (params.top_p, np.float32),
-                (params.min_p, np.float32), (seed, np.int64), (len(tokens), np.int64), (-1, np.int32),
-            )),
-            np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64),
-        )  # fmt: skip
+        none = np.zeros(0, dtype=np.int64)
+        inputs = SamplingInputs(record(params, seed)[None], np.array([len(tokens)]), none, none)
         tokens.append(int(sample(torch.tensor([row]), inputs).token_ids[0]))
         if tokens[-1] in stops:
             break

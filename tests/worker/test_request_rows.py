@@ -26,12 +26,12 @@ def test_a_new_request_fills_its_row(rows: RequestRows) -> None:
     assert rows.block_tables[0].block_ids[2].tolist() == [3, 4, 0, 0, 0]
     assert (rows.num_tokens[2], rows.num_computed_tokens[2], rows.num_prompt_tokens[2]) == (5, 4, 3)
     inputs = rows.sampling_inputs(np.array([2], dtype=np.int32))
-    assert inputs.temperature.tolist() == [0.5]
-    assert inputs.top_k.tolist() == [3]
-    assert inputs.top_p.tolist() == pytest.approx([0.9])
-    assert inputs.min_p.tolist() == pytest.approx([0.1])
-    assert inputs.seed.tolist() == [2**40]
-    assert inputs.num_logprobs.tolist() == [2]
+    assert inputs.parameters["temperature"].tolist() == [0.5]
+    assert inputs.parameters["top_k"].tolist() == [3]
+    assert inputs.parameters["top_p"].tolist() == pytest.approx([0.9])
+    assert inputs.parameters["min_p"].tolist() == pytest.approx([0.1])
+    assert inputs.parameters["seed"].tolist() == [2**40]
+    assert inputs.parameters["num_logprobs"].tolist() == [2]
     assert inputs.position.tolist() == [5]
 
 

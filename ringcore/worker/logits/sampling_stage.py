@@ -67,7 +67,9 @@ class SamplingStage:
     ) -> PendingLogprobs | None:
         """The log-probabilities of token_ids [n] under the raw logits [n, vocab_size], of those of rows [n] that asked;
         None on ranks that return no output."""
-        return launch_logprobs(logits, token_ids, self._rows.num_logprobs[rows]) if self._is_output_rank else None
+        if not self._is_output_rank:
+            return None
+        return launch_logprobs(logits, token_ids, self._rows.parameters["num_logprobs"][rows])
 
 
 def _mark_fully_masked(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:

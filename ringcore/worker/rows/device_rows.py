@@ -10,17 +10,11 @@ import torch
 from ringcore.kernels.step import write_words
 from ringcore.kernels.step_state import (
     LAST_TOKEN,
-    MIN_P,
-    MIN_TOKENS,
     NUM_CACHED,
     NUM_COMPUTED,
     NUM_PROMPT,
     NUM_STOPS,
-    RECORD_HEAD,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
+    PARAMETERS,
     StateLayout,
 )
 from ringcore.protocol.steps import NewRequest
@@ -42,6 +36,7 @@ class DeviceRows:
             max_stops,
             tuple(table.block_size for table in tables),
             tuple(table.block_ids.shape[1] for table in tables),
+            rows.parameters.dtype,
         )
         assert self.layout.num_words < 1 << 31, "the block tables are too large for 32-bit indices"
         self.state = self.layout.allocate(device)
@@ -59,22 +54,18 @@ class DeviceRows:
 
     def admit(self, requests: Iterable[NewRequest], rows: RequestRows) -> None:
         """Mirrors requests that `rows` has already admitted."""
+        stops_at = self.layout.stops_at
+        parameters = rows.parameters.view(np.int32).reshape(len(rows.parameters), -1)
         for request in requests:
             row, num_stops = request.row, len(request.stop_token_ids)
-            record = np.zeros(RECORD_HEAD.value + num_stops, dtype=np.int32)
+            record = np.zeros(stops_at + num_stops, dtype=np.int32)
             record[NUM_COMPUTED.value] = request.num_computed_tokens
             record[NUM_CACHED.value] = request.num_cached_tokens
             record[NUM_PROMPT.value] = request.num_prompt_tokens
-            record[MIN_TOKENS.value] = rows.min_tokens[row]
             record[NUM_STOPS.value] = num_stops
             record[LAST_TOKEN.value] = request.token_ids[-1]
-            record[TOP_K.value] = rows.top_k[row]
-            floats = record.view(np.float32)
-            floats[TEMPERATURE.value] = rows.temperature[row]
-            floats[TOP_P.value] = rows.top_p[row]
-            floats[MIN_P.value] = rows.min_p[row]
-            record[SEED.value : SEED.value + 2] = rows.seed[row : row + 1].view(np.int32)
-            record[RECORD_HEAD.value :] = request.stop_token_ids
+            record[PARAMETERS.value : stops_at] = parameters[row]
+            record[stops_at:] = request.stop_token_ids
             self._add(self._record_at(row) + np.arange(len(record)), record)
             for group, block_ids in enumerate(request.block_ids):
                 self._add(self._table_at(group, row) + np.arange(len(block_ids)), block_ids)

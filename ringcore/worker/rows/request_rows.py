@@ -14,6 +14,7 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import SamplingInputs
 from ringcore.params.sampling_params import MAX_STOP_TOKEN_IDS
 from ringcore.protocol.codec import int_array
+from ringcore.protocol.row_parameters import ROW_PARAMETERS, RowParameters
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.worker.rows.block_table import AppendedBlocks, BlockTable
@@ -48,8 +49,10 @@ class RequestRows:
         kv_cache: KVCacheConfig,
         num_eos_tokens: int,
         listeners: Sequence[RowListener] = (),
+        parameters: RowParameters = ROW_PARAMETERS,
     ) -> None:
         self._listeners = listeners
+        self._record = parameters.record
         self.block_tables = [  # by KV cache group
             BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
         ]
@@ -62,13 +65,7 @@ class RequestRows:
         self.num_cached_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_stop_token_ids = np.zeros(max_num_seqs, dtype=np.int64)
-        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
-        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: not requested
+        self.parameters = np.zeros(max_num_seqs, dtype=parameters.dtype)  # records: parameters["top_k"] is a column
         # Admissions of each row since the start: distinguishes the requests that have used a row.
         self.num_admissions = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -98,14 +95,13 @@ class RequestRows:
             self.num_tokens[rows] = 0
             self.num_computed_tokens[rows] = 0
             self.num_cached_tokens[rows] = 0
-            self.min_tokens[rows] = 0
             for table in self.block_tables:
                 table.clear(rows)
             for listener in self._listeners:
                 listener.clear(rows)
 
     def _admit(self, request: NewRequest) -> None:
-        row, params, num_tokens = request.row, request.sampling_params, len(request.token_ids)
+        row, num_tokens = request.row, len(request.token_ids)
         assert not self.num_tokens[row], f"row {row} is in use"
         assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]
         assert request.num_computed_tokens <= request.num_cached_tokens <= num_tokens
@@ -119,13 +115,7 @@ class RequestRows:
             table.set(row, block_ids)
         self.stop_token_ids[row, : len(request.stop_token_ids)] = request.stop_token_ids
         self.num_stop_token_ids[row] = len(request.stop_token_ids)
-        self.min_tokens[row] = params.min_tokens
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seed[row] = request.seed
-        self.num_logprobs[row] = _num_logprobs(params.logprobs)
+        self.parameters[row] = self._record(request)
         for listener in self._listeners:
             listener.admit(request)
 
@@ -155,30 +145,14 @@ class RequestRows:
 
     def sampling_inputs(self, rows: np.ndarray) -> SamplingInputs:
         """The sampling parameters of `rows` [n], whose next token has the position num_tokens."""
-        masked_rows, masked_ids = self._masked_stop_tokens(rows)
-        return SamplingInputs(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seed=self.seed[rows],
-            position=self.num_tokens[rows],
-            num_logprobs=self.num_logprobs[rows],
-            masked_rows=masked_rows,
-            masked_ids=masked_ids,
-        )
+        parameters = self.parameters.take(rows)  # indexing copies records field by field
+        masked_rows, masked_ids = self._masked_stop_tokens(rows, parameters["min_tokens"])
+        return SamplingInputs(parameters, self.num_tokens[rows], masked_rows, masked_ids)
 
-    def _masked_stop_tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _masked_stop_tokens(self, rows: np.ndarray, min_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The stop tokens to mask, of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
         num_generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        early = np.flatnonzero(num_generated < self.min_tokens[rows])
+        early = np.flatnonzero(num_generated < min_tokens)
         counts = self.num_stop_token_ids[rows[early]]
         is_used = np.arange(self.stop_token_ids.shape[1]) < counts[:, None]
         return np.repeat(early, counts), self.stop_token_ids[rows[early]][is_used].astype(np.int64)
-
-
-def _num_logprobs(requested: int | None) -> int:
-    """The column's encoding: -1 for none; the whole vocabulary is the largest int32."""
-    if requested is None:
-        return -1
-    return np.iinfo(np.int32).max if requested < 0 else requested

@@ -30,6 +30,7 @@ from ringcore.model_executor.models import model_class
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
+from ringcore.protocol.row_parameters import EVERY_PARAMETER
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.device_launcher import DeviceLauncher
@@ -167,7 +168,6 @@ class _TorchMemoryPlatform:
 # The steps.
 
 _GREEDY, _SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-_FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1)
 _ADJUSTED = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0])
 
 
@@ -184,7 +184,7 @@ def warm_up_steps(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[
     if longest < 1:
         return
     max_rows, steps = config.scheduler.max_num_seqs, _Steps()
-    for num_tokens, params in product(_PROMPTS, (_GREEDY, _SAMPLED, _FILTERED)):
+    for num_tokens, params in product(_PROMPTS, (_GREEDY, _SAMPLED, EVERY_PARAMETER)):
         if num_tokens <= longest:
             yield steps.fresh([prompt(0, num_tokens, params)], [num_tokens])
     if longest >= 2 * _PREFIX:

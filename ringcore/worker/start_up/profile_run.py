@@ -8,6 +8,7 @@ and the libraries that it initializes do not delay the first request.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.sampler import SamplingInputs, logprob_tensors, token_logprobs
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.row_parameters import EVERY_PARAMETER, ROW_PARAMETERS, RowParameters
+from ringcore.protocol.steps import NewRequest
 from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.graph_capture import graph_sizes, mixed_sizes
@@ -29,7 +33,7 @@ from ringcore.worker.runner.kv_caches import choose_backends, group_of_layer
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 
-__all__ = ["profile_steps"]
+__all__ = ["profile_steps", "sampling_inputs"]
 
 _WARM_UP_TOKENS = 256
 _PROMPT_LOGPROBS = 20  # per position; with more of them, fewer positions are computed at once
@@ -98,11 +102,11 @@ class _ProfileRun:
         hidden = self._paged.forward(torch.zeros_like(positions), positions, groups)
         num_sampled = min(self._max_num_seqs, num_tokens)
         logits = self._paged.model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
-        inputs = _sampling_inputs(num_sampled)
+        inputs = sampling_inputs(num_sampled)
         adjusted = logits.to(torch.float32, copy=True)
         token_ids, _ = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, logits.device))
         del adjusted
-        token_logprobs(logits, token_ids, inputs.num_logprobs)
+        token_logprobs(logits, token_ids, inputs.parameters["num_logprobs"])
         del logits
         chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
         prompt_logits = self._paged.model.compute_logits(chunk)
@@ -123,16 +127,11 @@ def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torc
     )
 
 
-def _sampling_inputs(n: int) -> SamplingInputs:
+def sampling_inputs(num_rows: int, parameters: RowParameters = ROW_PARAMETERS) -> SamplingInputs:
     """Every row sampled with filters and its log-probability."""
-    return SamplingInputs(
-        temperature=np.ones(n, dtype=np.float32),
-        top_k=np.full(n, 50, dtype=np.int32),
-        top_p=np.full(n, 0.9, dtype=np.float32),
-        min_p=np.zeros(n, dtype=np.float32),
-        seed=np.arange(n, dtype=np.int64),
-        position=np.ones(n, dtype=np.int64),
-        num_logprobs=np.zeros(n, dtype=np.int32),
-        masked_rows=np.zeros(0, dtype=np.int64),
-        masked_ids=np.zeros(0, dtype=np.int64),
-    )
+    params = replace(EVERY_PARAMETER, logprobs=0)
+    request = NewRequest(0, int_array([0]), 1, 0, 0, [], params, seed=1, stop_token_ids=[])
+    records = np.zeros(num_rows, dtype=parameters.dtype)
+    records[:] = parameters.record(request)
+    none = np.zeros(0, dtype=np.int64)
+    return SamplingInputs(records, position=np.ones(num_rows, dtype=np.int64), masked_rows=none, masked_ids=none)
