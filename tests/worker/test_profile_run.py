@@ -1,0 +1,57 @@
+"""The profile run on a CPU, whose platform only runs the steps; the sampling kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
+
+import pytest
+from step_driver import make_config
+
+from ringcore.kernels.sampling import DeviceSamplingInputs
+from ringcore.params.sampling_params import SamplingParams
+from ringcore.protocol.row_parameters import EVERY_PARAMETER, ROW_PARAMETERS
+from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.start_up import profile_run
+from ringcore.worker.worker import Worker
+
+
+class Running(CpuPlatform):
+    """The peak of a run is the number of rows that it sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled: list[DeviceSamplingInputs] = []
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        run()
+        return len(self.sampled[-1].parameters)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are compiled, and take no memory of a CPU")
+def test_its_steps_sample_every_row_with_filters(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, sample_tokens = Running(), profile_run.sample_tokens
+
+    def sample(logits: torch.Tensor, inputs: DeviceSamplingInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        platform.sampled.append(inputs)
+        return sample_tokens(logits, inputs)
+
+    monkeypatch.setattr(profile_run, "sample_tokens", sample)
+    worker = Worker(make_config(tiny_llama[0]), 0, None)  # 6 rows
+    worker.init_device()
+    worker.load_model()
+    assert worker._loaded is not None
+    peaks = profile_run.profile_steps(worker.config, worker._loaded.model, worker.get_kv_cache_spec(), platform)
+    worker.shutdown()
+    assert (peaks.largest_bytes, peaks.decode_bytes) == (6, 6)
+    for inputs in platform.sampled:
+        records = inputs.parameters.numpy().view(ROW_PARAMETERS.dtype)[:, 0]
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            assert records[name].tolist() == [pytest.approx(getattr(EVERY_PARAMETER, name))] * 6
+            assert getattr(EVERY_PARAMETER, name) != getattr(SamplingParams(), name)
