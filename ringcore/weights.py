@@ -27,7 +27,19 @@ from ringcore.executor.ring_memory import seal, shared_memory
 __all__ = ["SharedTensors", "WeightGroup", "ipc_handles", "weight_source"]
 
 # By the dtype's name in torch, its name in the safetensors format.
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+}
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NUM_WRITERS = 8  # threads: a few saturate the host's memory bandwidth
 

@@ -99,7 +99,7 @@ def test_too_little_memory(monkeypatch):
     [
         (3, "is a int; give a torch tensor"),
         ([1.0], "is a list; give a torch tensor"),
-        (torch.ones(3, dtype=torch.int64), "is int64; give it in float64, float32, float16, bfloat16"),
+        (torch.ones(3, dtype=torch.complex64), "is complex64; give it in float64, float32, float16, bfloat16"),
         (torch.tensor(1.0), "is a single number"),
     ],
 )

@@ -9,7 +9,18 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.metadata import AttentionMetadata
 
-__all__ = ["ForwardContext", "GroupContext"]
+__all__ = ["NO_TOKEN_CONTEXT", "ForwardContext", "GroupContext", "TokenContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenContext:
+    """What the linears of a step may depend on token by token, besides their input. A CUDA graph is captured with
+    static tensors here, as with every other input."""
+
+    adapter_ids: torch.Tensor | None = None  # [num_tokens] int64, 0: no adapter; None: of no token
+
+
+NO_TOKEN_CONTEXT = TokenContext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +46,4 @@ class ForwardContext:
     groups: tuple[GroupContext, ...]
     group_of_layer: tuple[int, ...]  # by attention layer: the index of its group
     kv_caches: tuple[torch.Tensor, ...]  # by attention layer, each of its backend's kv_cache_shape
+    tokens: TokenContext = NO_TOKEN_CONTEXT

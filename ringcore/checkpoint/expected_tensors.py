@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
+from ringcore.checkpoint.matrix_tensors import BIAS, DENSE
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import ModelSpec
 from ringcore.checkpoint.safetensors_header import TensorIndex
@@ -58,9 +59,8 @@ def _of_layer(spec: ModelSpec, family: Family) -> Iterator[tuple[str, Shape]]:
         ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
         ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
     ):
-        yield f"{name}.weight", (num_outputs, num_inputs)
-        if has_bias:
-            yield f"{name}.bias", (num_outputs,)
+        for tensor in (*DENSE, BIAS) if has_bias else DENSE:
+            yield f"{name}.{tensor.suffix}", tensor.shape(num_outputs, num_inputs)
     for norm in family.norms.of_hidden():
         yield f"{norm}.weight", (hidden,)
     if family.head_norm:

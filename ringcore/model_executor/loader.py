@@ -19,7 +19,7 @@ from ringcore.checkpoint import ModelFiles
 from ringcore.checkpoint.expected_tensors import check_tensors
 from ringcore.model_executor.staging import CopyEvent, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
-from ringcore.model_executor.weight import Init, Weight, WeightPart
+from ringcore.model_executor.weight import Uniform, Weight, WeightPart
 
 __all__ = [
     "Allocate",
@@ -94,14 +94,14 @@ class Readers:
         self._streams = ReaderStreams(device)
         self._threads = ThreadPoolExecutor(min(_NUM_READERS, len(os.sched_getaffinity(0))))
 
-    def read(self, places: Iterable[tuple[WeightPart, torch.Tensor]], init: Init) -> list[Future[CopyEvent]]:
+    def read(self, places: Iterable[tuple[WeightPart, torch.Tensor]], init: Uniform) -> list[Future[CopyEvent]]:
         """Starts reading into the places of parts. A piece is complete once its future is done and its `CopyEvent` was
         waited for."""
         pieces = (piece for part, out in places for piece in part.pieces(out, _PIECE_BYTES))
         return [self._threads.submit(self._read, part, init, out) for part, out in pieces]
 
     @torch.inference_mode()  # thread-local
-    def _read(self, part: WeightPart, init: Init, out: torch.Tensor) -> CopyEvent:
+    def _read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> CopyEvent:
         with self._streams.of_thread() as stream:
             self._source.read(part, init, out)
             return stream.record()

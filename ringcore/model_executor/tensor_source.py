@@ -22,7 +22,7 @@ from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.staging import Staging
-from ringcore.model_executor.weight import Init, WeightPart
+from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Uniform, WeightPart, is_readable
 
 __all__ = ["TensorSource", "open_source"]
 
@@ -37,11 +37,12 @@ class TensorSource(ABC):
         """The file that holds a tensor, for messages."""
 
     @abstractmethod
-    def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
+    def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         """Copies the slice that `part` describes, in its order, into `out`, a tensor or view of its shape. On a GPU, on
         the current stream and perhaps not yet complete when it returns. Thread-safe.
 
-        `out` may be of any float dtype and device. Raises `ModelLoadError` if the file does not hold the data.
+        `out` may be on any device, and of any dtype that the tensor's can fill (`is_readable`). Raises `ModelLoadError`
+        if the file does not hold the data.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
@@ -79,12 +80,6 @@ class SafetensorsSource(TensorSource):
     """
 
     BUFFER_BYTES = 4 << 20
-    DTYPES: Mapping[str, torch.dtype] = {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-    }
 
     def __init__(self, files: Sequence[str]) -> None:
         self._index = TensorIndex(files)
@@ -96,10 +91,10 @@ class SafetensorsSource(TensorSource):
     def file_of(self, name: str) -> str:
         return self._index[name].file
 
-    def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
+    def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         name = part.checkpoint_name
         entry = self._index[name]
-        dtype = self._dtype(name, entry)
+        dtype = _dtype(name, entry, out.dtype)
         stride = math.prod(entry.shape[1:]) * dtype.itemsize  # bytes of a row in the file
         if part.dim == 0:
             row_bytes, begin = stride, entry.begin + part.start * stride
@@ -114,16 +109,6 @@ class SafetensorsSource(TensorSource):
             buffer = staging.buffer(len(rows) * row_bytes)
             self._fill(buffer, name, entry, begin + first * stride, stride, row_bytes)
             staging.copy(buffer.view(dtype).view(rows.shape), rows, part)
-
-    def _dtype(self, name: str, entry: TensorEntry) -> torch.dtype:
-        if entry.dtype not in self.DTYPES:
-            raise ModelLoadError(
-                f"{entry.file}: tensor {name!r} is {entry.dtype}; quantized checkpoints are not computed, "
-                f"give one in {', '.join(self.DTYPES)}",
-                path=entry.file,
-                tensor=name,
-            )
-        return self.DTYPES[entry.dtype]
 
     def _fill(self, out: torch.Tensor, name: str, entry: TensorEntry, begin: int, stride: int, row_bytes: int) -> None:
         """Fills `out` with runs of `row_bytes`, `stride` bytes apart in the file."""
@@ -155,6 +140,20 @@ class SafetensorsSource(TensorSource):
         self._opened.clear()
 
 
+def _dtype(name: str, entry: TensorEntry, wanted: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in its file. Raises `ModelLoadError` where it cannot fill one of dtype `wanted`."""
+    dtype = CHECKPOINT_DTYPES.get(entry.dtype)
+    if dtype is None or not is_readable(dtype, wanted):
+        fitting = [key for key, stored in CHECKPOINT_DTYPES.items() if is_readable(stored, wanted)]
+        raise ModelLoadError(
+            f"{entry.file}: tensor {name!r} is {entry.dtype}, with which the model does not compute; "
+            f"give a checkpoint in {', '.join(fitting)}",
+            path=entry.file,
+            tensor=name,
+        )
+    return dtype
+
+
 class GGUFSource(TensorSource):
     """Dequantizes the rows it needs, a few at a time; a slice of columns needs whole rows."""
 
@@ -168,7 +167,7 @@ class GGUFSource(TensorSource):
     def file_of(self, name: str) -> str:
         return self._path
 
-    def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
+    def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         first_row = part.start if part.dim == 0 else 0
         rows_at_once = _whole_runs(self.PIECE_ELEMENTS // math.prod(part.checkpoint_shape[1:]), part)
         for done in range(0, len(out), rows_at_once):
@@ -182,7 +181,6 @@ class DummySource(TensorSource):
     """Random tensors: an element depends on the seed, the tensor's name and the element's index in the whole tensor
     alone, not on the slice that is read, nor on the device, where they are generated.
 
-    Matrices are uniform with variance 1 / fan-in, so that activations and logits have the magnitude of a trained model.
     On a CPU several threads generate.
     """
 
@@ -198,7 +196,7 @@ class DummySource(TensorSource):
     def file_of(self, name: str) -> str:
         return "dummy weights"
 
-    def read(self, part: WeightPart, init: Init, out: torch.Tensor) -> None:
+    def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         on_host = out.device.type == "cpu"
         row_elements = math.prod(part.checkpoint_shape[1:])
         group_elements = self.GROUP_ELEMENTS if on_host else self.DEVICE_GROUP_ELEMENTS
@@ -212,7 +210,7 @@ class DummySource(TensorSource):
             rows = out[begin : begin + group_rows]
             shape = (len(rows), *part.checkpoint_shape[1:])
             values = _uniform((first_row + begin) * row_elements, math.prod(shape), keys, out.device)
-            values = _scaled(values, init, shape[-1]).view(shape)
+            values = values.mul_(init.high - init.low).add_(init.low).view(shape)
             values = values if part.dim == 0 else values.narrow(part.dim, part.start, part.length)
             rows.copy_(part.ordered(values))
 
@@ -245,15 +243,3 @@ def _uniform(first: int, count: int, keys: tuple[int, int], device: torch.device
 def _signed(number: int) -> int:
     """The int32 with the low 32 bits of a number."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def _scaled(values: torch.Tensor, init: Init, fan_in: int) -> torch.Tensor:
-    """Scales numbers in (0, 1) to the range of `init`, in place."""
-    match init:
-        case "matrix":
-            low, high = -math.sqrt(3 / fan_in), math.sqrt(3 / fan_in)
-        case "bias":
-            low, high = -0.05, 0.05
-        case "norm":
-            low, high = 0.8, 1.2
-    return values.mul_(high - low).add_(low)

@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 
 from ringcore.kernels.upload import upload
 
-__all__ = ["Derived", "Init", "Tensors", "Weight", "WeightPart", "WeightedLayer"]
+__all__ = ["CHECKPOINT_DTYPES", "Derived", "Tensors", "Uniform", "Weight", "WeightPart", "WeightedLayer", "is_readable"]
 
-# The distribution of dummy weights: a matrix, small biases, or norm weights near 1.
-Init = Literal["matrix", "bias", "norm"]
+# By their names in safetensors.
+CHECKPOINT_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # numbers as they are
+
+
+def is_readable(stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a checkpoint's tensor of dtype `stored` may fill one of `dtype`: plain floats are converted; codes, which
+    mean something with their scales alone, are taken as they are."""
+    return stored == dtype or (stored in _PLAIN and dtype in _PLAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """The distribution of dummy weights, between two numbers; of an integer dtype, rounded towards 0."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of_fan_in(cls, num_inputs: int) -> Self:
+        """Of a matrix: activations and logits have the magnitude of a trained model."""
+        bound = math.sqrt(3 / num_inputs)
+        return cls(-bound, bound)
 
 
 class Tensors(Protocol):
@@ -34,8 +67,8 @@ class WeightPart:
     Entries `start` to `start + length` along `dim` of the checkpoint tensor become entries `offset` to `offset +
     length` along `dim` of the final one. `length` is 0 if the rank has no share of the tensor.
 
-    `order`, if given, is a permutation of rows, applied to every run of len(order) rows: row i of a run is row order[i]
-    of that run in the checkpoint.
+    `order`, if given, is a permutation along `dim`, applied to every run of len(order) entries: entry i of a run is
+    entry order[i] of that run in the checkpoint.
     """
 
     checkpoint_name: str
@@ -48,21 +81,21 @@ class WeightPart:
 
     def __post_init__(self) -> None:
         if self.order is not None:
-            assert self.dim == 0, self
             assert self.length % len(self.order) == 0, self
             assert sorted(self.order) == list(range(len(self.order))), self
 
     @property
     def run(self) -> int:
         """Rows that must be read together."""
-        return 1 if self.order is None else len(self.order)
+        return 1 if self.order is None or self.dim != 0 else len(self.order)
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [n, ...] in checkpoint order -> in the order of the final tensor. n is a multiple of `run`."""
+        """Rows [n, ...] of the part in checkpoint order -> in that of the final tensor. n is a multiple of `run`."""
         if self.order is None:
             return rows
-        runs = rows.reshape(-1, self.run, *rows.shape[1:])
-        return runs.index_select(1, _index(self.order, rows.device)).flatten(0, 1)
+        dim, shape = self.dim, rows.shape
+        runs = rows.reshape(*shape[:dim], -1, len(self.order), *shape[dim + 1 :])
+        return runs.index_select(dim + 1, _index(self.order, rows.device)).flatten(dim, dim + 1)
 
     def pieces(self, out: torch.Tensor, max_bytes: int) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """The part as several of about `max_bytes`, each with its rows of `out`, the part's place in the final tensor.
@@ -92,7 +125,7 @@ class Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[WeightPart, ...]
-    init: Init
+    init: Uniform
 
     @property
     def nbytes(self) -> int:

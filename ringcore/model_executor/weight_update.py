@@ -15,15 +15,13 @@ import torch
 from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
 from ringcore.errors import InvalidRequestError
 from ringcore.model_executor.loader import Readers
-from ringcore.model_executor.tensor_source import SafetensorsSource, TensorSource
-from ringcore.model_executor.weight import Init, Weight, WeightPart
+from ringcore.model_executor.tensor_source import TensorSource
+from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Uniform, Weight, WeightPart, is_readable
 
-__all__ = ["FLOAT_DTYPES", "WeightUpdate", "row_pieces"]
+__all__ = ["DTYPES", "WeightUpdate", "row_pieces"]
 
 # Dtypes of a checkpoint, by their names in torch.
-FLOAT_DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in SafetensorsSource.DTYPES.values()
-}
+DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in CHECKPOINT_DTYPES.values()}
 _PIECE_BYTES = 64 << 20  # of a tensor that are sliced, converted and reordered at a time
 
 
@@ -39,7 +37,8 @@ class _Target:
     """The places that one checkpoint tensor fills on this rank."""
 
     shape: tuple[int, ...]  # of the whole checkpoint tensor
-    places: list[tuple[WeightPart, torch.Tensor, Init]] = field(default_factory=list)
+    dtype: torch.dtype  # of the model's tensors
+    places: list[tuple[WeightPart, torch.Tensor, Uniform]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +60,7 @@ class WeightUpdate:
             padding = slice(weight.num_filled, None)
             tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents
             for part in weight.parts:
-                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape))
+                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.dtype))
             for part, out in weight.places(tensors[weight.name]):
                 self._targets[part.checkpoint_name].places.append((part, out, weight.init))
         self._taken: set[str] = set()
@@ -86,8 +85,9 @@ class WeightUpdate:
                 name,
                 f"has the shape {list(shape)}, the model's is {list(target.shape)}; give it whole, as in a checkpoint",
             )
-        if dtype is not None and dtype not in FLOAT_DTYPES.values():
-            raise _refused(name, f"is {dtype}; give it in {', '.join(FLOAT_DTYPES)}")
+        if dtype is not None and not is_readable(dtype, target.dtype):
+            fitting = [key for key, given in DTYPES.items() if is_readable(given, target.dtype)]
+            raise _refused(name, f"is {dtype}; give it in {', '.join(fitting)}")
         return True
 
     def take(self, name: str, tensor: torch.Tensor) -> int:
@@ -147,7 +147,7 @@ class WeightUpdate:
 def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Copies a part's share of rows `first`, `first` + 1, ... of the checkpoint tensor into the part's place."""
     if part.dim != 0:
-        out[first : first + len(rows)].copy_(rows.narrow(part.dim, part.start, part.length))
+        out[first : first + len(rows)].copy_(part.ordered(rows.narrow(part.dim, part.start, part.length)))
         return
     begin, end = max(first, part.start), min(first + len(rows), part.start + part.length)
     if begin >= end:

@@ -30,11 +30,11 @@ def spec_of(folder) -> ModelSpec:
 def test_they_are_those_of_the_model(tmp_path, architecture, variant):
     torch = pytest.importorskip("torch")
     from ringcore.distributed.parallel import SingleRank
-    from ringcore.model_executor.models import model_class
+    from ringcore.model_executor.models import build_model
 
     folder = model_folder(tmp_path / "m", architectures=[architecture], **EXTRA.get(architecture, {}), **variant)
     spec = spec_of(folder)
-    model = model_class(architecture)(spec, SingleRank(), torch.float32, 16)
+    model = build_model(spec, SingleRank(), torch.float32, 16)
     parts = {part.checkpoint_name: part.checkpoint_shape for weight in model.weights() for part in weight.parts}
     assert expected_tensors(spec, FAMILIES[architecture]) == parts
 

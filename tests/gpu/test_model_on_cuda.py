@@ -13,19 +13,20 @@ from dense_attention import DenseRun
 from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import ModelFiles, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
 from ringcore.model_executor import loader
-from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.rotary import KernelRotation
+from ringcore.model_executor.linear_schemes.dense import all_dense
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.loader import load_weights
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 from ringcore.model_executor.tensor_source import DummySource, SafetensorsSource
-from ringcore.model_executor.weight import Weight, WeightPart
+from ringcore.model_executor.weight import Uniform, Weight, WeightPart
 
 LENGTH = 120
 CHUNKS = ((0, 70), (70, 115), *((at, at + 1) for at in range(115, LENGTH)))
@@ -94,7 +95,7 @@ def test_layers_bind_the_kernels(folder_of):
 
     model = load(folder_of("Gemma3"), device="cuda")
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64, device="cuda")), KernelRotation)
-    assert model.layers[0].mlp._gate.activate_and_multiply is activation.gelu_tanh_and_mul
+    assert model.layers[0].mlp.inner._gate.activate_and_multiply is activation.gelu_tanh_and_mul
     assert model.layers[0].input_norm._normalise.func is rms_norm.rms_norm
 
 
@@ -108,16 +109,17 @@ def test_weights_arrive_whole(folder_of, monkeypatch, stored, wanted):
     torch.cuda.synchronize()
     assert torch.equal(ours.embed_tokens.table.cpu(), theirs.embed_tokens.table)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        linear = layer.mlp.down_proj._linear
-        weight = linear.weight if isinstance(linear, KernelLinear) else linear.multiply.keywords["weight"]
+        linear = layer.mlp.down_proj._product
+        weight = linear.weight if isinstance(linear, KernelProduct) else linear.multiply.keywords["weight"]
         x = torch.eye(weight.shape[1], dtype=wanted)
-        torch.testing.assert_close(weight.t().cpu().float(), other.mlp.down_proj(x).float(), atol=0, rtol=0)
+        columns = other.mlp.down_proj(x, NO_TOKEN_CONTEXT).float()
+        torch.testing.assert_close(weight.t().cpu().float(), columns, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("group_elements", [100, 1 << 20])
 def test_dummy_weights_are_those_of_the_cpu(monkeypatch, group_elements):
     monkeypatch.setattr(DummySource, "DEVICE_GROUP_ELEMENTS", group_elements)
-    weight = Weight("w", (60, 40), torch.bfloat16, (WeightPart("c", (64, 40), 0, 4, 60),), "matrix")
+    weight = Weight("w", (60, 40), torch.bfloat16, (WeightPart("c", (64, 40), 0, 4, 60),), Uniform.of_fan_in(40))
     files = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
     ours, theirs = (load_weights([weight], files, 7, torch.device(device))["w"] for device in ("cuda", "cpu"))
     assert torch.equal(ours.cpu(), theirs)
@@ -129,7 +131,7 @@ def test_weights_that_are_read_ahead_by_several_threads(folder_of, monkeypatch, 
     monkeypatch.setattr(loader, "_PIECE_BYTES", 10_000)
     files = find_model(folder_of("Qwen2"), load_format)
     spec = read_model_spec(files, FAMILIES)
-    weights = model_class(spec.architecture)(spec, Place(1, 2), torch.bfloat16, MAX_LEN).weights()
+    weights = build_model(spec, Place(1, 2), torch.bfloat16, MAX_LEN).weights()
 
     def poisoned(num_bytes):
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
@@ -161,9 +163,9 @@ def test_the_vocabulary_split_over_ranks(cuda):
         rows[: len(mine)] = mine
         embedding.bind({"embed.weight": rows})
         total += embedding(ids)
-        head = ParallelLMHead("head", "head", 11, 16, **options, tied=embedding)
+        head = ParallelLMHead("head", "head", 11, 16, **options, tied=embedding, scheme_of=all_dense)
         head.bind({})
-        parts.append(head(hidden))
+        parts.append(head(hidden, NO_TOKEN_CONTEXT))
     assert torch.equal(total, table)
     torch.testing.assert_close(torch.cat(parts, -1)[:, :11], hidden @ table.T)
 

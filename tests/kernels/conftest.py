@@ -30,13 +30,13 @@ def split_k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS defers split-K partials; on a CPU, which has no product of 16-bit inputs to float32, they are computed in
     float32."""
     from ringcore.kernels import skinny_configs
-    from ringcore.model_executor import kernel_linear
+    from ringcore.model_executor.linear_schemes import kernel_product
 
     monkeypatch.setattr(skinny_configs, "choose_split_k", lambda outputs, inputs, rows: 2)
     if device.type == "cpu":
-        multiply, bmm = kernel_linear._split_k_linear, torch.bmm
-        monkeypatch.setattr(kernel_linear, "sums_in_float32", lambda dtype, device: True)
+        multiply, bmm = kernel_product._split_k_linear, torch.bmm
+        monkeypatch.setattr(kernel_product, "sums_in_float32", lambda dtype, device: True)
         monkeypatch.setattr(
-            kernel_linear, "_split_k_linear", lambda x, weight, n: multiply(x.float(), weight.float(), n)
+            kernel_product, "_split_k_linear", lambda x, weight, n: multiply(x.float(), weight.float(), n)
         )
         monkeypatch.setattr(torch, "bmm", lambda x, y, *, out_dtype: bmm(x, y))

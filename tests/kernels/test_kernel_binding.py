@@ -19,11 +19,11 @@ from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 from ringcore.kernels import activation, rms_norm, skinny_configs
 from ringcore.kernels.skinny_configs import DotConfig
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
 from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
-from ringcore.model_executor.linear_op import LinearOp
+from ringcore.model_executor.linear_schemes.dense import PlainProduct
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 
 CPU = torch.device("cpu")
@@ -150,14 +150,15 @@ def test_every_layer_binds_them(folder_of, device):
     model = load(folder_of("Gemma3"), device=device)
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64, device=device)), KernelRotation)
     for layer in model.layers:
-        assert layer.mlp._gate.activate_and_multiply is activation.gelu_tanh_and_mul
-        assert type(layer.mlp.down_proj._linear) is LinearOp  # of float32
-        for norm in (layer.input_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+        assert layer.mlp.inner._gate.activate_and_multiply is activation.gelu_tanh_and_mul
+        assert type(layer.mlp.inner.down_proj._product) is PlainProduct  # of float32
+        for norm in (layer.input_norm, layer.self_attention.out_norm, layer.mlp_norm, layer.mlp.out_norm):
             assert norm._normalise.func is rms_norm.rms_norm
     assert bind_activation("silu", device).activate_and_multiply is activation.silu_and_mul
     half = load(folder_of("Gemma3"), device=device, dtype=torch.float16)
-    for linear in (half.layers[0].self_attention.qkv_proj, half.layers[0].mlp.down_proj, half.lm_head):
-        assert isinstance(linear._linear, KernelLinear)
+    attention, mlp = half.layers[0].self_attention.inner, half.layers[0].mlp.inner
+    for linear in (attention.qkv_proj, mlp.down_proj, half.lm_head):
+        assert isinstance(linear._product, KernelProduct)
 
 
 def test_on_a_cpu_no_layer_does(folder_of):

@@ -15,7 +15,7 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import pending_weights
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 
 
 def poisoned(num_bytes: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def placed(
     """(the model, its tensors by name)."""
     files = find_model(folder)
     spec = read_model_spec(files, FAMILIES)
-    model = model_class(spec.architecture)(spec, tp or SingleRank(), dtype, MAX_LEN)
+    model = build_model(spec, tp or SingleRank(), dtype, MAX_LEN)
     with pending_weights(model.weights(), files, 0, torch.device("cpu"), poisoned) as pending:
         final = pending.final
         model.bind(pending, updatable=True)

@@ -16,7 +16,7 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor import loader
 from ringcore.model_executor.loader import PrefetchedWeights, load_weights, pending_weights
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 from ringcore.model_executor.tensor_source import SafetensorsSource
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def make_memory():
 def loaded(source, rank=0, size=1, dtype=torch.float32, load_format="auto", seed=0):
     files = find_model(source, load_format)
     spec = read_model_spec(files, FAMILIES)
-    weights = model_class(spec.architecture)(spec, place(rank, size), dtype, MAX_LEN).weights()
+    weights = build_model(spec, place(rank, size), dtype, MAX_LEN).weights()
     return weights, load_weights(weights, files, seed, CPU, make_memory())
 
 
@@ -171,9 +171,9 @@ def test_dummy_weights_have_the_true_shapes_and_are_never_zero(checkpoint):
         tensor = tensors[weight.name]
         assert tensor.shape == weight.shape
         assert (tensor != 0).float().mean() > 0.999
-        if weight.init == "norm":
+        if "norm" in weight.name:
             assert 0.8 <= tensor.min() <= tensor.max() <= 1.2
-        if weight.init == "matrix":
+        elif tensor.ndim == 2:
             assert tensor.std() == pytest.approx(weight.parts[0].checkpoint_shape[1] ** -0.5, rel=0.1)
 
 
@@ -181,7 +181,7 @@ def test_weights_that_are_read_ahead_lie_side_by_side(checkpoint):
     hf, folder = checkpoint("Qwen2")
     files, memory = find_model(folder), Memory()
     spec = read_model_spec(files, FAMILIES)
-    weights = model_class(spec.architecture)(spec, place(0, 1), torch.bfloat16, 64).weights()
+    weights = build_model(spec, place(0, 1), torch.bfloat16, 64).weights()
     with pending_weights(weights, files, 0, CPU, memory) as pending:
         assert isinstance(pending, PrefetchedWeights)
         assert len(pending) == len(weights)
@@ -317,7 +317,7 @@ def test_tensors_that_no_model_needs_are_ignored(altered):
 def test_a_quantized_dtype_is_refused(altered):
     name = "model.layers.0.mlp.up_proj.weight"
     folder = altered(lambda state: state.update({name: state[name].to(torch.float8_e4m3fn)}))
-    with pytest.raises(ModelLoadError, match=f"tensor '{name}' is F8_E4M3; quantized checkpoints are not computed"):
+    with pytest.raises(ModelLoadError, match=f"tensor '{name}' is F8_E4M3, with which the model does not compute"):
         loaded(folder)
 
 

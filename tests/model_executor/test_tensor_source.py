@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor import tensor_source
 from ringcore.model_executor.tensor_source import DummySource, GGUFSource, SafetensorsSource
-from ringcore.model_executor.weight import WeightPart
+from ringcore.model_executor.weight import Uniform, WeightPart
 
 ROWS, COLUMNS = 37, 24
 SLICES = [(0, 0, ROWS), (0, 5, 1), (0, 11, 26), (1, 0, COLUMNS), (1, 7, 5), (1, 23, 1)]
@@ -26,7 +26,7 @@ def matrix():
 def read(source, name, shape, dim, start, length, dtype=torch.float32):
     part = WeightPart(name, shape, dim, start, length)
     out = torch.full((*shape[:dim], length, *shape[dim + 1 :]), float("nan"), dtype=dtype)
-    source.read(part, "matrix", out)
+    source.read(part, Uniform(-1.0, 1.0), out)
     return out
 
 
@@ -88,7 +88,7 @@ def test_reading_into_a_view_converts_and_leaves_the_rest(tmp_path, matrix):
     save_file({"m": matrix.bfloat16()}, tmp_path / "m.safetensors")
     whole = torch.zeros(ROWS + 4, COLUMNS)
     with SafetensorsSource([str(tmp_path / "m.safetensors")]) as source:
-        source.read(WeightPart("m", (ROWS, COLUMNS), 0, 0, ROWS), "matrix", whole[2:-2])
+        source.read(WeightPart("m", (ROWS, COLUMNS), 0, 0, ROWS), Uniform(0.0, 1.0), whole[2:-2])
     assert torch.equal(whole[2:-2], matrix.bfloat16().float())
     assert not whole[:2].any()
     assert not whole[-2:].any()

@@ -11,7 +11,7 @@ from ringcore.checkpoint import Families, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 
 FAMILY_NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")
 # Those that a GGUF file tells apart: a Mistral is a llama there, and its window is not in the file.
@@ -114,7 +114,7 @@ def load(
     """Our model, loaded from a folder or file."""
     files = find_model(folder, load_format)
     spec = read_model_spec(files, families)
-    model = model_class(spec.architecture, families)(spec, tp or SingleRank(), dtype, MAX_LEN)
+    model = build_model(spec, tp or SingleRank(), dtype, MAX_LEN, families)
     model.bind(load_weights(model.weights(), files, seed, torch.device(device)))
     return model
 

@@ -9,22 +9,35 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ringcore.attention.context import TokenContext
+from ringcore.checkpoint.matrix_tensors import DENSE
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.linear_op import LinearOp
-from ringcore.model_executor.packing import pack_logits
-from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
+from ringcore.model_executor.linear_schemes.fused import FusedMatrices
+from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
+from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
 
-def _vocab_weight(
+(_TABLE,) = DENSE  # [vocab_size, hidden_size]
+
+
+def _vocab_shard(
     name: str, checkpoint_name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel
-) -> Weight:
+) -> LinearShard:
     num_rows = -(-vocab_size // tp.size)
     start = min(tp.rank * num_rows, vocab_size)
     length = min(num_rows, vocab_size - start)
-    part = WeightPart(f"{checkpoint_name}.weight", (vocab_size, hidden_size), 0, start, length)
-    return Weight(f"{name}.weight", (num_rows, hidden_size), dtype, (part,), "matrix")
+    return LinearShard(
+        name,
+        (OutputSlice(checkpoint_name, vocab_size, start, length),),
+        InputSlice.whole(hidden_size),
+        dtype,
+        num_padded_outputs=num_rows - length,
+        prefers_float32=True,
+    )
 
 
 class VocabParallelEmbedding(WeightedLayer):
@@ -38,7 +51,7 @@ class VocabParallelEmbedding(WeightedLayer):
         dtype: torch.dtype,
         tp: TensorParallel,
     ) -> None:
-        self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        self._weight = _vocab_shard(name, checkpoint_name, vocab_size, hidden_size, dtype, tp).weight(_TABLE)
         self._tp = tp
         self.table: torch.Tensor  # [this rank's rows, hidden_size]
 
@@ -72,25 +85,31 @@ class ParallelLMHead(WeightedLayer):
         dtype: torch.dtype,
         tp: TensorParallel,
         tied: VocabParallelEmbedding | None,
+        scheme_of: SchemeOf,
     ) -> None:
+        """scheme_of: of a tied head, dense or a decoration of it: the table is."""
         self._vocab_size = vocab_size
-        self._weight = _vocab_weight(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        shard = _vocab_shard(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        self._matrices = FusedMatrices(shard, scheme_of)
         self._tied = tied
         self._tp = tp
-        self._linear: LinearOp
+        self._product: Product
 
     def weights(self) -> list[Weight]:
-        return [self._weight] if self._tied is None else []
+        return self._matrices.weights(frozenset() if self._tied is None else frozenset((_TABLE.suffix,)))
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        """Pops its tensor, or uses the table of the embedding, which is bound before."""
-        table = tensors.pop(self._weight.name) if self._tied is None else self._tied.table
-        self._linear = pack_logits(table, updatable)
+        """Pops its tensors; uses the table of the embedding, which is bound before, where it is tied to it."""
+        borrowed = None if self._tied is None else {_TABLE.suffix: self._tied.table}
+        self._product = self._matrices.bind(tensors, updatable, borrowed=borrowed)
 
-    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def refresh(self) -> None:
+        self._product.refresh()
+
+    def __call__(self, hidden: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size] float32, complete and equal on every rank; in `out` where given,
         without a copy if the vocabulary is not padded."""
-        part = self._linear(hidden, out if self._tp.size == 1 else None)
+        part = self._product(hidden, tokens, out if self._tp.size == 1 else None)
         if out is not None and out.dtype == part.dtype and part.shape[-1] * self._tp.size == self._vocab_size:
             return self._tp.all_gather_last_dim(part, out)
         logits = self._tp.all_gather_last_dim(part)

@@ -7,31 +7,19 @@ layer after it, whose partial sums are all-reduced over the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from ringcore.attention.context import TokenContext
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.linear_op import Gate, LinearOp
-from ringcore.model_executor.packing import pack_linear
+from ringcore.model_executor.linear_schemes.fused import FusedMatrices
+from ringcore.model_executor.linear_schemes.product import Gate, Product
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 from ringcore.model_executor.residual import Norm, Residual
-from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer, WeightPart
+from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
-__all__ = ["ColumnParallelLinear", "OutputSlice", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSlice:
-    """The outputs of one checkpoint matrix that one rank computes: rows `start` to `start + length` of its weight.
-
-    order: see `WeightPart`.
-    """
-
-    checkpoint_name: str  # without ".weight" or ".bias"
-    num_outputs: int  # of the whole matrix
-    start: int
-    length: int
-    order: tuple[int, ...] | None = None
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "merged_outputs", "qkv_outputs"]
 
 
 def merged_outputs(checkpoint_names: Sequence[str], num_outputs: int, tp: TensorParallel) -> list[OutputSlice]:
@@ -68,7 +56,7 @@ def qkv_outputs(
 
 
 class ColumnParallelLinear(WeightedLayer):
-    """One fused linear for several matrices of the same input, each split by its outputs."""
+    """One fused linear for several matrices of the same input, each split by its outputs. scheme_of: see `SchemeOf`."""
 
     def __init__(
         self,
@@ -78,44 +66,33 @@ class ColumnParallelLinear(WeightedLayer):
         *,
         bias: bool,
         dtype: torch.dtype,
+        scheme_of: SchemeOf,
     ) -> None:
-        self._weight = _stacked(f"{name}.weight", ".weight", outputs, (num_inputs,), dtype)
-        self._bias = _stacked(f"{name}.bias", ".bias", outputs, (), dtype) if bias else None
-        self._linear: LinearOp
+        shard = LinearShard(name, tuple(outputs), InputSlice.whole(num_inputs), dtype, bias)
+        self._matrices = FusedMatrices(shard, scheme_of)
+        self._product: Product
 
     def weights(self) -> list[Weight]:
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        return self._matrices.weights()
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        """Pops its tensors; they are freed where the linear keeps a packed copy."""
-        weight = tensors.pop(self._weight.name)
-        bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        self._linear = pack_linear(weight, bias, updatable)
+        """Pops its tensors; they are freed where the product keeps a packed copy."""
+        self._product = self._matrices.bind(tensors, updatable)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def refresh(self) -> None:
+        self._product.refresh()
+
+    def __call__(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         """x: [n, num_inputs] -> [n, this rank's outputs], in the order of the slices."""
-        return self._linear(x)
+        return self._product(x, tokens)
 
-    def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
+    def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
         """self(norm(hidden)), fused where there is a kernel for it."""
-        return self._linear.after_norm(norm, hidden)
+        return self._product.after_norm(norm, hidden, tokens)
 
-    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
         """gate(self(norm(hidden))), likewise: [n, half of this rank's outputs]."""
-        return self._linear.gated_after_norm(norm, hidden, gate)
-
-
-def _stacked(
-    name: str, suffix: str, outputs: Sequence[OutputSlice], row_shape: tuple[int, ...], dtype: torch.dtype
-) -> Weight:
-    """One tensor of all slices, concatenated along dim 0."""
-    parts = []
-    offset = 0
-    for part in outputs:
-        shape = (part.num_outputs, *row_shape)
-        parts.append(WeightPart(part.checkpoint_name + suffix, shape, 0, part.start, part.length, offset, part.order))
-        offset += part.length
-    return Weight(name, (offset, *row_shape), dtype, tuple(parts), "matrix" if row_shape else "bias")
+        return self._product.gated_after_norm(norm, hidden, gate, tokens)
 
 
 class RowParallelLinear(WeightedLayer):
@@ -131,35 +108,33 @@ class RowParallelLinear(WeightedLayer):
         bias: bool,
         dtype: torch.dtype,
         tp: TensorParallel,
+        scheme_of: SchemeOf,
     ) -> None:
         assert num_inputs % tp.size == 0, (name, num_inputs, tp.size)
         length = num_inputs // tp.size
-        shape = (num_outputs, num_inputs)
-        part = WeightPart(f"{checkpoint_name}.weight", shape, 1, tp.rank * length, length)
-        self._weight = Weight(f"{name}.weight", (num_outputs, length), dtype, (part,), "matrix")
-        self._bias: Weight | None = None
-        if bias:
-            bias_part = WeightPart(f"{checkpoint_name}.bias", (num_outputs,), 0, 0, num_outputs)
-            self._bias = Weight(f"{name}.bias", (num_outputs,), dtype, (bias_part,), "bias")
+        outputs = OutputSlice(checkpoint_name, num_outputs, 0, num_outputs)
+        shard = LinearShard(name, (outputs,), InputSlice(num_inputs, tp.rank * length, length), dtype, bias)
+        self._matrices = FusedMatrices(shard, scheme_of)
         self._tp = tp
-        self._linear: LinearOp
+        self._product: Product
 
     def weights(self) -> list[Weight]:
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        return self._matrices.weights()
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        """Pops its tensors; they are freed where the linear keeps a packed copy."""
-        bias = tensors.pop(self._bias.name) if self._bias is not None else None
-        # The bias is added once, on rank 0.
-        self._linear = pack_linear(tensors.pop(self._weight.name), bias if self._tp.rank == 0 else None, updatable)
+        """Pops its tensors; they are freed where the product keeps a packed copy."""
+        self._product = self._matrices.bind(tensors, updatable, adds_bias=self._tp.rank == 0)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def refresh(self) -> None:
+        self._product.refresh()
+
+    def __call__(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
-        return self._tp.all_reduce(self._linear(x))
+        return self._tp.all_reduce(self._product(x, tokens))
 
-    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+    def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         """hidden [n, num_outputs] += self(x), rounded once where there is a kernel for it."""
         if self._tp.size == 1:
-            self._linear.add_to(hidden, x)
+            self._product.add_to(hidden, x, tokens)
         else:
-            self._tp.all_reduce_add(self._linear.partial(x), hidden.rows)
+            self._tp.all_reduce_add(self._product.partial(x, tokens), hidden.rows)

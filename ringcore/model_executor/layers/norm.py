@@ -9,9 +9,11 @@ import torch
 
 from ringcore.model_executor import ops
 from ringcore.model_executor.residual import Residual
-from ringcore.model_executor.weight import Derived, Tensors, Weight, WeightedLayer, WeightPart
+from ringcore.model_executor.weight import Derived, Tensors, Uniform, Weight, WeightedLayer, WeightPart
 
 __all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
+
+_DUMMY = Uniform(0.8, 1.2)
 
 
 def bind_rms_norm(
@@ -40,7 +42,7 @@ def _norm_weight(
     name: str, checkpoint_name: str, size: int, dtype: torch.dtype, order: tuple[int, ...] | None = None
 ) -> Weight:
     split = WeightPart(f"{checkpoint_name}.weight", (size,), 0, 0, size, order=order)
-    return Weight(f"{name}.weight", (size,), dtype, (split,), "norm")
+    return Weight(f"{name}.weight", (size,), dtype, (split,), _DUMMY)
 
 
 class RMSNorm(WeightedLayer):

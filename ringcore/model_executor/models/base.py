@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.attention.context import ForwardContext
+from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.loader import Weight
-from ringcore.model_executor.weight import Tensors
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.weight import Tensors, Weight
 
 __all__ = ["CausalLM"]
 
@@ -24,7 +24,10 @@ class CausalLM(ABC):
     attention_layers: Sequence[Attention]
 
     @abstractmethod
-    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None: ...
+    def __init__(
+        self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+    ) -> None:
+        """scheme_of: the linear scheme of a matrix, by its name in the checkpoint."""
 
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
@@ -47,6 +50,8 @@ class CausalLM(ABC):
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
 
     @abstractmethod
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT
+    ) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, complete and equal on every rank; in `out`,
-        contiguous, where given."""
+        contiguous, where given. tokens: of the rows of `hidden`."""

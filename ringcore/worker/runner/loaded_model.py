@@ -14,7 +14,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.loader import pending_weights
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.worker.platforms.platform import Platform
 
@@ -42,7 +42,7 @@ class LoadedModel:
         start = time.monotonic()
         spec = config.model.spec
         dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
-        model = model_class(spec.architecture)(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+        model = build_model(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
         weights = model.weights()
         # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode

@@ -26,7 +26,7 @@ from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
-from ringcore.model_executor.models import model_class
+from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
@@ -102,7 +102,7 @@ def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
 
 def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
     spec = config.model.spec
-    return model_class(spec.architecture)(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+    return build_model(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
 
 
 @torch.inference_mode()

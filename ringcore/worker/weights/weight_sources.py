@@ -15,7 +15,7 @@ import torch
 from ringcore.checkpoint.model_files import safetensors_files
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.model_executor.tensor_source import SafetensorsSource
-from ringcore.model_executor.weight_update import FLOAT_DTYPES, WeightUpdate
+from ringcore.model_executor.weight_update import DTYPES, WeightUpdate
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.weights.weight_group import BroadcastGroup
@@ -31,7 +31,7 @@ class FilesSource(msgspec.Struct, frozen=True, tag="files", tag_field="kind", fo
 
 class GroupTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    dtype: str  # a key of `FLOAT_DTYPES`
+    dtype: str  # a key of `DTYPES`
     shape: list[int]
 
 
@@ -156,7 +156,8 @@ class WeightReceiver:
             )
         try:
             dtypes = [_dtype(tensor.name, tensor.dtype) for tensor in tensors]
-            wanted = [update.check(tensor.name, tensor.shape) for tensor in tensors]
+            given = zip(tensors, dtypes, strict=True)
+            wanted = [update.check(tensor.name, tensor.shape, dtype) for tensor, dtype in given]
             num_bytes = 0
             for tensor, dtype, is_wanted in zip(tensors, dtypes, wanted, strict=True):
                 pieces = self._group.receive(tensor.name, tensor.shape, dtype)
@@ -197,7 +198,7 @@ def _from_ipc(tensors: Sequence[IpcTensor], update: WeightUpdate, device: torch.
     try:
         _check_reachable(tensors, left, gpu)
         dtypes = {tensor.name: _dtype(tensor.name, tensor.dtype) for tensor in left}
-        wanted = {tensor.name for tensor in left if update.check(tensor.name, tensor.shape)}
+        wanted = {tensor.name for tensor in left if update.check(tensor.name, tensor.shape, dtypes[tensor.name])}
         while left:
             tensor = left.popleft()
             if tensor.name not in wanted:
@@ -257,8 +258,8 @@ def _release_handle(tensor: IpcTensor, device: torch.device) -> None:
 
 
 def _dtype(name: str, dtype: str) -> torch.dtype:
-    if dtype not in FLOAT_DTYPES:
+    if dtype not in DTYPES:
         raise InvalidRequestError(
-            f"tensor {name!r} is {dtype}; give it in {', '.join(FLOAT_DTYPES)}", field="tensor", value=name
+            f"tensor {name!r} is {dtype}; give it in {', '.join(DTYPES)}", field="tensor", value=name
         )
-    return FLOAT_DTYPES[dtype]
+    return DTYPES[dtype]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from thread_tp import on_all_ranks
 
+from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.checkpoint import ModelFiles
 from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 
 DUMMY = ModelFiles("dummy", "/nowhere", None, [], "/nowhere")
@@ -18,7 +20,8 @@ HIDDEN = 16
 def bound(tp, vocab_size, tied, dtype=torch.float32):
     options = {"dtype": dtype, "tp": tp}
     embedding = VocabParallelEmbedding("embed", "model.embed", vocab_size, HIDDEN, **options)
-    head = ParallelLMHead("head", "head", vocab_size, HIDDEN, **options, tied=embedding if tied else None)
+    tie = embedding if tied else None
+    head = ParallelLMHead("head", "head", vocab_size, HIDDEN, **options, tied=tie, scheme_of=all_dense)
     tensors = load_weights([*embedding.weights(), *head.weights()], DUMMY, 3, torch.device("cpu"))
     embedding.bind(tensors)
     head.bind(tensors)
@@ -34,7 +37,7 @@ def test_ranks_agree_with_one(vocab_size, size, tied):
 
     def both_ends(tp):
         embedding, head = bound(tp, vocab_size, tied)
-        return embedding(ids), head(hidden), embedding.table
+        return embedding(ids), head(hidden, NO_TOKEN_CONTEXT), embedding.table
 
     looked_up, logits, table = both_ends(SingleRank())
     assert torch.equal(looked_up, table[ids])
@@ -52,8 +55,8 @@ def test_logits_go_where_they_are_wanted(vocab_size, size, dtype):
     def both_ways(tp):
         _, head = bound(tp, vocab_size, False, dtype)
         place = torch.full((5, vocab_size), -7.0)
-        returned = head(hidden, place[:3])
-        return head(hidden), returned, place
+        returned = head(hidden, NO_TOKEN_CONTEXT, place[:3])
+        return head(hidden, NO_TOKEN_CONTEXT), returned, place
 
     for logits, returned, place in on_all_ranks(size, both_ways) if size > 1 else [both_ways(SingleRank())]:
         assert logits.dtype == torch.float32
@@ -71,5 +74,5 @@ def test_padding_is_zero_and_at_the_end():
 
 def test_a_tied_head_follows_the_table():
     embedding, head = bound(SingleRank(), 6, tied=True)
-    logits = head(torch.eye(HIDDEN))
+    logits = head(torch.eye(HIDDEN), NO_TOKEN_CONTEXT)
     torch.testing.assert_close(logits.T, embedding.table, atol=1e-6, rtol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.distributed.parallel import SingleRank
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -12,6 +13,9 @@ from ringcore.model_executor.layers.linear import (
     merged_outputs,
     qkv_outputs,
 )
+from ringcore.model_executor.linear_schemes.dense import all_dense
+
+OPTIONS = {"bias": True, "dtype": torch.float32, "scheme_of": all_dense}
 
 
 class Rank(SingleRank):
@@ -51,7 +55,12 @@ def test_every_query_head_is_beside_its_kv_head():
 
 def test_fused_weights_are_declared_as_data():
     layer = ColumnParallelLinear(
-        "gate_up", merged_outputs(("gate", "up"), 12, Rank(1, 2)), 8, bias=True, dtype=torch.float32
+        "gate_up",
+        merged_outputs(("gate", "up"), 12, Rank(1, 2)),
+        8,
+        bias=True,
+        dtype=torch.float32,
+        scheme_of=all_dense,
     )
     weight, bias = layer.weights()
     assert (weight.name, weight.shape, weight.nbytes) == ("gate_up.weight", (12, 8), 384)
@@ -69,12 +78,12 @@ def test_row_parallel_takes_columns_and_one_bias():
     weights, inputs = torch.arange(12.0).view(3, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     bias, total = torch.tensor([100.0, 200.0, 300.0]), torch.zeros(1, 3)
     for rank in range(2):
-        layer = RowParallelLinear("down", "ck", 4, 3, bias=True, dtype=torch.float32, tp=Rank(rank, 2))
+        layer = RowParallelLinear("down", "ck", 4, 3, **OPTIONS, tp=Rank(rank, 2))
         (part,) = layer.weights()[0].parts
         assert (part.dim, part.start, part.length) == (1, 2 * rank, 2)
         columns = slice(part.start, part.start + part.length)
         layer.bind({"down.weight": weights[:, columns].contiguous(), "down.bias": bias.clone()})
-        total += layer(inputs[:, columns].contiguous())
+        total += layer(inputs[:, columns].contiguous(), NO_TOKEN_CONTEXT)
     torch.testing.assert_close(total, inputs @ weights.T + bias)
 
 
@@ -82,7 +91,7 @@ def test_entries_of_heads_are_declared_in_their_order():
     """Those of q and k are turned; v is as it is. A weight and its bias go alike."""
     order = (0, 2, 1, 3)
     outputs = qkv_outputs(("q", "k", "v"), 4, 2, 4, Rank(1, 2), order)
-    for weight in ColumnParallelLinear("x", outputs, 2, bias=True, dtype=torch.float32).weights():
+    for weight in ColumnParallelLinear("x", outputs, 2, **OPTIONS).weights():
         q, k, v = weight.parts
         assert (q.order, k.order, v.order) == (order, order, None)
         assert [part.run for part in weight.parts] == [4, 4, 1]

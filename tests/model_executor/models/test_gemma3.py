@@ -34,7 +34,7 @@ def test_each_kind_of_layer_has_its_angles(tmp_path):
     hf.save_pretrained(tmp_path)
     model = load(tmp_path)
     positions = torch.tensor([0, 1, 50, 159])
-    assert model.rotary_of_layer == [1, 0, 1]
+    assert [layer.self_attention.inner.rotary for layer in model.layers] == [1, 0, 1]
     for which, kind in enumerate(["full_attention", "sliding_attention"]):
         cos, sin = hf.model.rotary_emb(torch.ones(1), positions[None], kind)
         ours = model.rotaries[which](positions).angles[:, 0]

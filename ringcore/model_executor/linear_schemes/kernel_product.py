@@ -1,4 +1,4 @@
-"""The linear of 16-bit weights on a GPU: few rows by fused kernels (`skinny_linear`), many rows by cuBLAS."""
+"""The product of 16-bit weights on a GPU: few rows by fused kernels (`skinny_linear`), many rows by cuBLAS."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import logging
 
 import torch
 
+from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
-from ringcore.model_executor.linear_op import Gate, LinearOp
+from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 
-__all__ = ["KernelLinear", "sums_in_float32"]
+__all__ = ["KernelProduct", "sums_in_float32"]
 
 _log = logging.getLogger(__name__)
 
 
-class KernelLinear(LinearOp):
-    """As `LinearOp`. A fused kernel rounds once, at its end."""
+class KernelProduct(Product):
+    """A fused kernel rounds once, at its end."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's."""
         from ringcore.kernels import skinny_configs, skinny_linear
 
-        super().__init__(self._by_cublas)
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous()
         self._bias = bias
@@ -35,27 +35,27 @@ class KernelLinear(LinearOp):
         self._row_norm = skinny_linear.RowNorm
         self._skinny = skinny_linear.skinny_linear
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """out: of the dtype that `__call__` returns."""
         if out is None and self._out_dtype is not None:
             out = x.new_empty(len(x), len(self.weight), dtype=self._out_dtype)
         fused = self._by_kernel(x, out=out)
         return self._by_cublas(x, out) if fused is None else fused
 
-    def after_norm(self, norm: Norm, hidden: Residual) -> torch.Tensor:
+    def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
         fused = self._by_kernel(hidden, norm)
-        return self.multiply(hidden.normed(norm)) if fused is None else fused
+        return self._by_cublas(hidden.normed(norm)) if fused is None else fused
 
-    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate) -> torch.Tensor:
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
         fused = self._by_kernel(hidden, norm, gate.activation)
-        return gate(self.multiply(hidden.normed(norm))) if fused is None else fused
+        return gate(self._by_cublas(hidden.normed(norm))) if fused is None else fused
 
-    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
+    def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         rows = hidden.rows
         if self._by_kernel(x, add_to=rows) is not None:
             return
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
-            rows.add_(self.multiply(x))
+            rows.add_(self._by_cublas(x))
             return
         num_splits = self._choose_split_k(*self.weight.shape, len(x))
         if num_splits > 1:
@@ -63,10 +63,10 @@ class KernelLinear(LinearOp):
         else:
             torch.addmm(rows, x, self.weight.t(), out_dtype=torch.float32, out=rows)
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
         fused = self._by_kernel(x, out=out)
-        return self.multiply(x) if fused is None else fused
+        return self._by_cublas(x) if fused is None else fused
 
     def _by_kernel(
         self,

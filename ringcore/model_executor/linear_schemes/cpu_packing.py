@@ -1,5 +1,4 @@
-"""Weight packing: a linear whose weight is prepacked for the CPU's GEMM kernels; on a GPU the weight stays as it is
-(`kernel_linear`).
+"""Weight packing: dense weights prepacked for the CPU's GEMM kernels.
 
 All linears of one step of SmolLM2-135M in ms, for M tokens, measured in one session on two cores of a Xeon with AMX:
 
@@ -32,10 +31,8 @@ from collections.abc import Callable
 import torch
 
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_linear import KernelLinear
-from ringcore.model_executor.linear_op import LinearOp
 
-__all__ = ["pack_linear", "pack_logits"]
+__all__ = ["Multiply", "pack", "plain"]
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
 
@@ -44,44 +41,22 @@ _CHUNK = 1 << 16  # numbers checked per iteration: fit in the cache, and reuse a
 _FEW_ROWS = 12  # up to this many, the weights held in 16 bits are faster
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, updatable: bool = False) -> LinearOp:
-    """The linear x W^T + b for weight [out, in] and bias [out], in the fastest form available on its device.
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+    """x W^T + b for weight [out, in] and bias [out], in the fastest form available on its device.
 
-    The packed form is a copy: a caller that drops `weight` afterwards frees it. updatable: no packed copy; the linear
-    always uses the current contents of `weight` and `bias`.
+    The packed form is a copy: a caller that drops `weight` afterwards frees it.
     """
-    if _takes_kernels(weight):
-        return KernelLinear(weight, bias)
-    return LinearOp(_plain(weight, bias) if updatable else _pack(weight, bias))
-
-
-def _takes_kernels(weight: torch.Tensor) -> bool:
-    """float32 does not: another summation order there changes a token now and then."""
-    return ops.has_kernels(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
-
-
-def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     if weight.device.type == "cpu" and weight.numel():
         if weight.dtype == torch.float32 and _agrees(_pack_mkl, torch.float32):
             return _pack_float32(weight, bias)
         if weight.dtype in (torch.bfloat16, torch.float16) and _agrees(_pack_onednn, weight.dtype):
             return _pack_onednn(weight, bias)
-    return _plain(weight, bias)
+    return plain(weight, bias)
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+    """As `pack`, always of the current contents of `weight` and `bias`."""
     return functools.partial(ops.linear, weight=weight, bias=bias)
-
-
-def pack_logits(weight: torch.Tensor, updatable: bool = False) -> LinearOp:
-    """The linear x W^T for weight [vocab, in]: in float32 where that costs nothing, else in the weight's dtype.
-
-    A GPU accumulates in float32 anyway, and here the sums are not rounded to 16 bits on output: two tokens whose logits
-    differ in the third digit stay distinct. updatable: see `pack_linear`.
-    """
-    if _takes_kernels(weight):
-        return KernelLinear(weight, None, torch.float32)
-    return pack_linear(weight, None, updatable)
 
 
 def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:

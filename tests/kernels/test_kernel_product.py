@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from ringcore.attention.context import NO_TOKEN_CONTEXT as NONE
 from ringcore.kernels import skinny_configs
 from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_split_k
 from ringcore.model_executor import ops
-from ringcore.model_executor.kernel_linear import KernelLinear
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm
-from ringcore.model_executor.packing import pack_linear, pack_logits
+from ringcore.model_executor.linear_schemes.dense import dense_product
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 
 INPUTS, OUTPUTS = 24, 16
@@ -58,10 +59,13 @@ def assert_close(ours, exact):
 
 @pytest.mark.parametrize("n", ROWS)
 def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
-    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
-    assert isinstance(linear, KernelLinear)
+    linear, x = dense_product(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    assert isinstance(linear, KernelProduct)
     kept = x.clone()
-    for ours, before in ((linear(x), None), (linear.after_norm(norm, Residual(x)), norm)):
+    for ours, before in (
+        (linear(x, NONE), None),
+        (linear.after_norm(norm, Residual(x), NONE), norm),
+    ):
         assert ours.dtype == torch.float16
         assert_close(ours, expected(x, *weight_and_bias, before))
     assert torch.equal(x, kept)
@@ -70,10 +74,10 @@ def test_alone_and_after_a_norm(device, weight_and_bias, norm, n):
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated(device, weight_and_bias, norm, n, activation):
-    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = dense_product(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
     activated = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate)
-    ours = linear.gated_after_norm(norm, Residual(x), bind_activation(activation, device))
+    ours = linear.gated_after_norm(norm, Residual(x), bind_activation(activation, device), NONE)
     assert_close(ours, activated * up)
 
 
@@ -81,30 +85,30 @@ def test_a_gate_that_the_library_computes_asks_no_other_kernel(device, weight_an
     """The table knows the gated linear. As one of twice the outputs it would be a shape that nobody measured."""
     asked = []
     monkeypatch.setattr(skinny_configs, "choose", lambda *shape, is_gated=False: asked.append((shape, is_gated)))
-    linear, x = pack_linear(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
+    linear, x = dense_product(*weight_and_bias), randn(3, INPUTS, seed=3, device=device)
     gate, up = expected(x, *weight_and_bias, norm).chunk(2, -1)
-    ours = linear.gated_after_norm(norm, Residual(x), bind_activation("silu", device))
+    ours = linear.gated_after_norm(norm, Residual(x), bind_activation("silu", device), NONE)
     assert_close(ours, torch.nn.functional.silu(gate) * up)
     assert asked == [((OUTPUTS, INPUTS, 3), True)]
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_added_to_the_stream(device, weight_and_bias, n):
-    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = dense_product(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     hidden = randn(n, 2 * OUTPUTS, seed=9, device=device)
     total = hidden.float() + expected(x, *weight_and_bias)
-    linear.add_to(Residual(hidden), x)
+    linear.add_to(Residual(hidden), x, NONE)
     assert_close(hidden, total)
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_logits_are_float32(device, n):
     weight, x = randn(40, INPUTS, seed=1, device=device), randn(n, INPUTS, seed=n, device=device)
-    linear = pack_logits(weight)
-    logits = linear(x)
+    linear = dense_product(weight, None, prefers_float32=True)
+    logits = linear(x, NONE)
     assert logits.dtype == torch.float32
     place = torch.full((n + 1, 40), -7.0, device=device)
-    assert linear(x, place[:n]).data_ptr() == place[:n].data_ptr()
+    assert linear(x, NONE, place[:n]).data_ptr() == place[:n].data_ptr()
     assert torch.equal(place[:n], logits)
     assert (place[n] == -7).all()
     if n < 70 or device.type == "cuda":  # the CPU has no linear of 16 bits that is not rounded
@@ -113,24 +117,24 @@ def test_logits_are_float32(device, n):
 
 def test_float32_takes_none_of_them(device):
     weight = randn(8, INPUTS, seed=1, device=device).float()
-    assert not isinstance(pack_linear(weight, None), KernelLinear)
-    assert not isinstance(pack_logits(weight), KernelLinear)
+    assert not isinstance(dense_product(weight, None), KernelProduct)
+    assert not isinstance(dense_product(weight, None, prefers_float32=True), KernelProduct)
 
 
 @pytest.mark.parametrize("n", ROWS)
 def test_a_stream_of_float32(device, weight_and_bias, norm, n):
-    linear, x = pack_linear(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
+    linear, x = dense_product(*weight_and_bias), randn(n, INPUTS, seed=n, device=device)
     stream = randn(n, 2 * OUTPUTS, seed=n + 1, device=device).float() * 1.0001
     total = stream + expected(x, *weight_and_bias)
     residual = Residual(stream)
-    linear.add_to(residual, x)
+    linear.add_to(residual, x, NONE)
     torch.testing.assert_close(residual.rows, total, atol=4e-3, rtol=1e-3)
     assert residual.rows is stream
     wide = randn(n, INPUTS, seed=n, device=device).float() * 1.0001
-    ours = linear.after_norm(norm, Residual(wide))
+    ours = linear.after_norm(norm, Residual(wide), NONE)
     assert ours.dtype == torch.float16
     assert_close(ours, expected(wide, *weight_and_bias, norm))
-    part = linear.partial(x)
+    part = linear.partial(x, NONE)
     assert part.dtype == (torch.float32 if n in (1, 3, 6) else torch.float16)
     assert_close(part, expected(x, *weight_and_bias))
 
@@ -141,21 +145,21 @@ def test_a_stream_of_float32(device, weight_and_bias, norm, n):
 def test_deferred_partials_reach_every_reader(device, norm, n, reader):
     square = randn(INPUTS, INPUTS, seed=1, device=device) / 8
     linear, next_linear = (
-        pack_linear(square, None),
-        pack_linear(randn(2 * OUTPUTS, INPUTS, seed=2, device=device) / 8, None),
+        dense_product(square, None),
+        dense_product(randn(2 * OUTPUTS, INPUTS, seed=2, device=device) / 8, None),
     )
     x, stream = randn(n, INPUTS, seed=n, device=device), randn(n, INPUTS, seed=n + 1, device=device).float() * 1.0001
     total = stream + expected(x, square, None)
     residual = Residual(stream)
-    linear.add_to(residual, x)
+    linear.add_to(residual, x, NONE)
     assert (residual._partials is None) == (n in (1, 3, 6))  # the fused kernels add by themselves
     if reader == "norm":
         assert_close(residual.normed(norm), expected(total, torch.eye(INPUTS, device=device), None, norm))
     elif reader == "linear":
-        assert_close(next_linear.after_norm(norm, residual), expected(total, next_linear.weight, None, norm))
+        assert_close(next_linear.after_norm(norm, residual, NONE), expected(total, next_linear.weight, None, norm))
     elif reader == "gate":
         gate, up = expected(total, next_linear.weight, None, norm).chunk(2, -1)
-        ours = next_linear.gated_after_norm(norm, residual, bind_activation("silu", device))
+        ours = next_linear.gated_after_norm(norm, residual, bind_activation("silu", device), NONE)
         assert_close(ours, torch.nn.functional.silu(gate) * up)
     assert residual.rows is stream
     torch.testing.assert_close(stream, total, atol=1e-4, rtol=1e-5)
@@ -167,7 +171,7 @@ def test_a_linear_that_cannot_defer_adds_at_once(device, weight_and_bias):
     x, narrow = randn(70, INPUTS, seed=0, device=device), randn(70, 2 * OUTPUTS, seed=1, device=device)
     for hidden in (narrow, narrow.float()):
         residual = Residual(hidden)
-        pack_linear(weight, bias).add_to(residual, x)
+        dense_product(weight, bias).add_to(residual, x, NONE)
         assert (residual._partials is not None) == (bias is None and hidden.dtype == torch.float32)
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringcore.model_executor import ops, packing
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes import cpu_packing
+from ringcore.model_executor.linear_schemes.cpu_packing import pack
 
 
 def randn(*shape, seed):
@@ -21,7 +23,7 @@ def randn(*shape, seed):
 def test_every_number_of_rows(outputs, inputs, bias, dtype):
     weight = randn(outputs, inputs, seed=1).to(dtype)
     b = randn(outputs, seed=2).to(dtype) if bias else None
-    linear = packing.pack_linear(weight, b)
+    linear = pack(weight, b)
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     for rows in (1, 2, 7, 16, 63, 64, 65, 200):
         x = randn(rows, inputs, seed=rows).to(dtype)
@@ -32,19 +34,19 @@ def test_every_number_of_rows(outputs, inputs, bias, dtype):
 def test_a_view_as_input():
     """Inputs may be slices of a wider tensor."""
     weight, x = randn(8, 16, seed=1), randn(5, 40, seed=2)[:, 8:24]
-    torch.testing.assert_close(packing.pack_linear(weight, None)(x), x @ weight.T, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack(weight, None)(x), x @ weight.T, atol=1e-5, rtol=0)
 
 
 def test_no_rows():
-    assert packing.pack_linear(randn(8, 16, seed=1), None)(torch.empty(0, 16)).shape == (0, 8)
+    assert pack(randn(8, 16, seed=1), None)(torch.empty(0, 16)).shape == (0, 8)
 
 
 def test_the_packed_form_does_not_need_the_original():
     """It is freed, or reused, once it is packed."""
     weight, x = randn(24, 40, seed=1), randn(3, 40, seed=2)
     expected = x @ weight.T
-    linear = packing.pack_linear(weight, None)
-    if isinstance(linear.multiply, functools.partial):
+    linear = pack(weight, None)
+    if isinstance(linear, functools.partial):
         pytest.skip("this build has no packing for float32")
     weight.fill_(float("nan"))
     torch.testing.assert_close(linear(x), expected, atol=1e-5, rtol=0)
@@ -60,9 +62,9 @@ def wrong(weight, bias):
 
 @pytest.mark.parametrize("broken", [unavailable, wrong])
 def test_a_packing_that_is_not_there_or_wrong_is_not_used(monkeypatch, broken):
-    monkeypatch.setattr(packing, "_pack_mkl", broken)
+    monkeypatch.setattr(cpu_packing, "_pack_mkl", broken)
     weight, x = randn(8, 16, seed=1), randn(5, 16, seed=2)
-    assert torch.equal(packing.pack_linear(weight, None)(x), F.linear(x, weight))
+    assert torch.equal(pack(weight, None)(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 900.0, 1e30])
@@ -71,8 +73,8 @@ def test_weights_of_a_bfloat16_checkpoint_are_exact_whatever_the_number_of_rows(
     """Compared with float64: a linear in 16 bits would be off by 1e-3."""
     weight = (randn(64, 96, seed=1) * largest).bfloat16().float()
     b = randn(64, seed=2) * largest if bias else None
-    linear = packing.pack_linear(weight, b)
-    for rows in (1, 5, packing._FEW_ROWS, packing._FEW_ROWS + 1, 40):
+    linear = pack(weight, b)
+    for rows in (1, 5, cpu_packing._FEW_ROWS, cpu_packing._FEW_ROWS + 1, 40):
         x = randn(rows, 96, seed=rows)
         expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
         assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -91,11 +93,11 @@ def test_weights_of_a_bfloat16_checkpoint_are_exact_whatever_the_number_of_rows(
     ],
 )
 def test_which_weights_are_held_in_16_bits(weight, scale):
-    assert packing._half_scale(weight) == scale
+    assert cpu_packing._half_scale(weight) == scale
 
 
 def test_weights_that_do_not_fit_16_bits_stay_as_they_are():
     weight = randn(64, 96, seed=1)
-    linear, x = packing.pack_linear(weight, None), randn(3, 96, seed=2)
+    linear, x = pack(weight, None), randn(3, 96, seed=2)
     expected = x.double() @ weight.double().T
     assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()

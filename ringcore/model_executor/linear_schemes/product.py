@@ -1,0 +1,71 @@
+"""The product of a linear layer: alone, or fused with its prologue (norm) and epilogue (gate, residual add)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ringcore.attention.context import TokenContext
+from ringcore.checkpoint.family import Activation
+from ringcore.model_executor.residual import Norm, Residual
+
+__all__ = ["Gate", "Product", "SideBySide"]
+
+
+class Gate(Protocol):
+    """[n, 2 * size], gate then up -> activation(gate) * up: [n, size]."""
+
+    @property
+    def activation(self) -> Activation: ...
+
+    def __call__(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Product(ABC):
+    """x W^T + b on one rank. A subclass needs `__call__` alone: prologue and epilogue are then separate operations, and
+    it overrides what it fuses.
+
+    tokens: the context of the rows of x, or of the residual stream: a product may depend on it row by row.
+    """
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [n, in] -> [n, out]; in `out`, of any float dtype, where given."""
+
+    def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
+        """Prologue: hidden [n, in] -> the product of its norm: [n, out]."""
+        return self(hidden.normed(norm), tokens)
+
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
+        """Prologue and epilogue: hidden [n, in] -> gate(the product of its norm): [n, out / 2]."""
+        return gate(self.after_norm(norm, hidden, tokens))
+
+    def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
+        """Epilogue: hidden [n, out] += the product of x [n, in]."""
+        hidden.rows.add_(self(x, tokens))
+
+    def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
+        """As self(x), for a sum over ranks: in float32 where that costs nothing."""
+        return self(x, tokens)
+
+    def refresh(self) -> None:  # noqa: B027 - most derive nothing
+        """The contents of the bound tensors have changed: recomputes what was derived from them, at the same
+        addresses."""
+
+
+class SideBySide(Product):
+    """Several products of the same x, concatenated: a fused layer whose matrices are of different schemes."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = products
+
+    def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
+        together = torch.cat([product(x, tokens) for product in self._products], -1)
+        return together if out is None else out.copy_(together)
+
+    def refresh(self) -> None:
+        for product in self._products:
+            product.refresh()
