@@ -87,7 +87,7 @@ class WeightUpdate:
             )
         if dtype is not None and not is_readable(dtype, target.dtype):
             fitting = [key for key, given in DTYPES.items() if is_readable(given, target.dtype)]
-            raise _refused(name, f"is {dtype}; give it in {', '.join(fitting)}")
+            raise _refused(name, f"is {str(dtype).removeprefix('torch.')}; give it in {', '.join(fitting)}")
         return True
 
     def take(self, name: str, tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.attention.context import ForwardContext, GroupContext, TokenContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
 
@@ -51,6 +51,8 @@ class DenseAttention(AttentionBackend):
 class DenseRun:
     """A model with its caches: feed it tokens of several sequences and it gives their logits."""
 
+    adapter_of_seq: Sequence[int] | None = None
+
     def __init__(self, model, max_len: int, num_seqs: int, dtype: str = "float32") -> None:
         self.model, self.max_len = model, max_len
         layers = model.attention_layers
@@ -66,6 +68,7 @@ class DenseRun:
     def step(self, tokens: dict[int, Sequence[int]]) -> torch.Tensor:
         """New tokens by sequence -> logits [all tokens, vocab_size], in the order given."""
         ids, positions, slots, lengths = [], [], [], []
+        adapter_ids = []
         for seq, new in tokens.items():
             at = range(self.num_computed[seq], self.num_computed[seq] + len(new))
             ids += new
@@ -73,6 +76,8 @@ class DenseRun:
             slots += [seq * self.max_len + position for position in at]
             self.num_computed[seq] = at.stop
             lengths.append(len(new))
+            if self.adapter_of_seq is not None:
+                adapter_ids += [self.adapter_of_seq[seq]] * len(new)
         metadata = AttentionMetadata(
             num_tokens=len(ids),
             num_seqs=len(tokens),
@@ -84,10 +89,11 @@ class DenseRun:
             slot_mapping=torch.tensor(slots, device=self.device),
         )
         groups = tuple(GroupContext.of(metadata, backend) for backend in self.backends)
-        ctx = ForwardContext(groups, self.group_of_layer, self.kv_caches)
+        adapted = TokenContext(None if self.adapter_of_seq is None else self._on_device(adapter_ids))
+        ctx = ForwardContext(groups, self.group_of_layer, self.kv_caches, adapted)
         with torch.inference_mode():
             hidden = self.model.forward(self._on_device(ids), self._on_device(positions), ctx)
-            return self.model.compute_logits(hidden).clone()
+            return self.model.compute_logits(hidden, tokens=adapted).clone()
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, device=self.device)

@@ -243,7 +243,9 @@ def test_a_wrong_shape_is_refused(update, shape):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool, torch.complex64])
 def test_a_wrong_dtype_is_refused(update, dtype):
-    with pytest.raises(InvalidRequestError, match=rf"{UP}' is {dtype}; give it in float64, float32, float16, bfloat16"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"{UP}' is {str(dtype)[6:]}; give it in float64, float32, float16, bfloat16"
+    ):
         update.take(UP, torch.ones(80, 64).to(dtype))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from ringcore.checkpoint import Families, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
@@ -94,6 +95,13 @@ def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any
                 mean = 1.0 if "norm" in name and family != "Gemma3" else 0.0
                 parameter.normal_(mean, 0.3 if "bias" in name or "norm" in name else 0.12)
     return model
+
+
+def save_with_tensors(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """A folder of the model's configuration, and of other tensors than its own."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors")
 
 
 def hf_logits(model: Any, ids: list[int]) -> torch.Tensor:
