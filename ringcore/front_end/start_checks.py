@@ -78,7 +78,7 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
 
 
 def _weights_bytes(config: EngineConfig, dtype: str) -> int:
-    """In the CPU kernels' layouts: see `model_executor.packing`."""
+    """In the CPU kernels' layouts: see `model_executor.linear_schemes.cpu_packing`."""
     spec = config.model.spec
     shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]

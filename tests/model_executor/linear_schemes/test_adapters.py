@@ -13,12 +13,12 @@ from tiny_checkpoints import MAX_LEN, hf_model, load, random_ids, save_with_tens
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.matrix_tensors import Fixed, Inputs, MatrixTensor, Outputs
+from ringcore.families import FAMILIES
 from ringcore.model_executor.linear_schemes.dense import Dense
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import model_class
-from ringcore.registry import MODELS
 
 NUM, RANK = 2, 3  # adapters 1 and 2, each of rank 3
 # Prompts, decodes and chunks of three sequences, each with an adapter of its own, in mixed steps.
@@ -89,7 +89,7 @@ def with_adapter(state, adapters, number):
 
 def adapted_logits(folder, tp, adapter_of_seq):
     files = find_model(folder)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
     model = model_class(spec.architecture)(spec, tp, torch.float32, MAX_LEN, lambda name: Adapted(Dense()))
     model.bind(load_weights(model.weights(), files, 0, torch.device("cpu")))
     return by_sequence(DenseRun(model, MAX_LEN, 3), adapter_of_seq, (0, 1, 2))

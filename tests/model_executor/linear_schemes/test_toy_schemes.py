@@ -18,6 +18,7 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.matrix_tensors import DENSE, Inputs, MatrixTensor, Outputs
 from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import InvalidRequestError, ModelLoadError
+from ringcore.families import FAMILIES
 from ringcore.model_executor import weight_update
 from ringcore.model_executor.linear_schemes.dense import Dense
 from ringcore.model_executor.linear_schemes.product import Product
@@ -27,7 +28,6 @@ from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import model_class
 from ringcore.model_executor.weight import Derived
 from ringcore.model_executor.weight_update import WeightUpdate, row_pieces
-from ringcore.registry import MODELS
 
 CPU = torch.device("cpu")
 STEPS = [random_ids(20, seed=1), random_ids(1, seed=2), random_ids(5, seed=3)]
@@ -152,7 +152,7 @@ def folders(tmp_path_factory):
 
 def built(folder, scheme_of, tp, load_format="auto"):
     files = find_model(folder, load_format)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
     return files, model_class(spec.architecture)(spec, tp, torch.float32, MAX_LEN, scheme_of)
 
 

@@ -9,12 +9,13 @@ from thread_tp import on_all_ranks
 from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, random_ids
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.families import FAMILIES
+from ringcore.families.llama import LLAMA
 from ringcore.model_executor.layers.linear import merged_outputs
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models.decoder import DenseDecoder
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, SelfAttention, Sublayer
-from ringcore.registry import MODELS
 
 
 class SquaredMLP(Sublayer):
@@ -35,6 +36,8 @@ class SquaredMLP(Sublayer):
 
 
 class SquaredDecoder(DenseDecoder):
+    family = LLAMA
+
     def build_layer(self, build):
         norms = build.norm("input_norm", "input_layernorm"), build.norm("mlp_norm", "post_attention_layernorm")
         return DecoderLayer(norms[0], SelfAttention(build), norms[1], SquaredMLP(build))
@@ -84,7 +87,7 @@ def test_a_family_with_its_own_layers(tmp_path, kind, size):
                 layer.forward = their_parallel_forward(layer)
     hf.save_pretrained(tmp_path)
     files, ids = find_model(tmp_path), random_ids(30)
-    spec = read_model_spec(files, MODELS)
+    spec = read_model_spec(files, FAMILIES)
 
     def logits(tp):
         model = kind(spec, tp, torch.float32, MAX_LEN, all_dense)
