@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_attention import DenseRun
 from thread_tp import on_all_ranks
-from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, random_ids
+from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, load, random_ids
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.families import FAMILIES
@@ -98,3 +98,22 @@ def test_a_family_with_its_own_layers(tmp_path, kind, size):
     expected = hf_logits(hf, ids)
     for found in on_all_ranks(size, logits):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+class SeparateLayer(DecoderLayer):
+    """Takes the contributions as tensors, and adds them itself."""
+
+    def __call__(self, hidden, inputs):
+        hidden.rows.add_(self.self_attention(self.input_norm, hidden, inputs))
+        hidden.rows.add_(self.mlp(self.mlp_norm, hidden, inputs))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+def test_a_contribution_is_what_is_added(checkpoint, family):
+    hf, folder = checkpoint(family)
+    model, ids = load(folder), random_ids(30)
+    model.layers = [
+        SeparateLayer(layer.input_norm, layer.self_attention, layer.mlp_norm, layer.mlp) for layer in model.layers
+    ]
+    found = DenseRun(model, MAX_LEN, 1).step({0: ids})
+    torch.testing.assert_close(found, hf_logits(hf, ids), atol=1e-4, rtol=1e-5)
