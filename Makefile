@@ -26,12 +26,14 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
-# Files of tests go two at a time, a thread each, the longest first. These have the machine alone: the benchmarks look at
-# the clock, the chat page is in a browser, a GPU is measured.
+# Files of tests go two at a time, a thread each, the longest first; more where there are more cores: `make test
+# TEST_PROCESSES=4`. These have the machine alone: the benchmarks look at the clock, the chat page is in a browser, a GPU
+# is measured.
+TEST_PROCESSES := 2
 ALONE := tests/benchmarks tests/serve/test_chat_page.py tests/gpu
 
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 		$(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
