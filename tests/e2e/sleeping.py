@@ -18,7 +18,7 @@ OPTIONS = {"dtype": "float32", "max_model_len": 512, "kv_cache_bytes": 1 << 26, 
 AWAKE = {"weights": "resident", "kv_cache": "resident"}
 
 # Short prompts, each step of which the reference decided clearly.
-_LENGTHS = (5, 17, 33)
+_LENGTHS = (5, 17, 33, 64)
 ENTRIES = [entry for entry in load("smollm2-135m-lengths") if len(entry.prompt_token_ids) in _LENGTHS]
 assert [entry.num_decisive for entry in ENTRIES] == [24] * len(_LENGTHS)
 PROMPTS = [entry.prompt_token_ids for entry in ENTRIES]

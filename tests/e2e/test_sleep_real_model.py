@@ -31,7 +31,7 @@ from ringcore.weights import WeightGroup
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
-CACHED = len(PROMPTS[-1]) // 16 * 16 - 16  # of the longest prompt, 33 tokens, at least
+CACHED = len(PROMPTS[-1]) // 16 * 16 - 16  # of the longest prompt, 64 tokens, at least
 
 
 @pytest.fixture(scope="module")
