@@ -2,18 +2,22 @@
 # make test   the same set-up, then the tests
 # make chaos  the long form of the tests: an hour or more of kills, hangs, forged frames, soaking, and a million scheduled steps
 # make setup  the set-up alone: .venv, pinned packages, the model folder
-# make lint   linters, type checker, import contracts
+# make lint   linters, type checker, import contracts, documents
+# make ci     the set-up, the linters and the tests: what a change must pass
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup run test chaos lint format clean
+LINTERS := lint-style lint-types lint-imports lint-documents
 
+.PHONY: setup run test chaos lint $(LINTERS) ci format clean
+
+# Most of what is installed is never imported; what is, Python compiles then and keeps.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED)
@@ -22,25 +26,39 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
-# Files of tests go two at a time, a thread each, the longest first. These have the machine alone: the benchmarks look at
-# the clock, the chat page is in a browser, a GPU is measured.
+# Files of tests go two at a time, a thread each, the longest first; more where there are more cores: `make test
+# TEST_PROCESSES=4`. These have the machine alone: the benchmarks look at the clock, the chat page is in a browser, a GPU
+# is measured.
+TEST_PROCESSES := 2
 ALONE := tests/benchmarks tests/serve/test_chat_page.py tests/gpu
 
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 		$(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/scheduler/test_scheduler_properties.py --chaos-long --timeout 3600 -s
 
-lint: $(INSTALLED)
+lint: $(LINTERS)
+
+lint-types: $(INSTALLED)
+	$(BIN)/mypy
+
+lint-style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+lint-imports: $(INSTALLED)
 	$(BIN)/lint-imports
+
+lint-documents: $(INSTALLED)
 	$(BIN)/python -m benchmarks report --check
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+ci: setup
+	$(MAKE) --jobs=2 --output-sync=target lint
+	$(MAKE) test
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -32,23 +32,29 @@ def start(model_folder, **options) -> EngineCoreClient:
     return client
 
 
-@pytest.mark.parametrize("role", ["engine", "worker 0", "worker 1"])
-def test_a_process_that_is_stopped_for_a_second_goes_on(model_folder, role):
+@pytest.fixture(scope="module")
+def survivor(model_folder):
+    """An engine that outlives what is done to it."""
     with start(model_folder) as client:
-        pid = client.ready.pids[role]
-        tokens = TokenReader(client, "t", random.Random(3))
-        tokens.add(20)
-        tokens.take(WAIT_S)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            call = client.collective_rpc
-            with pytest.raises(RpcTimeoutError):
-                call("echo", ["late"], timeout=0.1)
-            time.sleep(0.9)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        tokens.finish()
-        assert call("echo", ["next"], timeout=WAIT_S) == [[0, "next"], [1, "next"]]
+        yield client
+
+
+@pytest.mark.parametrize("role", ["engine", "worker 0", "worker 1"])
+def test_a_process_that_is_stopped_for_a_second_goes_on(survivor, role):
+    pid = survivor.ready.pids[role]
+    tokens = TokenReader(survivor, role, random.Random(3))
+    tokens.add(20)
+    tokens.take(WAIT_S)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        call = survivor.collective_rpc
+        with pytest.raises(RpcTimeoutError):
+            call("echo", ["late"], timeout=0.1)
+        time.sleep(0.9)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    tokens.finish()
+    assert call("echo", ["next"], timeout=WAIT_S) == [[0, "next"], [1, "next"]]
 
 
 def test_a_front_end_that_is_stopped_for_a_second_goes_on(model_folder, tmp_path):

@@ -7,23 +7,42 @@ import queue
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from chaos_plan import FRONT_END
 from kill_points import GROUP, Point, all_points
 from scenarios import FrontEnd
 
-SHORT_KILLS, LONG_KILLS = 134, 1000
+LONG_KILLS = 1000
 NUM_AT_ONCE = 3
 MAX_FAILURES = 60  # it is not the first that tells the most
 
 
-def plan_kills(num_kills: int, rng: random.Random) -> list[tuple[Point, str, int]]:
-    """Every point with some of its victims, of which there is one more at a time until the number is reached: the
-    short form has each point twice, the long one has each with each victim several times."""
+Kill = tuple[Point, str, int]  # where, who, and the seed of what the front end does
+
+
+def plan_short(rng: random.Random) -> list[Kill]:
+    """Every point once, and in every phase each victim: a point has the one that its phase has had least often."""
+    points = all_points()
+    pairs = {(point.phase, victim) for point in points for victim in point.victims}
+    num_kills: Counter[tuple[str, str]] = Counter()
+    kills: list[Kill] = []
+    while not kills or num_kills.keys() < pairs:
+        for point in points:
+            victims = rng.sample(point.victims, len(point.victims))
+            victim = min(victims, key=lambda victim, point=point: num_kills[point.phase, victim])
+            if len(kills) < len(points) or not num_kills[point.phase, victim]:
+                num_kills[point.phase, victim] += 1
+                kills.append((point, victim, rng.randrange(1 << 30)))
+    rng.shuffle(kills)
+    return kills
+
+
+def plan_long(num_kills: int, rng: random.Random) -> list[Kill]:
+    """Every point with each of its victims, again and again until the number is reached."""
     rows = [(point, rng.sample(point.victims, len(point.victims))) for point in all_points()]
-    kills = []
+    kills: list[Kill] = []
     for turn in itertools.count():
         for point, victims in rows:
             if len(kills) == num_kills:
@@ -41,6 +60,7 @@ class Matrix:
         self._folder, self._tmp_path = folder, tmp_path
         self._numbers = itertools.count()
         self._left: queue.SimpleQueue = queue.SimpleQueue()
+        self.num_planned = len(kills)
         for kill in kills:
             self._left.put(kill)
         self.failures: list[str] = []
@@ -101,10 +121,21 @@ def test_the_matrix_is_large_enough():
     assert {FRONT_END, GROUP} <= {victim for point in points for victim in point.victims}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_short_form_has_every_point_and_in_every_phase_every_victim(seed):
+    points, kills = all_points(), plan_short(random.Random(seed))
+    assert {(point.phase, point.name) for point, _, _ in kills} == {(point.phase, point.name) for point in points}
+    pairs = {(point.phase, victim) for point in points for victim in point.victims}
+    assert {(point.phase, victim) for point, victim, _ in kills} == pairs
+    assert len(points) <= len(kills) < len(points) + 10
+    assert all(victim in point.victims for point, victim, _ in kills)
+
+
 @pytest.fixture(scope="module")
 def matrix(model_folder, tmp_path_factory, is_long, seed) -> Matrix:
     """All kills, done once."""
-    kills = plan_kills(LONG_KILLS if is_long else SHORT_KILLS, random.Random(seed))
+    rng = random.Random(seed)
+    kills = plan_long(LONG_KILLS, rng) if is_long else plan_short(rng)
     matrix = Matrix(model_folder, tmp_path_factory.mktemp("matrix"), kills)
     started = time.monotonic()
     matrix.run()
@@ -113,9 +144,9 @@ def matrix(model_folder, tmp_path_factory, is_long, seed) -> Matrix:
 
 
 @pytest.mark.timeout(600)
-def test_every_kill_is_told_and_no_process_is_left(matrix, is_long):
+def test_every_kill_is_told_and_no_process_is_left(matrix):
     assert not matrix.failures, "\n\n".join(matrix.failures)
-    assert matrix.num_done == (LONG_KILLS if is_long else SHORT_KILLS)
+    assert matrix.num_done == matrix.num_planned
     assert all(outcomes for outcomes in matrix.outcomes.values())
 
 

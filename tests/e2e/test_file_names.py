@@ -31,12 +31,11 @@ main(["generate", "--model", sys.argv[1], "--prompt", "a", "--max-tokens", "5", 
 """
 
 
-@pytest.mark.parametrize("locale", ["C", "POSIX"])
-def test_a_folder_with_other_letters_in_a_locale_without_them(tmp_path, locale):
+def test_a_folder_with_other_letters_in_a_locale_without_them(tmp_path):
     name = str(tmp_path / "modèle-模型")
     tokenizer_folder(model_folder(tmp_path / "modèle-模型", vocab_size=512, eos_token_id=None), byte_level())
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHONIO"))}
-    environment |= {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{name!r}", ascii(name)), name],
         capture_output=True,

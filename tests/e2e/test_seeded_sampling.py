@@ -82,9 +82,10 @@ def alone(tiny_qwen2) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "num_ranks", "depth"),
-    [(ROOMY, 1, 1), (ROOMY, 1, 2), (NARROW, 1, 1), (NARROW, 1, 2), (ROOMY, 2, 1), (NARROW, 2, 2)],
+    [(ROOMY, 1, 2), (NARROW, 1, 1), (ROOMY, 2, 1), (NARROW, 2, 2)],
 )
 def test_the_same_tokens_as_alone(tiny_qwen2, alone, num_blocks, num_ranks, depth):
+    """Every two of the three in all their combinations."""
     options = tiny_options(num_blocks, num_ranks)
     with make_core(tiny_qwen2, max_num_seqs=NUM_REQUESTS, steps_in_flight=depth, **options) as core:
         order = shuffled(NUM_REQUESTS)

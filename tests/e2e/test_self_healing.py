@@ -1,4 +1,7 @@
-"""Workers are killed while SmolLM2-135M generates: the caller sees a pause, and the tokens of an undisturbed run."""
+"""Workers are killed while a model generates: the caller sees a pause, and the tokens of an undisturbed run.
+
+When they are killed, and what is in flight then, is varied with a tiny model; SmolLM2-135M is in a whole engine.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from engine import generate, make_core, tokens
 from ringcore import LLM, SamplingParams
 from ringcore.errors import EngineDeadError
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
-OPTIONS = {"dtype": "float32", "max_model_len": 1024, "kv_cache_bytes": 1 << 28}
-PROMPTS = [[11 + (37 * i + 5 * j * j) % 4000 for j in range(n)] for i, n in enumerate([3, 17, 40, 120, 9])]
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "kv_cache_bytes": 1 << 28}
+PROMPTS = [[11 + (37 * i + 5 * j * j) % 300 for j in range(n)] for i, n in enumerate([3, 17, 40, 120, 9])]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, top_p=0.95, seed=77, max_tokens=40, ignore_eos=True),
@@ -26,10 +29,14 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(smollm2):
-    with make_core(smollm2, **OPTIONS) as core:
+def undisturbed(model: str) -> list[list[int]]:
+    with make_core(model, **OPTIONS) as core:
         return tokens(generate(core, PROMPTS, PARAMS))
+
+
+@pytest.fixture(scope="module")
+def tiny_undisturbed(tiny_qwen2):
+    return undisturbed(tiny_qwen2)
 
 
 def _call_until_it_fails(llm):
@@ -39,8 +46,8 @@ def _call_until_it_fails(llm):
 
 
 @pytest.mark.parametrize(("after_steps", "depth"), [(1, 2), (12, 1), (30, 2)])
-def test_the_same_tokens_as_without_the_death(smollm2, undisturbed, after_steps, depth):
-    with make_core(smollm2, max_worker_restarts=1, steps_in_flight=depth, **OPTIONS) as core:
+def test_the_same_tokens_as_without_the_death(tiny_qwen2, tiny_undisturbed, after_steps, depth):
+    with make_core(tiny_qwen2, max_worker_restarts=1, steps_in_flight=depth, **OPTIONS) as core:
         step, num_steps = core.step, 0
 
         def stepped():
@@ -51,13 +58,14 @@ def test_the_same_tokens_as_without_the_death(smollm2, undisturbed, after_steps,
             return step()
 
         core.step = stepped
-        assert tokens(generate(core, PROMPTS, PARAMS)) == undisturbed
+        assert tokens(generate(core, PROMPTS, PARAMS)) == tiny_undisturbed
         assert core.num_restarts == 1
         assert core.health().state == "ready"
         assert "SIGKILL" in core.health().restart_cause
 
 
-def test_through_the_front_door_twice(smollm2, undisturbed):
+@pytest.mark.real_model
+def test_through_the_front_door_twice(smollm2):
     """The worker of a whole engine is killed in the middle of generate(), and its successor as well."""
     with LLM(smollm2, max_worker_restarts=2, **OPTIONS) as llm:
         killed: list[int] = []
@@ -78,7 +86,7 @@ def test_through_the_front_door_twice(smollm2, undisturbed):
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         stop.set()
         killer.join()
-        assert [output.outputs[0].token_ids for output in outputs] == undisturbed
+        assert [output.outputs[0].token_ids for output in outputs] == undisturbed(smollm2)
         assert len(killed) == 2
         assert llm.health().num_restarts == 2
         os.kill(llm.health().ranks[0].pid, signal.SIGKILL)

@@ -41,7 +41,8 @@ def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler) -> torch.Tens
     return out
 
 
-def check(lens: list[int], num_programs: int | None, window: int | None = None, **shape) -> None:
+def check(lens: list[int], num_programs: int | None, window: int | None = None, *, repeats=True, **shape) -> None:
+    """repeats: whether it is launched a second time by the same plan; the interpreter takes its time for that."""
     batch = PagedBatch.make([(1, n) for n in lens], window=window, **shape)
     tile_scheduler = scheduler_of(batch, num_programs, window)
     tile_scheduler.plan(batch.seq_lens)
@@ -50,7 +51,8 @@ def check(lens: list[int], num_programs: int | None, window: int | None = None, 
     )
     first = decode(batch, tile_scheduler)
     assert_close(first, expected)
-    assert torch.equal(decode(batch, tile_scheduler), first), "a plan serves every layer of its step"
+    if repeats or batch.query.is_cuda:
+        assert torch.equal(decode(batch, tile_scheduler), first), "a plan serves every layer of its step"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
@@ -62,19 +64,19 @@ def test_one_long_sequence_among_short_ones(device, dtype, block_size, num_progr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 def test_head_sizes(device, dtype, head_size) -> None:
-    check([70, 1, 150], 4, device=device, head_size=head_size, dtype=dtype, block_size=32)
+    check([70, 1, 150], 4, repeats=False, device=device, head_size=head_size, dtype=dtype, block_size=32)
 
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(1, 1), (2, 1), (9, 3), (4, 1), (5, 1), (6, 1), (14, 2), (8, 1), (71, 1)]
 )
 def test_query_heads_that_share_a_kv_head(device, num_heads, num_kv_heads) -> None:
-    check([130, 3], 3, device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=16)
+    check([130, 3], 3, repeats=False, device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=16)
 
 
 @pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 320])
 def test_edges_of_blocks_and_tiles(device, seq_len) -> None:
-    check([seq_len], 3, device=device, num_heads=2, num_kv_heads=2, head_size=16)
+    check([seq_len], 3, repeats=False, device=device, num_heads=2, num_kv_heads=2, head_size=16)
 
 
 @pytest.mark.parametrize("num_programs", [2, 100])
@@ -87,12 +89,12 @@ def test_many_partials_of_one_sequence(device, num_programs) -> None:
 @pytest.mark.parametrize("lens", [[200] * 4, [190, 260, 230, 200], [700, 640], [100, 1, 0, 90]])
 def test_sequences_of_about_one_length(device, lens, num_programs) -> None:
     """Split by work item, into one split or several, where there are programs enough."""
-    check(lens, num_programs, device=device, num_heads=2, num_kv_heads=2, head_size=16)
+    check(lens, num_programs, repeats=num_programs == 8, device=device, num_heads=2, num_kv_heads=2, head_size=16)
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 200, 5000])
 def test_windows(device, window) -> None:
-    check(SKEWED, 5, window, device=device, num_heads=2, num_kv_heads=1, head_size=16)
+    check(SKEWED, 5, window, repeats=window == 65, device=device, num_heads=2, num_kv_heads=1, head_size=16)
 
 
 def test_rows_of_no_tokens_give_zeros(device) -> None:

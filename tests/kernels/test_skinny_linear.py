@@ -117,8 +117,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+# The interpreter has each shape in one format, and tails in all.
+FMA_CASES = [
+    (shape, dtype)
+    for number, shape in enumerate(SHAPES)
+    for dtype in (DTYPES if torch.cuda.is_available() or shape == (3, 37, 100) else DTYPES[number % 3 :][:1])
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), FMA_CASES)
 def test_few_rows_by_fma(device, shape, dtype):
     check(Case(device, *shape, dtype), FMA)
     check(Case(device, *shape, dtype, norm=True, bias=True), FMA)

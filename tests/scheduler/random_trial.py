@@ -54,9 +54,9 @@ REQUEST = {
 class Trial:
     """An engine of some sizes, and what each of its requests must come to."""
 
-    def __init__(self, **sizes) -> None:
+    def __init__(self, checks: bool = True, **sizes) -> None:
         sizes["preempt_lower_priority"] &= sizes["policy"] == "priority"
-        self.engine = Driver(vocab_size=VOCAB_SIZE, **sizes)
+        self.engine = Driver(vocab_size=VOCAB_SIZE, checks=checks, **sizes)
         self.expected: dict[str, tuple[list[int], str]] = {}  # by id, in the order of arrival
         self.num_steps = 0
         self.num_poisoned = 0
@@ -206,10 +206,10 @@ class Trial:
         self.num_steps = stats.step
 
 
-def random_trial(seed: int, *, deaths: bool, num_rounds: int = 6) -> Trial:
+def random_trial(seed: int, *, deaths: bool, num_rounds: int = 6, checks: bool = True) -> Trial:
     """A schedule: rounds of arrivals, other operations and a few steps, then drained."""
     rng = random.Random(seed)
-    trial = Trial(**{name: rng.choice(values) for name, values in SIZES.items()})
+    trial = Trial(checks, **{name: rng.choice(values) for name, values in SIZES.items()})
     for _ in range(rng.randint(1, num_rounds)):
         for _ in range(rng.choice([0, 1, 1, 3])):
             request = {name: rng.choice(values) for name, values in REQUEST.items()}

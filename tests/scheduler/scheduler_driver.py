@@ -1,4 +1,4 @@
-"""Drives a Scheduler with the fake worker, one operation at a time, and checks everything after each."""
+"""Drives a Scheduler with the fake worker, one operation or `step` at a time, and checks everything after each."""
 
 from __future__ import annotations
 
@@ -164,8 +164,12 @@ class Driver:
 
         If the step kills the workers, there are new ones afterwards, and nothing in flight.
         """
-        scheduled = self.scheduler.schedule(self.max_steps)
+        scheduled = self._schedule()
         self.check()
+        return scheduled
+
+    def _schedule(self) -> SchedulerOutput | None:
+        scheduled = self.scheduler.schedule(self.max_steps)
         if scheduled is None:
             return None
         self.given_back = {self.worker.rows[row].seed for row in scheduled.finished_rows.tolist()}
@@ -189,19 +193,23 @@ class Driver:
         return None if self.schedule() is None else self.work
 
     def update(self) -> list[EngineCoreOutput]:
-        self._seeds_in_flight.popleft()
-        columns = self.scheduler.update(*self.in_flight.popleft())
-        outputs = self._take(self._reader.read(self._columns_decoder.decode(self._encoder.encode(columns))))
+        outputs = self._update()
         self.check()
         return outputs
+
+    def _update(self) -> list[EngineCoreOutput]:
+        self._seeds_in_flight.popleft()
+        columns = self.scheduler.update(*self.in_flight.popleft())
+        return self._take(self._reader.read(self._columns_decoder.decode(self._encoder.encode(columns))))
 
     def step(self) -> dict[int, int]:
         """Fills the steps in flight, takes in the oldest; what the last one scheduled, tokens by row."""
         work: dict[int, int] = {}
-        while len(self.in_flight) < self.depth and (launched := self.launch()) is not None:
-            work = launched
+        while len(self.in_flight) < self.depth and self._schedule() is not None:
+            work = self.work
         if self.in_flight:
-            self.update()
+            self._update()
+        self.check()
         return work
 
     def drain(self, max_steps: int = 10_000) -> None:

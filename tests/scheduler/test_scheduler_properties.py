@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from random_trial import REQUEST, SIZES, Trial, random_trial
 
-NUM_SCHEDULES, NUM_PARTS = 5_000, 10
+NUM_SCHEDULES, NUM_PARTS = 3_000, 6
 NUM_STEPS_LONG = 1_000_000
 
 
@@ -118,7 +118,7 @@ def test_a_million_steps(is_long):
 
 def test_random_schedules_meet_what_they_are_for():
     """Preemptions, prefix hits, ends of every kind and killers happen in them; else they would prove little."""
-    trials = [random_trial(seed, deaths=seed % 4 == 0) for seed in range(400)]
+    trials = [random_trial(seed, deaths=seed % 4 == 0, checks=False) for seed in range(400)]  # the first of them
     for depth in (1, 2):
         for has_windows in (False, True):
             of_kind = [t.engine for t in trials if t.engine.depth == depth]
