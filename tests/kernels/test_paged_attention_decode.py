@@ -14,8 +14,9 @@ import triton.language as tl
 from paged_batch import PagedBatch, assert_close
 
 from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
-from ringcore.kernels.kv_write import padded_head_size
-from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
+from ringcore.kernels.page_layout import padded_head_size
+from ringcore.kernels.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
 from ringcore.kernels.split_kv_combine import UNWRITTEN, pack_partial
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")

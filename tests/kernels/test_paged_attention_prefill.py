@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill, paged_attention_prefill_reference
+from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.paged_attention_reference import paged_attention_prefill_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
