@@ -16,7 +16,8 @@ __all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(ABC):
-    """Paged attention for the layers of a KV cache group: one KVCacheSpec, one AttentionSpec each. Per-step state is in `plan`'s result, not here."""
+    """Paged attention for the layers of a KV cache group: they share a KVCacheSpec, and each has its AttentionSpec.
+    Per-step state is in `plan`'s result, not here."""
 
     name: ClassVar[str]
     # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer

@@ -25,8 +25,8 @@ class KVWriteTarget(NamedTuple):
 class Attention:
     """Causal attention of layer `index` on this rank's heads.
 
-    With a `sliding_window` a token sees the last sliding_window tokens, itself included; with a `chunk_size` those whose
-    position divided by it is the same.
+    With a `sliding_window` a token sees the last sliding_window tokens, itself included; with a `chunk_size` those of
+    its chunk, the positions that are the same when divided by chunk_size and rounded down.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Attention:
     def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         """What the layer caches, in blocks of `block_size` tokens.
 
-        The KV cache plan may store it otherwise: in longer blocks, or as full attention if window or chunk mask no token.
+        The KV cache plan may store it otherwise: in longer blocks, or as full attention if the mask is only causal.
         """
         shape = (block_size, self.num_kv_heads, self.head_size, dtype)
         if self.sliding_window is not None:

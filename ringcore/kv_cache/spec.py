@@ -34,9 +34,7 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
     v_head_size: int | None = None  # of values, where it is another; None: head_size
 
     def __post_init__(self) -> None:
-        assert self.v_head_size != self.head_size, (
-            "one way to write a spec: layers of equal ones are a group"
-        )
+        assert self.v_head_size != self.head_size, "one way to write a spec: layers of equal ones are a group"
 
     @property
     def value_size(self) -> int:

@@ -33,8 +33,8 @@ def choose_backend(
     sharing_specs: Sequence[KVCacheSpec] = (),
 ) -> AttentionBackend:
     """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve the `layers` of a KV
-    cache group of `spec` on `device`. `layers` and `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with the
-    reason of every backend that refused.
+    cache group of `spec` on `device`. `layers` and `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with
+    the reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:
         raise _refused(name, f"no such backend; give auto or one of {', '.join(BACKENDS)}")

@@ -58,7 +58,7 @@ class PageLayout:
             return (kv_cache,)
         tokens = spec.num_kv_heads * spec.block_size  # of a block, over all heads
         num_blocks = len(kv_cache) // (tokens * (spec.head_size + spec.v_head_size))
-        kinds = kv_cache.split([num_blocks * tokens * spec.head_size, num_blocks * tokens * spec.v_head_size])
+        kinds = torch.split_with_sizes(kv_cache, [num_blocks * tokens * n for n in (spec.head_size, spec.v_head_size)])
         shape = (1, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, -1)
         return tuple(kind.view(shape) for kind in kinds)
 

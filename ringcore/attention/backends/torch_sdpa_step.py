@@ -1,4 +1,4 @@
-"""The sequences of a step as the planner of the torch_sdpa backend sees them, and where their visible context begins."""
+"""A step as the planner of the torch_sdpa backend sees it: sequences, and where their visible context begins."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Step:
     def __init__(self, metadata: AttentionMetadata, spec: KVCacheSpec) -> None:
         window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self.window = window if window is not None and window < metadata.max_seq_len else None  # None: masks nothing
-        is_chunked = isinstance(spec, ChunkedAttentionSpec) and spec.chunk_size < metadata.max_seq_len
-        if is_chunked:
-            metadata = split_at_chunks(metadata, spec.chunk_size)
+        chunk_size = spec.chunk_size if isinstance(spec, ChunkedAttentionSpec) else None
+        if chunk_size is not None:
+            metadata = split_at_chunks(metadata, chunk_size)
         self.metadata = metadata
         self.query_lens = np.diff(metadata.query_start_loc_cpu)
         self._block_size = spec.block_size
@@ -31,8 +31,8 @@ class Step:
         first_queries = metadata.seq_lens_cpu - self.query_lens
         if self.window is not None:
             self.first_seen = np.maximum(first_queries - self.window + 1, 0)
-        elif is_chunked:
-            self.first_seen = first_queries // spec.chunk_size * spec.chunk_size
+        elif chunk_size is not None:
+            self.first_seen = first_queries // chunk_size * chunk_size
         if self.first_seen is not None:
             self._first_blocks = self.first_seen // spec.block_size
 
