@@ -211,9 +211,7 @@ def _paged_attention_decode(
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
     if combines:
         num_partials = program - first_program + 1
-        item_sinks = None
-        if sinks is not None:
-            item_sinks = sinks + combined_item % num_kv_heads * group
+        item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
             partials, first_program, num_partials, item_sinks, group, combine_rows, v_head_size, v_width,
             partials_per_round,
@@ -251,9 +249,8 @@ def paged_attention_decode(
     """
     num_seqs, num_heads, head_size = check_rows(query)
     page = PageLayout.of(kv_cache, head_size)
-    num_kv_heads, block_size = page.num_kv_heads, page.block_size
     assert kv_cache.dtype == query.dtype
-    assert (tile_scheduler.num_kv_heads, tile_scheduler.group * num_kv_heads) == (num_kv_heads, num_heads)
+    assert (tile_scheduler.num_kv_heads, tile_scheduler.group) == (page.num_kv_heads, num_heads // page.num_kv_heads)
     assert (tile_scheduler.head_size, tile_scheduler.v_head_size) == (head_size, page.v_head_size)
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     assert seq_lens.shape == (num_seqs,)
@@ -292,7 +289,7 @@ def paged_attention_decode(
         chunk=tile_scheduler.chunk or 0,
         tile_tokens=tile_scheduler.tiling.tile_tokens,
         stages=tile_scheduler.tiling.stages if fits_twice else 1,
-        contiguous_tokens=math.gcd(block_size, tile_scheduler.tiling.tile_tokens),
+        contiguous_tokens=math.gcd(page.block_size, tile_scheduler.tiling.tile_tokens),
         threads=32 * tile_scheduler.tiling.num_warps,
         pdl=pdl,
         num_warps=tile_scheduler.tiling.num_warps,

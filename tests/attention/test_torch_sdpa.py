@@ -98,7 +98,7 @@ def test_a_window_is_read_from_its_first_block_on() -> None:
     seen = [np.flatnonzero(row == 0) + batch.first for row in batch.mask[:, 0, 0].numpy()]
     assert [(row[0], row[-1], len(row)) for row in seen] == [(12, 51, 40), (8, 47, 40)]
     cache = torch.arange(20.0)[None, None, :, None, None, None].expand(2, 2, 20, 1, 16, 64).contiguous()
-    read = batch.gather.read((cache,), 2)[0][0, :, ::16, 0]
+    read = batch.gather.read((cache,), 2, 0, 64)[0][0, :, ::16, 0]
     assert read[:, :3].tolist() == [[9, 8, 5], [15, 16, 17]]
     assert read[0, 3] == 6
 

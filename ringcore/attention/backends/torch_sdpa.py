@@ -27,8 +27,7 @@ hidden state can have a key that overflowed, so there `forward` clamps what it w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -105,7 +104,7 @@ class TorchSdpaBackend(AttentionBackend):
         assert value is not None
         parts = self._layout.parts(kv_cache)
         self._write(key, value, parts, metadata.slot_mapping)
-        out = query.new_empty(len(query), self.num_heads, self.spec.value_size)
+        out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
         call = _Call(query, key, value, parts, layer, None if sinks is None else sinks.float(), out)
         for item in plan:
             match item:
@@ -126,19 +125,18 @@ class TorchSdpaBackend(AttentionBackend):
 
     def _decode_one_forward(self, item: DecodeOne, call: _Call) -> None:
         # KV heads as the batch, the query heads that share one as rows: the output has the right layout.
-        shape = (self.spec.num_kv_heads, 1, self._group)
+        rows = call.query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
         keys, values = item.context.read(call.parts)
-        sinks = None if call.sinks is None else call.sinks.view(*shape, 1)
-        attended = attend(call.query[item.token].view(*shape, -1), keys, values, call.layer, sinks)
-        call.out[item.token] = attended.view(self.num_heads, -1)
+        sinks = None if call.sinks is None else call.sinks.view(self.spec.num_kv_heads, 1, self._group, 1)
+        attended = attend(rows, keys, values, call.layer, sinks)
+        call.out[item.token] = attended.view(self.num_heads, self.spec.value_size)
 
     def _decode_batch_forward(self, item: DecodeBatch, call: _Call) -> None:
         tokens = call.query if item.tokens is None else call.query.index_select(0, item.tokens)
         # The query heads that share a KV head as rows: a quarter faster than the kernel's own grouping.
         shape = (self.spec.num_kv_heads, self._group)
-        keys, values = (
-            kind[:, :, item.first : item.end].transpose(0, 1) for kind in item.gather.read(call.parts, item.batch)
-        )
+        found = item.gather.read(call.parts, item.batch, item.first, item.end)
+        keys, values = (kind.transpose(0, 1) for kind in found)
         sinks = None if call.sinks is None else call.sinks.view(1, *shape, 1)
         attended = attend(tokens.view(item.batch, *shape, -1), keys, values, call.layer, sinks, item.mask)
         if item.tokens is None:
@@ -152,7 +150,7 @@ class TorchSdpaBackend(AttentionBackend):
             x[tokens].view(item.batch, item.query_len, *x.shape[1:]).transpose(1, 2)
             for x in (call.query, call.key, call.value, call.out)
         )
-        o.copy_(attend_prompts(q, k, v, call.layer, call.sinks_by_head()))
+        o.copy_(attend_prompts(q, k, v, call.layer, call.sinks_by_head(), enable_gqa=self._group > 1))
 
     def _chunk_forward(self, item: Chunk, call: _Call) -> None:
         if item.context is not None:
@@ -173,12 +171,12 @@ class TorchSdpaBackend(AttentionBackend):
                 call.layer,
                 call.sinks_by_head(),
                 item.mask[-rows:, first - end :],
+                enable_gqa=self._group > 1,
             )
             call.out[tokens] = attended[0].transpose(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """The tensors of one `forward`."""
 
     query: torch.Tensor

@@ -19,10 +19,16 @@ def attend(
     layer: AttentionSpec,
     sinks: torch.Tensor | None,  # float32, broadcasts to [batch, heads, rows, 1]
     mask: torch.Tensor | None = None,  # added to the scores; broadcasts to [batch, heads, rows, num_tokens]
+    *,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:  # [batch, heads, rows, v_head_size]
-    """`heads` is a multiple of `kv_heads`: neighbouring heads share one."""
+    """enable_gqa: `heads` is a multiple of `kv_heads`, and neighbouring heads share one; else they are equal."""
     if layer.is_plain:
-        return _fused(query, key, value, layer.scale, mask=mask)
+        if query.shape[3] == value.shape[3]:  # one call less, for decodes
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, scale=layer.scale, enable_gqa=enable_gqa
+            )
+        return _fused(query, key, value, layer.scale, mask, is_causal=False, enable_gqa=enable_gqa)
     return _by_scores(query, key, value, layer, sinks, mask)
 
 
@@ -32,10 +38,12 @@ def attend_prompts(
     value: torch.Tensor,  # [batch, kv_heads, query_len, v_head_size]
     layer: AttentionSpec,
     sinks: torch.Tensor | None,
+    *,
+    enable_gqa: bool,
 ) -> torch.Tensor:  # [batch, heads, query_len, v_head_size]
     """Causal self-attention, as `attend`."""
     if layer.is_plain:
-        return _fused(query, key, value, layer.scale, is_causal=True)
+        return _fused(query, key, value, layer.scale, None, is_causal=True, enable_gqa=enable_gqa)
     batch, heads, query_len, _ = query.shape
     out = query.new_empty(batch, heads, query_len, value.shape[3])
     rows = max(_TILE_ROWS // batch, 1)
@@ -52,19 +60,19 @@ def _fused(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
+    mask: torch.Tensor | None,
     *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> torch.Tensor:
     size, v_size = query.shape[3], value.shape[3]
-    if size != v_size:  # of two sizes there is no fused kernel, and the other one holds all scores at once
-        width = max(size, v_size)
-        query, key, value = (_widened(x, width) for x in (query, key, value))
-    enable_gqa = query.shape[1] != key.shape[1]
-    attended = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return attended if size == v_size else attended[..., :v_size]
+    if size == v_size:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    # Of two sizes there is no fused kernel, and the other one holds all scores at once.
+    wide = (_widened(x, max(size, v_size)) for x in (query, key, value))
+    return _fused(*wide, scale, mask, is_causal=is_causal, enable_gqa=enable_gqa)[..., :v_size]
 
 
 def _widened(x: torch.Tensor, width: int) -> torch.Tensor:

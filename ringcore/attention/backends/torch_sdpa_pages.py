@@ -64,14 +64,13 @@ class PageLayout:
 
     def write(self, parts: Parts, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         """new: keys and values, [num_tokens, num_kv_heads, head_size] each, for slots [num_tokens] int64."""
-        kinds = [kind for part in parts for kind in part.unbind(0)]
         if self.has_contiguous_blocks:
-            for kind, tokens in zip(kinds, new, strict=True):
-                pool = kind.view(self._num_sections, -1, tokens.shape[2])
+            pools = [part.flatten(2, 4) for part in parts]
+            for pool, tokens in zip(_keys_and_values(pools), new, strict=True):
                 pool.index_copy_(1, slots, tokens.transpose(0, 1))
             return
         blocks, offsets = slots // self._spec.block_size, slots % self._spec.block_size
-        for kind, tokens in zip(kinds, new, strict=True):
+        for kind, tokens in zip(_keys_and_values(parts), new, strict=True):
             by_section = tokens.reshape(-1, self._num_sections, self._heads_per_section, tokens.shape[2])
             kind[:, blocks, :, offsets] = by_section
 
@@ -104,14 +103,15 @@ class Gather:
             self._rows_of = kinds, num_blocks
         return self._rows
 
-    def read(self, parts: Parts, batch: int) -> list[torch.Tensor]:
-        """-> keys, values: [num_kv_heads, batch, blocks * block_size, head_size]"""
-        found: list[torch.Tensor] = []
-        for part in parts:
-            kinds, num_sections, _, heads_per_section, block_size, size = part.shape
-            gathered = functional.embedding(self.rows(part), part.view(-1, block_size * size))
-            found += gathered.view(kinds, num_sections * heads_per_section, batch, -1, size).unbind(0)
-        return found
+    def read(self, parts: Parts, batch: int, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Of each sequence the slots first to end -> keys, values: [num_kv_heads, batch, end - first, head_size]"""
+        return _keys_and_values([self._read(part, batch)[:, :, :, first:end] for part in parts])
+
+    def _read(self, part: torch.Tensor, batch: int) -> torch.Tensor:
+        """-> [kinds, num_kv_heads, batch, blocks * block_size, head_size]"""
+        kinds, num_sections, _, heads_per_section, block_size, size = part.shape
+        gathered = functional.embedding(self.rows(part), part.view(-1, block_size * size))
+        return gathered.view(kinds, num_sections * heads_per_section, batch, -1, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,14 @@ class Context:
     first_slot: int  # of the contiguous range; unused with a gather
     gather: Gather | None
 
-    def read(self, parts: Parts) -> list[torch.Tensor]:
+    def read(self, parts: Parts) -> tuple[torch.Tensor, ...]:
         """-> keys, values: [num_kv_heads, 1, num_tokens, head_size]"""
         if self.gather is not None:
-            first, found = self.num_skipped, self.gather.read(parts, 1)
-        else:
-            first = self.first_slot
-            found = [
-                kind.view(kind.shape[0], 1, -1, kind.shape[4])  # [num_kv_heads, num_blocks, 1, block_size, head_size]
-                for part in parts
-                for kind in part.unbind(0)
-            ]
-        return [kind[:, :, first : first + self.num_tokens] for kind in found]
+            return self.gather.read(parts, 1, self.num_skipped, self.num_skipped + self.num_tokens)
+        first, end = self.first_slot, self.first_slot + self.num_tokens
+        return _keys_and_values([part.flatten(2, 4).unsqueeze(2).narrow(3, first, end - first) for part in parts])
+
+
+def _keys_and_values(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Of one part with two kinds, or two parts with one."""
+    return parts[0].unbind(0) if len(parts) == 1 else (parts[0][0], parts[1][0])

@@ -214,7 +214,7 @@ class TritonBackend(AttentionBackend):
         assert isinstance(plan, _Step)
         if key is not None and value is not None:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
-        out = query.new_empty(len(query), self.num_heads, self.spec.value_size)
+        out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
         scores = _Scores(layer.scale, layer.softcap, sinks)
         if plan.decodes is not None:
             self._decode_forward(plan.decodes, query, kv_cache, scores, out)
