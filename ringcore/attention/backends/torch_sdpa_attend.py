@@ -26,7 +26,7 @@ def attend(
     if layer.is_plain:
         if query.shape[3] == value.shape[3]:  # one call less, for decodes
             return functional.scaled_dot_product_attention(
-                query, key, value, mask, scale=layer.scale, enable_gqa=enable_gqa
+                query, key, value, attn_mask=mask, scale=layer.scale, enable_gqa=enable_gqa
             )
         return _fused(query, key, value, layer.scale, mask, is_causal=False, enable_gqa=enable_gqa)
     return _by_scores(query, key, value, layer, sinks, mask)
@@ -71,8 +71,8 @@ def _fused(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     # Of two sizes there is no fused kernel, and the other one holds all scores at once.
-    wide = (_widened(x, max(size, v_size)) for x in (query, key, value))
-    return _fused(*wide, scale, mask, is_causal=is_causal, enable_gqa=enable_gqa)[..., :v_size]
+    query, key, value = (_widened(x, max(size, v_size)) for x in (query, key, value))
+    return _fused(query, key, value, scale, mask, is_causal=is_causal, enable_gqa=enable_gqa)[..., :v_size]
 
 
 def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
