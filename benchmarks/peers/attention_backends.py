@@ -20,6 +20,7 @@ from benchmarks.peers.rows import Row, facts
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.spec import AttentionSpec
 from ringcore.kv_cache.spec import FullAttentionSpec
 
 PACKAGES = ("ringcore", "torch", "triton", "flash-attn", "flash-attn-3")
@@ -38,6 +39,10 @@ class Shape:
     head_size: int
     block_size: int
     dtype: str
+
+    @property
+    def layer(self) -> AttentionSpec:
+        return AttentionSpec(self.num_heads, self.head_size**-0.5)
 
     @property
     def spec(self) -> FullAttentionSpec:
@@ -71,7 +76,7 @@ class Bench:
         self.dtype = getattr(torch, self.shape.dtype)
         cache_shape = self.backend.kv_cache_shape(sum(needed) + 1)
         self.cache = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
-        self.scale = self.shape.head_size**-0.5
+        self.layer = self.shape.layer
 
     def metadata(self, first: int, end: int, new: list[int]) -> AttentionMetadata:
         """A step of the last `new` tokens of sequences first to end."""
@@ -103,7 +108,7 @@ class Bench:
         query = self.random(sum(new), self.shape.num_heads)
         key, value = (self.random(sum(new), self.shape.num_kv_heads) for _ in range(2))
         step = self.metadata(first, end, new)
-        out = self.backend.forward(query, key, value, self.cache, step, self.backend.plan(step), self.scale)
+        out = self.backend.forward(query, key, value, self.cache, step, self.backend.plan(step), self.layer)
         return query, key, value, out
 
     def fill(self) -> None:
@@ -124,7 +129,7 @@ class Bench:
         """`query` and `out`: the last rows of one sequence; key and value: of all its tokens."""
         group = self.shape.num_heads // self.shape.num_kv_heads
         keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
-        scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self.scale
+        scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self.layer.scale
         first_row = len(key) - len(query)
         positions = torch.arange(len(key), device=self.device)
         rows = torch.arange(first_row, len(key), device=self.device)
@@ -147,7 +152,7 @@ class Backends:
         return dict(facts(PACKAGES))
 
     def refusal(self, backend: str, shape: dict[str, Any]) -> str | None:
-        return BACKENDS[backend].refusal(Shape(**shape).spec, self._device)
+        return BACKENDS[backend].refusal(Shape(**shape).spec, [Shape(**shape).layer], self._device)
 
     def measure(self, backend: str, kind: str, shape: dict[str, Any]) -> list[Row]:
         """kind "decode": one token of each sequence; "prefill": all tokens of each."""
@@ -156,7 +161,7 @@ class Backends:
         described = Shape(**shape)
         if backend not in self._prepared:
             torch.manual_seed(0)
-            bench = Bench(BACKENDS[backend](described.spec, described.num_heads), described, self._device)
+            bench = Bench(BACKENDS[backend](described.spec, [described.layer]), described, self._device)
             self._prepared[backend] = (prepare_decode if kind == "decode" else prepare_prefill)(bench)
         seconds = self._prepared[backend]()
         if kind == "decode":
@@ -174,7 +179,7 @@ def prepare_decode(bench: Bench) -> Callable[[], float]:
     plan, forward = bench.backend.plan(step), bench.backend.forward
     for sequence, (keys, values) in bench.checked.items():
         keys[-1], values[-1] = key[sequence], value[sequence]
-    out = forward(query, key, value, bench.cache, step, plan, bench.scale)
+    out = forward(query, key, value, bench.cache, step, plan, bench.layer)
     for sequence, (keys, values) in bench.checked.items():
         bench.check(query[sequence : sequence + 1], keys, values, out[sequence : sequence + 1])
     if bench.backend.accepts_prewritten_kv:
@@ -184,7 +189,7 @@ def prepare_decode(bench: Bench) -> Callable[[], float]:
 
     def call() -> None:
         for cache in caches:
-            forward(query, key, value, cache, step, plan, bench.scale)
+            forward(query, key, value, cache, step, plan, bench.layer)
 
     return timer(call, len(caches), bench.device, in_graph=True)
 
@@ -198,7 +203,7 @@ def prepare_prefill(bench: Bench) -> Callable[[], float]:
     bench.check(query[-rows:], key[-last:], value[-last:], out[-rows:])
     step = bench.metadata(0, count, bench.shape.lens)
     plan, forward = bench.backend.plan(step), bench.backend.forward
-    return timer(lambda: forward(query, key, value, bench.cache, step, plan, bench.scale), 1, bench.device, False)
+    return timer(lambda: forward(query, key, value, bench.cache, step, plan, bench.layer), 1, bench.device, False)
 
 
 def timer(call: Callable[[], object], calls: int, device: torch.device, in_graph: bool) -> Callable[[], float]:

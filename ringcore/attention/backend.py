@@ -9,32 +9,43 @@ from typing import ClassVar
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.spec import AttentionSpec
 from ringcore.kv_cache.spec import KVCacheSpec
 
 __all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(ABC):
-    """Paged attention for layers of one KVCacheSpec. Per-step state is in `plan`'s result, not here."""
+    """Paged attention for the layers of a KV cache group: they share a KVCacheSpec, and each has its AttentionSpec.
+    Per-step state is in `plan`'s result, not here."""
 
     name: ClassVar[str]
-    # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer is
-    # [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values.
+    # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer
+    # whose values are as wide as its keys is [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values.
     accepts_prewritten_kv: ClassVar[bool] = False
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
-        """`num_heads` query heads on this rank, a multiple of `spec.num_kv_heads`.
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        """layers: each different one of the group; all have the same number of query heads, a multiple of
+        `spec.num_kv_heads`. `forward` is called for these alone.
 
         sharing_specs: the specs of other layers whose blocks share the same memory; their pages have the same size in
         bytes. The layout must map block b to the same bytes, and to no others, in each of their shapes.
         """
         self.spec = spec
-        self.num_heads = num_heads
+        (self.num_heads,) = {layer.num_heads for layer in layers}
 
     @classmethod
     @abstractmethod
-    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
-        """Why this backend cannot serve layers of `spec` on `device`; None if it can."""
+    def refusal(
+        cls,
+        spec: KVCacheSpec,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        sharing_specs: Sequence[KVCacheSpec] = (),
+    ) -> str | None:
+        """Why this backend cannot serve these layers on `device`; None if it can. Arguments: as for the constructor."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -86,14 +97,15 @@ class AttentionBackend(ABC):
         self,
         query: torch.Tensor,  # [num_tokens, num_heads, head_size]
         key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_size]
-        value: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_size]
+        value: torch.Tensor | None,  # [num_tokens, num_kv_heads, v_head_size]
         kv_cache: torch.Tensor,  # of kv_cache_shape
         metadata: AttentionMetadata,
         plan: object,
-        scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_size]
-        """Writes keys and values to their slots, then attends causally: over each sequence's whole context, or its
-        sliding window. If both are None they are in their slots already.
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,  # [num_heads], contiguous, in any float dtype; if layer.has_sinks
+    ) -> torch.Tensor:  # [num_tokens, num_heads, v_head_size]
+        """Writes keys and values to their slots, then attends causally: over each sequence's whole context, its sliding
+        window, or its chunk. If both are None they are in their slots already.
 
         Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """

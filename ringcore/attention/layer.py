@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ringcore.attention.context import ForwardContext
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.attention.context import ForwardContext, GroupContext
+from ringcore.attention.spec import AttentionSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["Attention", "KVWriteTarget"]
 
@@ -24,7 +25,8 @@ class KVWriteTarget(NamedTuple):
 class Attention:
     """Causal attention of layer `index` on this rank's heads.
 
-    With a `sliding_window` a token sees the last sliding_window tokens, itself included.
+    With a `sliding_window` a token sees the last sliding_window tokens, itself included; with a `chunk_size` those of
+    its chunk, the positions that are the same when divided by chunk_size and rounded down.
     """
 
     index: int
@@ -33,6 +35,18 @@ class Attention:
     head_size: int
     scale: float
     sliding_window: int | None = None
+    chunk_size: int | None = None
+    v_head_size: int | None = None  # of values; None: head_size
+    softcap: float | None = None  # this and the next: see `AttentionSpec`
+    has_sinks: bool = False
+    spec: AttentionSpec = field(init=False)  # what a backend is told in every call
+
+    def __post_init__(self) -> None:
+        assert self.sliding_window is None or self.chunk_size is None, "a window within chunks"
+        spec = AttentionSpec(self.num_heads, self.scale, self.softcap, self.has_sinks)
+        object.__setattr__(self, "spec", spec)
+        if self.v_head_size == self.head_size:
+            object.__setattr__(self, "v_head_size", None)
 
     @property
     def name(self) -> str:
@@ -41,34 +55,47 @@ class Attention:
     def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         """What the layer caches, in blocks of `block_size` tokens.
 
-        The KV cache plan may store it otherwise: in longer blocks, or as full attention if the window masks no token.
+        The KV cache plan may store it otherwise: in longer blocks, or as full attention if the mask is only causal.
         """
-        if self.sliding_window is None:
-            return FullAttentionSpec(
-                block_size=block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype=dtype
-            )
-        return SlidingWindowSpec(
-            block_size=block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            dtype=dtype,
-            sliding_window=self.sliding_window,
-        )
+        shape = (block_size, self.num_kv_heads, self.head_size, dtype)
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(*shape, self.sliding_window, self.v_head_size)
+        if self.chunk_size is not None:
+            return ChunkedAttentionSpec(*shape, self.chunk_size, self.v_head_size)
+        return FullAttentionSpec(*shape, self.v_head_size)
 
     def kv_write_target(self, ctx: ForwardContext) -> KVWriteTarget | None:
         """Where to write keys and values before `__call__`, which then gets none; None: the backend writes them
         itself."""
         group = ctx.groups[ctx.group_of_layer[self.index]]
-        if not group.backend.accepts_prewritten_kv:
+        if not group.backend.accepts_prewritten_kv or self.v_head_size is not None:
             return None
         return KVWriteTarget(ctx.kv_caches[self.index], group.metadata.slot_mapping)
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_size], k and v: [num_tokens, num_kv_heads, head_size] -> as q.
+    def zero_kv(self, group: GroupContext, kv_cache: torch.Tensor) -> None:
+        """Zeroes the keys and values of the step's tokens in this layer, by the write path that every backend has."""
+        num_tokens, v_head_size = group.metadata.num_tokens, self.v_head_size or self.head_size
+        query = kv_cache.new_zeros(num_tokens, self.num_heads, self.head_size)
+        key = kv_cache.new_zeros(num_tokens, self.num_kv_heads, self.head_size)
+        value = kv_cache.new_zeros(num_tokens, self.num_kv_heads, v_head_size)
+        sinks = kv_cache.new_zeros(self.num_heads) if self.has_sinks else None
+        group.backend.forward(query, key, value, kv_cache, group.metadata, group.plan, self.spec, sinks)
 
-        k and v are None if they were written to `kv_write_target`.
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        ctx: ForwardContext,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q: [num_tokens, num_heads, head_size], k: [num_tokens, num_kv_heads, head_size] and v: [num_tokens,
+        num_kv_heads, v_head_size] -> [num_tokens, num_heads, v_head_size].
+
+        k and v are None if they were written to `kv_write_target`. sinks: [num_heads], a weight of the model, if the
+        layer has them.
         """
+        assert (sinks is not None) == self.has_sinks
         group = ctx.groups[ctx.group_of_layer[self.index]]
-        return group.backend.forward(q, k, v, ctx.kv_caches[self.index], group.metadata, group.plan, self.scale)
+        kv_cache = ctx.kv_caches[self.index]
+        return group.backend.forward(q, k, v, kv_cache, group.metadata, group.plan, self.spec, sinks)

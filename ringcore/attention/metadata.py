@@ -17,8 +17,8 @@ class AttentionMetadata:
 
     `seq_lens` counts the tokens of a sequence whose keys are cached once this step's are written, so the first query
     token of sequence i has position seq_lens[i] - query_lens[i].
-    The block table entry of a block that the sliding window has passed has no meaning: 0, or an id that another
-    sequence may use.
+    The block table entry of a block that the sliding window or chunk has passed has no meaning: 0, or an id that
+    another sequence may use.
     A token whose keys and values are cached already, in a block that other sequences may share, has its slot in the
     null block (block 0).
     `*_cpu` arrays are host mirrors of the same numbers.

@@ -1,21 +1,23 @@
-"""One tile of paged attention: its block ids, its K/V loads, and the online softmax update.
+"""One tile of paged attention: its block ids, its K/V loads, its scores, and the online softmax update.
 
 The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2).
 """
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
-__all__ = ["MASK_VALUE", "attend_tile", "tile_blocks"]
+__all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks"]
 
 MASK_VALUE = tl.constexpr(-1e30)  # of a masked score: finite, so that a tile whose scores are all masked gives no NaN
 
 
 @triton.jit
 def _token_offsets(
-    start, first, end, block_size: tl.constexpr, window: tl.constexpr, tile_tokens: tl.constexpr, masked: tl.constexpr
+    start, first, end, block_size: tl.constexpr, is_local: tl.constexpr, tile_tokens: tl.constexpr, masked: tl.constexpr
 ):
     """Offsets of the tile's tokens from the start of `start`'s block: known to the compiler where possible.
 
@@ -25,7 +27,7 @@ def _token_offsets(
     offsets = tl.arange(0, tile_tokens)
     if masked:
         offsets = tl.minimum(offsets, tl.maximum(end - start, 1) - 1)
-        if window > 0:
+        if is_local:
             offsets = tl.maximum(offsets, first - start)
     if tile_tokens % block_size != 0:  # else tiles begin at block boundaries
         offsets += start % block_size
@@ -36,10 +38,10 @@ def _token_offsets(
 def tile_blocks(
     table,  # pointer to the sequence's row of the block table
     start,  # the tile's first token, a multiple of tile_tokens
-    first,  # tokens before it are not read; 0 without a window
+    first,  # tokens before it are not read; 0 where is_local is not set
     end,  # nor tokens from it on; of a tile that begins at or after it nothing is read, not even the table
     block_size: tl.constexpr,
-    window: tl.constexpr,  # 0: none
+    is_local: tl.constexpr,  # whether there is a window, or chunks
     tile_tokens: tl.constexpr,
 ):
     """The block ids of a tile: one per token, or a scalar if one block holds the whole tile."""
@@ -47,7 +49,7 @@ def tile_blocks(
     if block_size % tile_tokens == 0:
         blocks = tl.load(table, mask=start < end, other=0)
     else:
-        offsets = _token_offsets(start, first, end, block_size, window, tile_tokens, True)
+        offsets = _token_offsets(start, first, end, block_size, is_local, tile_tokens, True)
         blocks = tl.load(table + offsets // block_size, mask=start < end, other=0)
     return blocks
 
@@ -57,21 +59,27 @@ def attend_tile(
     query,  # [rows, width]
     row_max,  # [rows] float32: the largest score so far, times scale_log2
     row_sum,  # [rows] float32: the sum of the weights so far
-    acc,  # [rows, width] float32: the weighted sum of the values so far
+    acc,  # [rows, v_width] float32: the weighted sum of the values so far
     blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
     start,  # this and the next two as for `tile_blocks`
     first,
     end,
     positions,  # of the query rows: [rows, 1], or a scalar
-    scale_log2,
+    scale_log2,  # this and the next from `score_factors`
+    softcap_log2,
     num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
-    width: tl.constexpr,
+    width: tl.constexpr,  # head_size, padded; likewise the next two
+    v_head_size: tl.constexpr,
+    v_width: tl.constexpr,
     block_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
     window: tl.constexpr,  # 0: none
+    chunk: tl.constexpr,  # of chunked attention; 0: none
     tile_tokens: tl.constexpr,
-    masked: tl.constexpr,  # whether causality, the window or bounds mask a score of the tile
+    masked: tl.constexpr,  # whether causality, the window, the chunk or bounds mask a score of the tile
 ):
     """The online softmax of `rows` queries, updated with one more tile of keys and values -> (row_max, row_sum, acc).
 
@@ -80,26 +88,43 @@ def attend_tile(
     Tokens that no row sees are not read: their slots may hold anything, NaN included, and a weight of zero would not
     mask that.
     """
-    half_page: tl.constexpr = num_kv_heads * block_size * head_size
+    page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
+    is_local: tl.constexpr = window + chunk > 0
     dim = tl.arange(0, width)[None, :]
-    offsets = _token_offsets(start, first, end, block_size, window, tile_tokens, masked) % block_size
-    source = pages + (offsets * head_size)[:, None] + dim
-    page = blocks.to(tl.int64) * (2 * half_page)  # int64: the cache may be larger than 2^31 elements
+    offsets = _token_offsets(start, first, end, block_size, is_local, tile_tokens, masked) % block_size
+    source = pages + (offsets * token_stride)[:, None] + dim
+    page = blocks.to(tl.int64) * page_size  # int64: the cache may be larger than 2^31 elements
     source += page if block_size % tile_tokens == 0 else page[:, None]
+    if v_head_size == head_size:
+        v_dim = dim
+        v_source = source
+    else:
+        v_dim = tl.arange(0, v_width)[None, :]
+        v_source = pages + (offsets * token_stride)[:, None] + v_dim
+        v_source += page if block_size % tile_tokens == 0 else page[:, None]
     if width == head_size:
         keys = tl.load(source)
-        values = tl.load(source + half_page)
     else:
         keys = tl.load(source, mask=dim < head_size, other=0.0)
-        values = tl.load(source + half_page, mask=dim < head_size, other=0.0)
+    if v_width == v_head_size:
+        values = tl.load(v_source + value_offset)
+    else:
+        values = tl.load(v_source + value_offset, mask=v_dim < v_head_size, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if softcap_log2 is not None:  # cap * tanh(score / cap): tanh(x) = 1 - 2 / (1 + exp(2 x)), which overflows to 1
+        scores = softcap_log2 - 2.0 * softcap_log2 / (1.0 + tl.exp2(scores * scale_log2))
     if masked:
         tokens = start + tl.arange(0, tile_tokens)
         visible = tokens[None, :] <= positions
         if window > 0:
             visible &= tokens[None, :] > positions - window
+        if chunk > 0:
+            visible &= tokens[None, :] >= positions // chunk * chunk
         # Scaled before masking: MASK_VALUE scaled in a fused multiply-add, minus the same value rounded, is not 0.
-        scores = tl.where(visible, scores * scale_log2, MASK_VALUE)
+        scores = tl.where(visible, scores * scale_log2 if softcap_log2 is None else scores, MASK_VALUE)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+    elif softcap_log2 is not None:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
     else:
@@ -109,3 +134,23 @@ def attend_tile(
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return new_max, row_sum, acc
+
+
+@triton.jit
+def sink_share(sinks, in_bounds, log_sum_exp):
+    """What a sink, a logit without a value, leaves to the values: the sum of the other weights, over it and its own.
+
+    sinks: pointers, of the shape of log_sum_exp or one that broadcasts to it. log_sum_exp: of the scores, base 2.
+    """
+    sink = tl.load(sinks, mask=in_bounds, other=0.0).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp2(sink * 1.4426950408889634 - log_sum_exp))
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """(scale_log2, softcap_log2) of `attend_tile`: a score in base 2 is dot * scale_log2, or with a softcap
+    softcap_log2 * (1 - 2 / (1 + 2^(dot * scale_log2)))."""
+    assert scale > 0
+    if softcap is None:
+        return scale * math.log2(math.e), None
+    assert softcap > 0
+    return 2 * scale / softcap * math.log2(math.e), softcap * math.log2(math.e)

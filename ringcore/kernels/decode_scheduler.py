@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.kv_write import padded_head_size
+from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
 __all__ = ["DecodeTileScheduler", "DecodeTiling", "context_tiles"]
@@ -53,12 +53,14 @@ _PROGRAMS_PER_PLANNER = 8  # programs of the attention kernel that one program o
 
 
 @triton.jit
-def context_tiles(seq_len, window: tl.constexpr, tile_tokens: tl.constexpr):
+def context_tiles(seq_len, window: tl.constexpr, chunk: tl.constexpr, tile_tokens: tl.constexpr):
     """(the first visible token, its tile, the number of tiles from there): at least one tile, also for an empty
     sequence."""
     first = seq_len * 0
     if window > 0:
         first = tl.maximum(seq_len - window, 0)
+    if chunk > 0:
+        first = tl.maximum(seq_len - 1, 0) // chunk * chunk
     first_tile = first // tile_tokens
     return first, first_tile, tl.maximum(tl.cdiv(seq_len, tile_tokens) - first_tile, 1)
 
@@ -71,6 +73,7 @@ def _plan_decode(
     num_programs,
     num_kv_heads: tl.constexpr,
     window: tl.constexpr,
+    chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
     skips_empty: tl.constexpr,
@@ -81,7 +84,7 @@ def _plan_decode(
     another."""
     index = tl.arange(0, seqs)
     seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
-    _, _, tiles = context_tiles(seq_len, window, tile_tokens)
+    _, _, tiles = context_tiles(seq_len, window, chunk, tile_tokens)
     is_counted = index < num_seqs
     if skips_empty:
         # Sequences up to the last non-empty one count: a range crosses from one sequence to the next and skips none.
@@ -173,11 +176,13 @@ class DecodeTileScheduler:
 
     num_kv_heads: int
     group: int  # query heads that share a KV head
-    head_size: int
-    window: int | None  # sliding window, the query token included; None: full attention
+    head_size: int  # of keys
+    v_head_size: int  # of values, and of the output
+    window: int | None  # sliding window, the query token included; None: none
+    chunk: int | None  # of chunked attention; None: none
     tiling: DecodeTiling
     tile_ranges: torch.Tensor  # [num_programs, 8] int32: one record per program, written by `plan`
-    partials: torch.Tensor  # [2 * num_programs, group, head_size] int64: `pack_partial`; UNWRITTEN between launches
+    partials: torch.Tensor  # [2 * num_programs, group, v_head_size] int64: `pack_partial`; UNWRITTEN between launches
 
     @classmethod
     def allocate(
@@ -188,22 +193,27 @@ class DecodeTileScheduler:
         tiling: DecodeTiling,
         device: torch.device,
         *,
+        v_head_size: int | None = None,
         window: int | None = None,
+        chunk: int | None = None,
         num_programs: int | None = None,
     ) -> DecodeTileScheduler:
-        """num_programs: the grid; None: as many programs as `device` runs at once."""
+        """v_head_size: None: head_size. num_programs: the grid; None: as many programs as `device` runs at once."""
+        v_head_size = head_size if v_head_size is None else v_head_size
         if num_programs is None:
             num_programs = _num_sms(device) * tiling.programs_per_sm
         group = num_heads // num_kv_heads
-        unwritten = torch.full((2 * num_programs, group, head_size), UNWRITTEN.value, dtype=torch.int64, device=device)
+        shape = (2 * num_programs, group, v_head_size)
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
             head_size=head_size,
+            v_head_size=v_head_size,
             window=window,
+            chunk=chunk,
             tiling=tiling,
             tile_ranges=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
-            partials=unwritten,
+            partials=torch.full(shape, UNWRITTEN.value, dtype=torch.int64, device=device),
         )
 
     @property
@@ -213,11 +223,11 @@ class DecodeTileScheduler:
     def combine_rows(self) -> int:
         """Rows of a partial in the combine: a power of two, and one element or more per thread (`combine_partials`)."""
         threads = 32 * self.tiling.num_warps
-        return max(triton.next_power_of_2(self.group), threads // padded_head_size(self.head_size))
+        return max(triton.next_power_of_2(self.group), threads // padded_head_size(self.v_head_size))
 
     def partials_per_round(self) -> int:
         """The tiling's number of partials per round, limited by the registers of a thread."""
-        elements = self.combine_rows() * padded_head_size(self.head_size) // (32 * self.tiling.num_warps)
+        elements = self.combine_rows() * padded_head_size(self.v_head_size) // (32 * self.tiling.num_warps)
         return max(min(self.tiling.partials_per_round, _MAX_ELEMENTS_PER_THREAD // elements), 1)
 
     def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
@@ -239,6 +249,7 @@ class DecodeTileScheduler:
             self.num_programs,
             num_kv_heads=self.num_kv_heads,
             window=self.window or 0,
+            chunk=self.chunk or 0,
             tile_tokens=self.tiling.tile_tokens,
             min_tiles=self.tiling.min_tiles,
             skips_empty=skips_empty,

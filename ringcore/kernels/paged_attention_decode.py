@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, tile_blocks
+from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.decode_scheduler import (
     COUNT,
     FIRST_PROGRAM,
@@ -26,13 +26,13 @@ from ringcore.kernels.decode_scheduler import (
     context_tiles,
 )
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from ringcore.kernels.kv_write import check_rows, padded_head_size
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill_reference
+from ringcore.kernels.kv_write import check_rows
+from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.shared_memory import prefer_carveout
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
 
-__all__ = ["paged_attention_decode", "paged_attention_decode_reference"]
+__all__ = ["paged_attention_decode"]
 
 _QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
 
@@ -46,21 +46,26 @@ def _prefetch_first_tile(
     end,
     num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
+    v_head_size: tl.constexpr,
     block_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
     tile_tokens: tl.constexpr,
     contiguous_tokens: tl.constexpr,
     threads: tl.constexpr,
 ):
-    """Prefetches keys and values of the first tile to L2, one chunk per thread. L2 is coherent, so a concurrent write
-    stays visible."""
-    half_page: tl.constexpr = num_kv_heads * block_size * head_size
-    chunk_bytes: tl.constexpr = contiguous_tokens * head_size * (pages.dtype.element_ty.primitive_bitwidth // 8)
+    """Prefetches keys and values of the first tile to L2, a piece per thread: the keys of `contiguous_tokens` tokens,
+    or their values; half of both where they lie together. L2 is coherent, so a concurrent write stays visible."""
+    page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
+    piece: tl.constexpr = contiguous_tokens * (head_size + v_head_size) // 2
+    piece_bytes: tl.constexpr = piece * (pages.dtype.element_ty.primitive_bitwidth // 8)
+    second: tl.constexpr = value_offset if head_size == v_head_size else piece
     thread = tl.arange(0, threads)
     token = begin + thread // 2 * contiguous_tokens
     in_bounds = (token < begin + tile_tokens) & (token + contiguous_tokens > first) & (token < end)
     block = tl.load(table + token // block_size, mask=in_bounds, other=0)
-    offsets = block.to(tl.int64) * (2 * half_page) + thread % 2 * half_page + token % block_size * head_size
-    prefetch_l2(pages + offsets, in_bounds, chunk_bytes)
+    offsets = block.to(tl.int64) * page_size + thread % 2 * second + token % block_size * token_stride
+    prefetch_l2(pages + offsets, in_bounds, piece_bytes)
 
 
 @triton.jit
@@ -81,7 +86,9 @@ def _paged_attention_decode(
     tile_ranges,
     out,
     partials,
+    sinks,  # or None
     scale_log2,
+    softcap_log2,  # or None
     query_stride,
     table_stride,
     num_kv_heads: tl.constexpr,
@@ -89,10 +96,15 @@ def _paged_attention_decode(
     rows: tl.constexpr,  # group, rounded up to a tl.dot tile
     combine_rows: tl.constexpr,
     partials_per_round: tl.constexpr,
-    head_size: tl.constexpr,
-    width: tl.constexpr,
     block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    v_head_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
+    width: tl.constexpr,
+    v_width: tl.constexpr,
     window: tl.constexpr,
+    chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
     contiguous_tokens: tl.constexpr,  # gcd of block and tile: tokens that are contiguous in every block
@@ -122,20 +134,25 @@ def _paged_attention_decode(
     dim = tl.arange(0, width)[None, :]
     in_bounds = (row < group)[:, None] & (dim < head_size)
     in_item = row[:, None] * head_size + dim
+    v_dim = tl.arange(0, v_width)[None, :]
+    in_bounds_out = (row < group)[:, None] & (v_dim < v_head_size)
+    in_item_out = row[:, None] * v_head_size + v_dim
+    is_local: tl.constexpr = window + chunk > 0
 
     # Of tile i.
-    first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+    first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens)
     begin = (first_tile + tile) * tile_tokens
     tokens = seq_len - begin  # from the tile's first token to the end of the sequence
     tiles_left = num_tiles - 1 - tile  # in its work item
     item = sequence.to(tl.int64) * num_kv_heads + kv_head
-    page = kv_head * block_size * head_size
+    page = kv_head * block_size * token_stride
     table = block_table + sequence.to(tl.int64) * table_stride
-    blocks = tile_blocks(table, begin, first, seq_len, block_size, window, tile_tokens)  # empty range: seq_len is 0
+    blocks = tile_blocks(table, begin, first, seq_len, block_size, is_local, tile_tokens)  # empty range: seq_len is 0
     if pdl:
         _prefetch_first_tile(
             table, kv_cache + page, begin, first, seq_len,
-            num_kv_heads, head_size, block_size, tile_tokens, contiguous_tokens, threads,
+            num_kv_heads, head_size, v_head_size, block_size, token_stride, value_offset, tile_tokens,
+            contiguous_tokens, threads,
         )  # fmt: skip
     # The work item that other programs began and that ends here; at most the first one of a range.
     inherited_tiles = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the range in that work item
@@ -149,16 +166,16 @@ def _paged_attention_decode(
         gdc_wait()
     row_max = tl.full([rows], MASK_VALUE, tl.float32)
     row_sum = tl.zeros([rows], tl.float32)
-    acc = tl.zeros([rows, width], tl.float32)
+    acc = tl.zeros([rows, v_width], tl.float32)
     for i in tl.range(0, count, num_stages=stages):
-        next_first, first_tile, num_tiles = context_tiles(seq_len, window, tile_tokens)
+        next_first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens)
         next_begin = (first_tile + tile) * tile_tokens
         next_tokens = seq_len - next_begin
         next_tiles_left = num_tiles - 1 - tile
         next_item = sequence.to(tl.int64) * num_kv_heads + kv_head
-        next_page = kv_head * block_size * head_size
+        next_page = kv_head * block_size * token_stride
         table = block_table + sequence.to(tl.int64) * table_stride
-        next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, window, tile_tokens)
+        next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, is_local, tile_tokens)
         next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
         sequence, kv_head, tile = _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
@@ -168,7 +185,8 @@ def _paged_attention_decode(
         queries = tl.load(query + source + in_item, mask=in_bounds, other=0.0)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
-            num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride, value_offset,
+            window, chunk, tile_tokens, True,
         )  # fmt: skip
 
         is_item_end = tiles_left == 0
@@ -176,11 +194,15 @@ def _paged_attention_decode(
         if is_end:
             result = tl.where(end > 0, acc / row_sum[:, None], 0.0)  # 0: an empty sequence
             if is_item_end & (i >= inherited_tiles):
-                tl.store(out + item * group * head_size + in_item, result.to(out.dtype.element_ty), mask=in_bounds)
+                if sinks is not None:
+                    sink = sinks + item % num_kv_heads * group + row
+                    result *= sink_share(sink, row < group, row_max + tl.log2(row_sum))[:, None]
+                target = out + item * group * v_head_size + in_item_out
+                tl.store(target, result.to(out.dtype.element_ty), mask=in_bounds_out)
             else:
                 slot = 2 * program + (i >= inherited_tiles).to(tl.int32)
                 partial = pack_partial(result, (row_max + tl.log2(row_sum))[:, None])
-                tl.store(partials + slot * group * head_size + in_item, partial, mask=in_bounds)
+                tl.store(partials + slot * group * v_head_size + in_item_out, partial, mask=in_bounds_out)
         row_max = tl.where(is_end, MASK_VALUE, row_max)
         row_sum = tl.where(is_end, 0.0, row_sum)
         acc = tl.where(is_end, 0.0, acc)
@@ -189,14 +211,16 @@ def _paged_attention_decode(
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
     if combines:
         num_partials = program - first_program + 1
+        item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
-            partials, first_program, num_partials, group, combine_rows, head_size, width, partials_per_round
-        )
+            partials, first_program, num_partials, item_sinks, group, combine_rows, v_head_size, v_width,
+            partials_per_round,
+        )  # fmt: skip
         combined_row = tl.arange(0, combine_rows)[:, None]
         tl.store(
-            out + combined_item * group * head_size + combined_row * head_size + dim,
+            out + combined_item * group * v_head_size + combined_row * v_head_size + v_dim,
             combined.to(out.dtype.element_ty),
-            mask=(combined_row < group) & (dim < head_size),
+            mask=(combined_row < group) & (v_dim < v_head_size),
         )
 
 
@@ -208,38 +232,38 @@ def paged_attention_decode(
     tile_scheduler: DecodeTileScheduler,
     scale: float,
     *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends with the last token of each sequence to all of it, or to the last `tile_scheduler.window` tokens.
+    """Attends with the last token of each sequence to all of it, to the last `tile_scheduler.window` tokens, or to its
+    chunk of `tile_scheduler.chunk` positions.
 
     query: [num_seqs, num_heads, head_size]; the token stride is free, the heads of a token are contiguous.
-    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens already
-    written.
+    kv_cache: as in `page_layout`, with the keys and values of these tokens already written.
     block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as passed to `tile_scheduler.plan`;
     the output of an empty sequence is zeros, or not written where the schedule has no tile for it. scale: of the
-    scores, above 0. out: as query, contiguous. Returns `out`.
+    scores, above 0. softcap: each score becomes softcap * tanh(score / softcap). sinks: [num_heads], in any float
+    dtype: each query head's logit without a value. out: [num_seqs, num_heads, v_head_size], contiguous. Returns `out`.
     `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after it may not be visible.
     """
     num_seqs, num_heads, head_size = check_rows(query)
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    assert kv_cache.is_contiguous()
-    assert kv_cache.shape[4] == head_size
+    page = PageLayout.of(kv_cache, head_size)
     assert kv_cache.dtype == query.dtype
-    assert (tile_scheduler.num_kv_heads, tile_scheduler.group * num_kv_heads, tile_scheduler.head_size) == (
-        num_kv_heads,
-        num_heads,
-        head_size,
-    )
+    assert (tile_scheduler.num_kv_heads, tile_scheduler.group) == (page.num_kv_heads, num_heads // page.num_kv_heads)
+    assert (tile_scheduler.head_size, tile_scheduler.v_head_size) == (head_size, page.v_head_size)
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     assert seq_lens.shape == (num_seqs,)
     assert block_table.shape[0] >= num_seqs
     assert block_table.stride(1) == 1
     assert {block_table.dtype, seq_lens.dtype} == {torch.int32}
-    assert scale > 0
-    out = query.new_empty(query.shape) if out is None else out
-    assert out.shape == query.shape
+    out_shape = (num_seqs, num_heads, page.v_head_size)
+    out = query.new_empty(out_shape) if out is None else out
+    assert out.shape == out_shape
     assert out.is_contiguous()
     width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(tile_scheduler.group))
     fits_twice = rows * width * query.element_size() <= _QUERY_BYTES
+    scale_log2, softcap_log2 = score_factors(scale, softcap)
     pdl = supports_pdl(query.device)
     kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
         query,
@@ -249,21 +273,23 @@ def paged_attention_decode(
         tile_scheduler.tile_ranges,
         out,
         tile_scheduler.partials,
-        scale * math.log2(math.e),
+        sinks,
+        scale_log2,
+        softcap_log2,
         query.stride(0),
         block_table.stride(0),
-        num_kv_heads=num_kv_heads,
+        **page._asdict(),
         group=tile_scheduler.group,
         rows=rows,
         combine_rows=tile_scheduler.combine_rows(),
         partials_per_round=tile_scheduler.partials_per_round(),
-        head_size=head_size,
         width=width,
-        block_size=block_size,
+        v_width=padded_head_size(page.v_head_size),
         window=tile_scheduler.window or 0,
+        chunk=tile_scheduler.chunk or 0,
         tile_tokens=tile_scheduler.tiling.tile_tokens,
         stages=tile_scheduler.tiling.stages if fits_twice else 1,
-        contiguous_tokens=math.gcd(block_size, tile_scheduler.tiling.tile_tokens),
+        contiguous_tokens=math.gcd(page.block_size, tile_scheduler.tiling.tile_tokens),
         threads=32 * tile_scheduler.tiling.num_warps,
         pdl=pdl,
         num_warps=tile_scheduler.tiling.num_warps,
@@ -272,28 +298,3 @@ def paged_attention_decode(
     if pdl:
         prefer_carveout(kernel, tile_scheduler.tiling.programs_per_sm, query.device)
     return out
-
-
-def paged_attention_decode_reference(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tile_scheduler: DecodeTileScheduler,
-    scale: float,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `paged_attention_decode`, sequence by sequence, in float32; of `tile_scheduler` it uses the window alone."""
-    tile_ranges = torch.arange(len(query) + 1, dtype=torch.int32)
-    return paged_attention_prefill_reference(
-        query,
-        kv_cache,
-        block_table,
-        seq_lens,
-        tile_ranges,
-        scale,
-        max_query_len=1,
-        window=tile_scheduler.window,
-        out=out,
-    )

@@ -12,18 +12,18 @@ early. The softmax is computed online in base 2 (Milakov and Gimelshein, 2018; F
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, tile_blocks
+from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from ringcore.kernels.kv_write import check_rows, padded_head_size
+from ringcore.kernels.kv_write import check_rows
+from ringcore.kernels.page_layout import PageLayout, padded_head_size
 
-__all__ = ["paged_attention_prefill", "paged_attention_prefill_reference"]
+__all__ = ["paged_attention_prefill"]
 
 _SEARCH = tl.constexpr(128)  # sequences compared per iteration
 
@@ -47,17 +47,24 @@ def _paged_attention_prefill(
     seq_lens,
     query_start_loc,
     out,
+    sinks,  # or None
     scale_log2,
+    softcap_log2,  # or None
     query_stride,
     table_stride,
     num_seqs,
     num_tiles,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
-    head_size: tl.constexpr,
-    width: tl.constexpr,
     block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    v_head_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
+    width: tl.constexpr,
+    v_width: tl.constexpr,
     window: tl.constexpr,
+    chunk: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
@@ -68,6 +75,7 @@ def _paged_attention_prefill(
         gdc_launch_dependents()
         gdc_wait()
     tokens_per_tile: tl.constexpr = tile_rows // group
+    is_local: tl.constexpr = window + chunk > 0
     kv_head = tl.program_id(0) % num_kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // num_kv_heads
     sequence = tl.maximum(_sequence_of_tile(query_start_loc, tile, num_seqs, tokens_per_tile), 0)
@@ -88,48 +96,65 @@ def _paged_attention_prefill(
     queries = tl.load(query + row_token * query_stride + row_head * head_size + dim, mask=in_bounds, other=0.0)
     positions = (low + row // group)[:, None]
     table = block_table + sequence.to(tl.int64) * table_stride
-    pages = kv_cache + kv_head * block_size * head_size
+    pages = kv_cache + kv_head * block_size * token_stride
 
     row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
-    acc = tl.zeros([tile_rows, width], tl.float32)
-    # Three loops over the context, in order: tiles that the window masks in part, unmasked tiles, and tiles that the
-    # causal mask cuts.
+    acc = tl.zeros([tile_rows, v_width], tl.float32)
+    # Three loops over the context, in order: tiles that window or chunk mask in part, unmasked tiles, and tiles that
+    # the causal mask cuts.
     first = 0
     start = 0
     unmasked_end = (low + 1) // tile_tokens * tile_tokens
     if window > 0:
         first = tl.maximum(low - window + 1, 0)
+    if chunk > 0:
+        first = low // chunk * chunk
+    if is_local:
         start = first // tile_tokens * tile_tokens
-    blocks = tile_blocks(table, start, first, end, block_size, window, tile_tokens)
-    if window > 0:
-        last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
+    blocks = tile_blocks(table, start, first, end, block_size, is_local, tile_tokens)
+    if is_local:
+        if window > 0:
+            last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
+        else:
+            last_first = (end - 1) // chunk * chunk
         window_end = min(tl.cdiv(last_first, tile_tokens) * tile_tokens, tl.cdiv(end, tile_tokens) * tile_tokens)
         for at in tl.range(start, window_end, tile_tokens, num_stages=stages):
-            next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+            next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
             row_max, row_sum, acc = attend_tile(
                 queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-                num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+                softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
+                value_offset, window, chunk, tile_tokens, True,
             )  # fmt: skip
             blocks = next_blocks
         start = window_end
         unmasked_end = tl.maximum(unmasked_end, window_end)
     for at in tl.range(start, unmasked_end, tile_tokens, num_stages=stages):
-        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-            num_kv_heads, head_size, width, block_size, window, tile_tokens, False,
+            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
+            value_offset, window, chunk, tile_tokens, False,
         )  # fmt: skip
         blocks = next_blocks
     for at in tl.range(unmasked_end, end, tile_tokens, num_stages=stages):
-        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, window, tile_tokens)
+        next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-            num_kv_heads, head_size, width, block_size, window, tile_tokens, True,
+            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
+            value_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip
         blocks = next_blocks
-    target = (row_token * (num_kv_heads * group) + row_head) * head_size + dim
-    tl.store(out + target, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=in_bounds)
+    v_dim, in_bounds_out = dim, in_bounds
+    if v_head_size != head_size:
+        v_dim = tl.arange(0, v_width)[None, :]
+        in_bounds_out = (row < num_queries * group)[:, None] & (v_dim < v_head_size)
+    target = out + ((row_token * (num_kv_heads * group) + row_head) * v_head_size + v_dim)
+    result = acc / row_sum[:, None]
+    if sinks is not None:
+        sink = sinks + kv_head * group + row % group
+        result *= sink_share(sink, row < num_queries * group, row_max + tl.log2(row_sum))[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=in_bounds_out)
 
 
 class _Tiles(NamedTuple):
@@ -160,39 +185,44 @@ def paged_attention_prefill(
     *,
     max_query_len: int,
     window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends with the last tokens of each sequence to all of it, or each token to the last `window` tokens up to
-    itself.
+    itself, or to those up to itself whose position divided by `chunk` is the same.
 
     query: [num_tokens, num_heads, head_size], packed; the token stride is free, the heads of a token are contiguous.
-    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_size], with the keys and values of these tokens already
-    written.
+    kv_cache: as in `page_layout`, with the keys and values of these tokens already written.
     block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, including this step's tokens.
     query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
     which there may be none; the first sequence may begin after token 0. max_query_len: an upper bound; it chooses the
-    tile size and nothing else. scale: of the scores, above 0. out: as query, contiguous. Returns `out`, in which rows
-    of tokens outside all sequences are not written. The launch depends on shapes, `max_query_len` and `window` only.
+    tile size and nothing else. scale: of the scores, above 0. softcap, sinks: as for `paged_attention_decode`. out:
+    [num_tokens, num_heads, v_head_size], contiguous. Returns `out`, in which rows of tokens outside all sequences are
+    not written. The launch depends on shapes and on the arguments that are not tensors, and on no number in a tensor.
     """
     num_tokens, num_heads, head_size = check_rows(query)
-    num_kv_heads, block_size = kv_cache.shape[2:4]
+    page = PageLayout.of(kv_cache, head_size)
+    num_kv_heads = page.num_kv_heads
     num_seqs = seq_lens.shape[0]
-    assert kv_cache.is_contiguous()
-    assert kv_cache.shape[4] == head_size
     assert kv_cache.dtype == query.dtype
     assert query_start_loc.shape == (num_seqs + 1,)
     assert block_table.shape[0] == num_seqs
     assert block_table.stride(1) == 1
     assert {block_table.dtype, seq_lens.dtype, query_start_loc.dtype} == {torch.int32}
-    assert scale > 0
-    out = query.new_empty(query.shape) if out is None else out
-    assert out.shape == query.shape
+    assert window is None or chunk is None
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    out_shape = (num_tokens, num_heads, page.v_head_size)
+    out = query.new_empty(out_shape) if out is None else out
+    assert out.shape == out_shape
     assert out.is_contiguous()
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    width = padded_head_size(head_size)
-    tiles = _Tiles.choose(max_query_len * group, group, width, query.element_size())
+    width, v_width = padded_head_size(head_size), padded_head_size(page.v_head_size)
+    tiles = _Tiles.choose(max_query_len * group, group, max(width, v_width), query.element_size())
+    scale_log2, softcap_log2 = score_factors(scale, softcap)
     num_tiles = num_tokens // (tiles.rows // group) + num_seqs
     pdl = supports_pdl(query.device)
     _paged_attention_prefill[(num_tiles * num_kv_heads,)](
@@ -202,17 +232,19 @@ def paged_attention_prefill(
         seq_lens,
         query_start_loc,
         out,
-        scale * math.log2(math.e),
+        sinks,
+        scale_log2,
+        softcap_log2,
         query.stride(0),
         block_table.stride(0),
         num_seqs,
         num_tiles,
-        num_kv_heads=num_kv_heads,
+        **page._asdict(),
         group=group,
-        head_size=head_size,
         width=width,
-        block_size=block_size,
+        v_width=v_width,
         window=window or 0,
+        chunk=chunk or 0,
         tile_rows=tiles.rows,
         tile_tokens=tiles.tokens,
         stages=tiles.stages,
@@ -220,39 +252,4 @@ def paged_attention_prefill(
         num_warps=tiles.num_warps,
         **launch_options(pdl),
     )
-    return out
-
-
-def paged_attention_prefill_reference(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    scale: float,
-    *,
-    max_query_len: int,
-    window: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `paged_attention_prefill`, sequence by sequence, in float32."""
-    out = torch.empty_like(query) if out is None else out
-    group = query.shape[1] // kv_cache.shape[2]
-    starts = query_start_loc.tolist()
-    for sequence, seq_len in enumerate(seq_lens.tolist()):
-        rows = query[starts[sequence] : starts[sequence + 1]].float()
-        assert len(rows) <= max_query_len
-        if not len(rows) or not seq_len:
-            out[starts[sequence] : starts[sequence + 1]] = 0
-            continue
-        context = seq_len - len(rows)
-        first = 0 if window is None else max(0, context - window + 1)  # tokens before it must not be read
-        blocks = block_table[sequence, : -(-seq_len // kv_cache.shape[3])].long()
-        tokens = kv_cache[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:seq_len]
-        keys, values = tokens.repeat_interleave(group, 1)  # [num_heads, seq_len - first, head_size]
-        scores = torch.einsum("qhd,hkd->hqk", rows, keys) * scale
-        distance = torch.arange(context, seq_len)[:, None] - torch.arange(first, seq_len)
-        masked = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-        weights = scores.masked_fill(masked.to(scores.device), -torch.inf).softmax(-1)
-        out[starts[sequence] : starts[sequence + 1]] = torch.einsum("hqk,hkd->qhd", weights, values).to(out.dtype)
     return out

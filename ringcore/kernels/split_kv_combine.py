@@ -20,7 +20,7 @@ import struct
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_tile import MASK_VALUE
+from ringcore.kernels.attention_tile import MASK_VALUE, sink_share
 
 __all__ = ["UNWRITTEN", "combine_partials", "pack_partial"]
 
@@ -53,9 +53,10 @@ def combine_partials(
     partials,
     first_program,
     num_partials,
+    sinks,
     group: tl.constexpr,
     rows: tl.constexpr,
-    head_size: tl.constexpr,
+    v_head_size: tl.constexpr,
     width: tl.constexpr,
     per_round: tl.constexpr,
 ):
@@ -64,13 +65,13 @@ def combine_partials(
     The first program left its partial in its slot 1, because the work item is the last one of its tile range; the
     others in slot 0. rows: group or more, and enough that every thread has an element
     (`DecodeTileScheduler.combine_rows`): if several threads read the same element, one may see it written and another
-    not yet. per_round: partials words together.
+    not yet. per_round: partials words together. sinks: of the work item's query heads, or None; they enter here, once.
     """
     row = tl.arange(0, rows)[:, None]
     dim = tl.arange(0, width)[None, :]
-    in_bounds_row = (row < group) & (dim < head_size)
-    slot: tl.constexpr = group * head_size
-    elements = partials + first_program * (2 * slot) + row * head_size + dim
+    in_bounds_row = (row < group) & (dim < v_head_size)
+    slot: tl.constexpr = group * v_head_size
+    elements = partials + first_program * (2 * slot) + row * v_head_size + dim
     lse_max = tl.full([rows, width], MASK_VALUE, tl.float32)
     weight_sum = tl.zeros([rows, width], tl.float32)
     acc = tl.zeros([rows, width], tl.float32)
@@ -107,4 +108,7 @@ def combine_partials(
             acc += words[k].to(tl.int32).to(tl.float32, bitcast=True) * share
         lse_max = new_max
         elements += per_round * 2 * slot
-    return acc / weight_sum
+    combined = acc / weight_sum
+    if sinks is not None:
+        combined *= sink_share(sinks + row, row < group, lse_max + tl.log2(weight_sum))
+    return combined

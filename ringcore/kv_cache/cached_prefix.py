@@ -18,7 +18,7 @@ class CachedPrefix(NamedTuple):
 
     num_computed_tokens: int  # at most all but one: the last token must be computed to sample the next
     num_cached_tokens: int  # with cached slots: num_computed_tokens, or one more if all tokens are cached
-    block_ids: tuple[list[int], ...]  # by group; 0, the null block, before the sliding window
+    block_ids: tuple[list[int], ...]  # by group; 0, the null block, before what the next token sees
     is_awaited: bool  # a running request is computing the next block: waiting saves computing it twice
 
     def held_block_ids(self) -> np.ndarray:
@@ -33,7 +33,7 @@ def find_longest_prefix(
 ) -> list[np.ndarray]:
     """By group, the blocks of the longest prefix of `token_ids`, of at most `limit` tokens. Each [n] int64.
 
-    A group of full attention needs all blocks of the prefix, one with a sliding window those that the next token
+    A group of full attention needs all blocks of the prefix, one of local attention those that the next token
     sees. A hit is confirmed by comparing the blocks' tokens; equality of what precedes a block follows from its hash.
 
     hashes: of the first `limit` tokens. token_ids: [num_tokens] int32, all of the request's. limit: a multiple of

@@ -1,6 +1,6 @@
-"""The block tables of one KV cache group, for full and sliding-window attention, which need different blocks.
+"""The block tables of one KV cache group. What differs between kinds of attention is in `attention_kinds`.
 
-A row's block table with a sliding window that has passed the first two blocks (0 is the null block):
+A row's block table where no token sees the first two blocks any more (0 is the null block):
 
     block   0  1  2  3  4  5  ...
     table   0  0  7  3  9  0
@@ -13,14 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain, compress
-from typing import assert_never
 
 import numpy as np
 
 from ringcore.kv_cache.block_pool import BlockPool
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import KVCacheSpec
 
-__all__ = ["FullAttentionManager", "GroupManager", "SlidingWindowManager", "make_group_manager"]
+__all__ = ["GroupManager", "cells_of_rows"]
 
 
 class GroupManager(ABC):
@@ -105,7 +104,7 @@ class GroupManager(ABC):
     def extend(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Allocates the missing blocks. The rows, repeated for several blocks, and the blocks, both [n] int32."""
         first, num_missing = self.num_blocks[rows], self.num_missing(rows, num_tokens)
-        at_rows, at_blocks = _cells(rows, first, num_missing)
+        at_rows, at_blocks = cells_of_rows(rows, first, num_missing)
         ids = self._pool.allocate(len(at_rows))
         self._tables[at_rows, at_blocks] = ids
         self.num_blocks[rows] = first + num_missing
@@ -132,7 +131,7 @@ class GroupManager(ABC):
         size, step = self.block_size, self._hashes_per_block
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
-        at_rows, at_blocks = _cells(rows, first, end - first)
+        at_rows, at_blocks = cells_of_rows(rows, first, end - first)
         if not len(at_rows):
             return
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
@@ -181,94 +180,7 @@ class GroupManager(ABC):
         assert not any(found_by[num_published:]), f"row {row}: a block is cached before it is published"
 
 
-class FullAttentionManager(GroupManager):
-    """Full causal attention: every token attends to all before it."""
-
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return 0
-
-    def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        return self._pool.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
-
-    def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        return ids[: limit // self.block_size]
-
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """All: a chunked prefill admitted with slots for its first chunk alone could run out of blocks half way."""
-        return num_tokens
-
-
-class SlidingWindowManager(GroupManager):
-    """A token attends to itself and the sliding_window - 1 before it; blocks before the window are freed."""
-
-    _spec: SlidingWindowSpec
-
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return self._spec.first_live_token(num_computed_tokens) // self.block_size
-
-    def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Searches from the end for consecutive cached blocks that cover the window."""
-        step, cached = self._hashes_per_block, self._pool.hashes(self.index)
-        end, num_unneeded = self._needed(num_tokens, limit)
-        begin = end  # from here to the end all are cached
-        # The last block must be cached, even if a window of 1 does not cover it.
-        while begin > max(min(num_unneeded, end - 1), 0):
-            begin -= 1
-            if hashes[(begin + 1) * step - 1] in cached:
-                continue
-            while begin > 0 and hashes[begin * step - 1] not in cached:
-                begin -= 1
-            aligned = begin * self.block_size // self.alignment * self.alignment
-            end, num_unneeded = self._needed(num_tokens, aligned)
-            begin = end
-        ids = self._pool.lookup(self.index, self._block_hashes(hashes, num_unneeded, end))
-        return np.concatenate((np.zeros(num_unneeded, np.int64), ids))
-
-    def _needed(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
-        """For a prefix of `num_cached` of the request's tokens: its number of blocks, and of leading ones not needed.
-
-        If all tokens are cached, the last one is computed again, and attends to the window before it.
-        """
-        end = num_cached // self.block_size
-        return end, min(self.num_skipped_blocks(min(num_cached, num_tokens - 1)), end)
-
-    def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        """Searches again: a shorter prefix needs earlier blocks."""
-        return self.find(hashes, num_tokens, limit)
-
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Those of the first step; the window frees early blocks before the last ones are allocated."""
-        return num_tokens_now
-
-    def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
-        """Frees the blocks that no token from position num_confirmed[i] on attends to."""
-        num_skipped = np.maximum(num_confirmed - (self._spec.sliding_window - 1), 0) // self.block_size
-        first = self.num_null_blocks[rows]
-        num_null_blocks = np.maximum(num_skipped, first)
-        at_rows, at_blocks = _cells(rows, first, num_null_blocks - first)
-        ids = self._tables[at_rows, at_blocks].astype(np.int64)
-        self._tables[at_rows, at_blocks] = 0
-        self.num_null_blocks[rows] = num_null_blocks
-        self._pool.free(ids[::-1])
-
-    def release_at(self, rows: np.ndarray) -> np.ndarray:
-        """The number of confirmed tokens at which `release` next frees a block of the row. [n] int64."""
-        next_live: np.ndarray = (self.num_null_blocks[rows] + 1) * self.block_size
-        return next_live + (self._spec.sliding_window - 1)
-
-
-def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: int) -> GroupManager:
-    """The manager of group `index` of the pool. `sizes`: the keywords of `GroupManager`."""
-    match spec:
-        case FullAttentionSpec():
-            return FullAttentionManager(spec, index, pool, **sizes)
-        case SlidingWindowSpec():
-            return SlidingWindowManager(spec, index, pool, **sizes)
-        case _:
-            assert_never(spec)
-
-
-def _cells(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cells_of_rows(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Table cells, counts[i] of them from first[i] on in rows[i]: their rows and columns."""
     if counts.tolist().count(1) == len(counts):  # the common case: each row gets one block
         return rows, first

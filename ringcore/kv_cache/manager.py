@@ -15,11 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ringcore.kv_cache.attention_kinds import LocalAttentionManager, make_group_manager
 from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
-from ringcore.kv_cache.group_manager import SlidingWindowManager, make_group_manager
 from ringcore.kv_cache.spec import KVCacheConfig
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
@@ -72,7 +72,7 @@ class KVCacheManager:
             )
             for index, group in enumerate(config.groups)
         ]
-        self._window_groups = [group for group in self._groups if isinstance(group, SlidingWindowManager)]
+        self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
         self._awaited = AwaitedBlocks()  # spans of `_alignment` tokens, by the hash at their end
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a group has a sliding window: then confirmed tokens free blocks (`release_window`)."""
+        """Whether a group has a sliding window or chunks: then confirmed tokens free blocks (`release_window`)."""
         return bool(self._window_groups)
 
     @property
@@ -151,7 +151,7 @@ class KVCacheManager:
         """Starts an unused row with `prefix`, found just before. False, and nothing changed, unless blocks for
         `num_tokens` tokens are free.
 
-        With full attention the row gets slots for all these at once; with a sliding window for `num_tokens_now`, where
+        With full attention the row gets slots for all these at once; with local attention for `num_tokens_now`, where
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"

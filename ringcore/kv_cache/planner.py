@@ -17,7 +17,7 @@ import msgspec
 
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.capacity import too_few_blocks, too_little_memory
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
 
 __all__ = ["plan_kv_cache", "plan_without_limit"]
 
@@ -46,7 +46,7 @@ def plan_kv_cache(
     num_blocks_override: this many blocks regardless of memory, null block included.
     tables: the memory budget of each rank from `worker.memory`; for the error text only.
 
-    A layer whose window is no shorter than `max_model_len` is planned as full attention: the window masks nothing, and
+    A layer whose window or chunk is no shorter than `max_model_len` is planned as full attention: it masks nothing, and
     fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get more tokens a
     block, until all have the size of the largest.
 
@@ -127,9 +127,9 @@ def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
 
 def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
     def visible(spec: KVCacheSpec) -> KVCacheSpec:
-        if isinstance(spec, FullAttentionSpec) or spec.sliding_window < max_model_len:
+        if isinstance(spec, FullAttentionSpec) or spec.most_seen < max_model_len:
             return spec
-        return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
+        return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.v_head_size)
 
     return {name: visible(spec) for name, spec in layers.items()}
 
@@ -162,11 +162,11 @@ def _do_not_divide(layers: Mapping[str, KVCacheSpec], name: str, other: str, num
 
 
 def _describe(spec: KVCacheSpec) -> str:
-    window = f", sliding_window {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else ""
-    return (
-        f"(block_size {spec.block_size}, {spec.num_kv_heads} KV heads, head_size {spec.head_size}, dtype {spec.dtype}"
-        f"{window})"
-    )
+    """Its fields; those that are None are left out."""
+    numbers = {name: value for name, value in msgspec.structs.asdict(spec).items() if value is not None}
+    heads = numbers.pop("num_kv_heads")
+    named = [f"{name} {value}" for name, value in numbers.items()]
+    return f"({', '.join([named[0], f'{heads} KV heads', *named[1:]])})"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -6,15 +6,18 @@ Block = a logical run of `block_size` tokens. Page = one block's bytes in one la
 from __future__ import annotations
 
 import bisect
+import math
 
 import msgspec
 
 __all__ = [
     "DTYPE_BYTES",
+    "ChunkedAttentionSpec",
     "FullAttentionSpec",
     "KVCacheConfig",
     "KVCacheGroup",
     "KVCacheSpec",
+    "LocalAttentionSpec",
     "SlidingWindowSpec",
 ]
 
@@ -26,8 +29,17 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
 
     block_size: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of keys
     dtype: str
+    v_head_size: int | None = None  # of values, where it is another; None: head_size
+
+    def __post_init__(self) -> None:
+        assert self.v_head_size != self.head_size, "one way to write a spec: layers of equal ones are a group"
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's value."""
+        return self.head_size if self.v_head_size is None else self.v_head_size
 
     @property
     def page_size_bytes(self) -> int:
@@ -46,10 +58,23 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
     head_size: int
     dtype: str
     sliding_window: int
+    v_head_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.v_head_size != self.head_size, "see FullAttentionSpec"
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.v_head_size is None else self.v_head_size
 
     @property
     def page_size_bytes(self) -> int:
         return _page_size_bytes(self)
+
+    @property
+    def most_seen(self) -> int:
+        """The most tokens that a token attends to, itself included."""
+        return self.sliding_window
 
     def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
         """The most blocks that one request holds until it has `num_tokens` tokens.
@@ -65,11 +90,56 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
+class ChunkedAttentionSpec(msgspec.Struct, frozen=True, tag="chunked", forbid_unknown_fields=True):
+    """As `FullAttentionSpec`, in chunks: a token attends to itself and those before it in its chunk. Chunk i has the
+    positions i * chunk_size to (i + 1) * chunk_size - 1, of the text; a chunk of a prefill is something else."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    chunk_size: int
+    v_head_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.v_head_size != self.head_size, "see FullAttentionSpec"
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def page_size_bytes(self) -> int:
+        return _page_size_bytes(self)
+
+    @property
+    def most_seen(self) -> int:
+        """The most tokens that a token attends to, itself included."""
+        return self.chunk_size
+
+    def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
+        """The most blocks that one request holds until it has `num_tokens` tokens.
+
+        The confirmed tokens of the next token's chunk, at most all but one, and `max_tokens_in_flight` after these. A
+        chunk begins at a multiple of gcd(chunk_size, block_size) slots of a block.
+        """
+        num_live = self.chunk_size - 1 + max_tokens_in_flight
+        num_before = self.block_size - math.gcd(self.chunk_size, self.block_size)
+        return -(-min(num_tokens, num_before + num_live) // self.block_size)
+
+    def first_live_token(self, num_computed_tokens: int) -> int:
+        """The first token in the chunk of a token at position `num_computed_tokens`."""
+        return num_computed_tokens // self.chunk_size * self.chunk_size
+
+
+# A token does not attend to all before it: blocks of those that no later token attends to are freed.
+LocalAttentionSpec = SlidingWindowSpec | ChunkedAttentionSpec
+KVCacheSpec = FullAttentionSpec | LocalAttentionSpec
 
 
 def _page_size_bytes(spec: KVCacheSpec) -> int:
-    return 2 * spec.block_size * spec.num_kv_heads * spec.head_size * DTYPE_BYTES[spec.dtype]
+    numbers = spec.head_size + spec.value_size  # of a token in one head
+    return spec.block_size * spec.num_kv_heads * numbers * DTYPE_BYTES[spec.dtype]
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, LocalAttentionSpec
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.testing.step_cost import StepWork
 
@@ -34,7 +34,7 @@ class FakeRows:
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, config: KVCacheConfig) -> None:
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, config.max_model_len
-        self.has_windows = any(isinstance(group.spec, SlidingWindowSpec) for group in config.groups)
+        self.has_windows = any(isinstance(group.spec, LocalAttentionSpec) for group in config.groups)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -220,7 +220,7 @@ class BlockTable:
     def start(self, row: int, ids: np.ndarray, num_computed_tokens: int, num_cached_tokens: int) -> None:
         num_shared, rest = divmod(num_cached_tokens, self._block_size)
         num_null_blocks = 0
-        if isinstance(self._spec, SlidingWindowSpec):
+        if isinstance(self._spec, LocalAttentionSpec):
             num_null_blocks = self._spec.first_live_token(num_computed_tokens) // self._block_size
         else:
             assert not rest, f"a cached prefix of {num_cached_tokens} tokens ends within a block"

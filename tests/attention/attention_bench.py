@@ -13,7 +13,14 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.attention.spec import AttentionSpec
+from ringcore.kv_cache.spec import (
+    DTYPE_BYTES,
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
@@ -24,8 +31,10 @@ HEAD_SIZE = 16
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 
 
-def refusal(name: str, spec: KVCacheSpec) -> str | None:
-    return BACKENDS[name].refusal(spec, torch.device(RUNS_ON[name]))
+def refusal(
+    name: str, spec: KVCacheSpec, layer: AttentionSpec, sharing_specs: Iterable[KVCacheSpec] = ()
+) -> str | None:
+    return BACKENDS[name].refusal(spec, [layer], torch.device(RUNS_ON[name]), list(sharing_specs))
 
 
 @dataclass
@@ -39,29 +48,66 @@ class Sequence:
 
 
 def spec_of(
-    block_size: int, num_kv_heads: int, dtype: str = "float32", window: int | None = None, head_size: int = HEAD_SIZE
+    block_size: int,
+    num_kv_heads: int,
+    dtype: str = "float32",
+    window: int | None = None,
+    head_size: int = HEAD_SIZE,
+    *,
+    chunk: int | None = None,
+    v_head_size: int | None = None,
 ) -> KVCacheSpec:
-    if window is None:
-        return FullAttentionSpec(block_size, num_kv_heads, head_size, dtype)
-    return SlidingWindowSpec(block_size, num_kv_heads, head_size, dtype, window)
+    shape = (block_size, num_kv_heads, head_size, dtype)
+    if window is not None:
+        return SlidingWindowSpec(*shape, window, v_head_size)
+    if chunk is not None:
+        return ChunkedAttentionSpec(*shape, chunk, v_head_size)
+    return FullAttentionSpec(*shape, v_head_size)
+
+
+def layer_of(
+    num_heads: int, head_size: int = HEAD_SIZE, softcap: float | None = None, sinks: bool = False
+) -> AttentionSpec:
+    return AttentionSpec(num_heads, head_size**-0.5, softcap, sinks)
+
+
+def first_seen(spec: KVCacheSpec, positions: torch.Tensor) -> torch.Tensor:
+    """Of tokens at `positions`: the first token that each sees."""
+    match spec:
+        case SlidingWindowSpec():
+            return (positions - spec.sliding_window + 1).clamp(min=0)
+        case ChunkedAttentionSpec():
+            return positions - positions % spec.chunk_size
+        case FullAttentionSpec():
+            return torch.zeros_like(positions)
 
 
 class Bench:
     """A pool full of old numbers, sequences in it, and a backend that is driven step by step."""
 
     def __init__(
-        self, name: str, spec: KVCacheSpec, num_heads: int, sharing_specs: Iterable[KVCacheSpec] = (), seed: int = 0
+        self,
+        name: str,
+        spec: KVCacheSpec,
+        num_heads: int,
+        sharing_specs: Iterable[KVCacheSpec] = (),
+        seed: int = 0,
+        *,
+        softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
-        self.spec = spec
-        self.window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 10**9
+        self.spec, self.sharing_specs = spec, list(sharing_specs)
+        self.layer = layer_of(num_heads, spec.head_size, softcap, sinks)
         self.dtype = getattr(torch, spec.dtype)
         self.num_heads = num_heads
         self.is_interpreted = name == "triton" and not HAS_GPU
         self.device = CPU if self.is_interpreted else torch.device(RUNS_ON[name])
-        if reason := refusal(name, spec):
+        if reason := refusal(name, spec, self.layer, self.sharing_specs):
             pytest.skip(f"{name} refuses: {reason}")
-        self.backend: AttentionBackend = BACKENDS[name](spec, num_heads, list(sharing_specs))
+        self.backend: AttentionBackend = BACKENDS[name](spec, [self.layer], self.sharing_specs)
         self.random = torch.Generator().manual_seed(seed)
+        self.sinks = self.tensor(num_heads) * 3 if sinks else None
+        self.told, self.told_sinks = self.layer, self.sinks  # what the backend is told in each call
         self.order = np.random.default_rng(seed)
 
     def tensor(self, *shape: int) -> torch.Tensor:
@@ -81,16 +127,16 @@ class Bench:
 
     def place(self, ids: np.ndarray, needed: list[int]) -> None:
         ends = np.cumsum(needed)
-        none = self.tensor(0, self.spec.num_kv_heads, self.spec.head_size)
-        self.sequences = [Sequence(ids[e - n : e], none, none) for e, n in zip(ends, needed, strict=True)]
+        none = [self.tensor(0, self.spec.num_kv_heads, n) for n in (self.spec.head_size, self.spec.value_size)]
+        self.sequences = [Sequence(ids[e - n : e], *none) for e, n in zip(ends, needed, strict=True)]
 
     def step(self, parts: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs `query_len` new tokens of each (sequence, query_len) -> (the backend's result, the right one)."""
         members = [self.sequences[i] for i, _ in parts]
         lens = [n for _, n in parts]
-        head_size = self.spec.head_size
-        q = self.tensor(sum(lens), self.num_heads, head_size)
-        k, v = (self.tensor(sum(lens), self.spec.num_kv_heads, head_size) for _ in range(2))
+        spec = self.spec
+        q = self.tensor(sum(lens), self.num_heads, spec.head_size)
+        k, v = (self.tensor(sum(lens), spec.num_kv_heads, size) for size in (spec.head_size, spec.value_size))
         for seq in members:
             self._leave_behind(seq)
         starts = np.concatenate([[0], np.cumsum(lens)])
@@ -101,7 +147,7 @@ class Bench:
             slots[-1] = slots[-1] + positions % self.spec.block_size
             seq.keys = torch.cat((seq.keys, k[start : start + n]))
             seq.values = torch.cat((seq.values, v[start : start + n]))
-            expected.append(attend(q[start : start + n], seq.keys, seq.values, self.window))
+            expected.append(attend(q[start : start + n], seq.keys, seq.values, spec, self.layer, self.sinks))
         seq_lens = np.array([len(s.keys) for s in members], dtype=np.int32)
         table = np.zeros((len(members), max(len(s.blocks) for s in members) + 1), dtype=np.int32)
         for row, seq, n in zip(table, members, seq_lens, strict=True):
@@ -130,15 +176,21 @@ class Bench:
         metadata: AttentionMetadata,
         plan: object,
     ) -> torch.Tensor:
-        return self.backend.forward(q, k, v, self.cache, metadata, plan, self.spec.head_size**-0.5)
+        return self.backend.forward(q, k, v, self.cache, metadata, plan, self.told, self.told_sinks)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """First they are made unreadable, so that it shows if they are not."""
         spec = self.spec
-        pages = self.cache.view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_size)
-        places = (slots // spec.block_size, slice(None), slice(None), slots % spec.block_size)
-        pages[places] = torch.nan
-        pages[places] = torch.stack((k, v), 1)
+        if spec.v_head_size is None:
+            pages = self.cache.view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_size)
+            kinds = list(pages.unbind(1))
+        else:  # each key with its value
+            both = self.cache.view(-1, spec.num_kv_heads, spec.block_size, spec.head_size + spec.v_head_size)
+            kinds = list(both.split([spec.head_size, spec.v_head_size], 3))
+        places = (slots // spec.block_size, slice(None), slots % spec.block_size)
+        for kind, new in zip(kinds, (k, v), strict=True):
+            kind[places] = torch.nan
+            kind[places] = new
 
     def check(self, parts: list[tuple[int, int]]) -> None:
         got, expected = self.step(parts)
@@ -149,13 +201,16 @@ class Bench:
 
     def _leave_behind(self, seq: Sequence) -> None:
         """Gives the blocks of which the next token sees nothing to a sequence that is all NaN: reading them shows."""
-        gone = max(0, len(seq.keys) - self.window + 1) // self.spec.block_size
+        gone = int(first_seen(self.spec, torch.tensor(len(seq.keys)))) // self.spec.block_size
         n, spec = self.spec.block_size, self.spec
-        nan = self.tensor(n, max(self.num_heads, spec.num_kv_heads), spec.head_size) * torch.nan
+        nan = self.tensor(n, max(self.num_heads, spec.num_kv_heads), max(spec.head_size, spec.value_size)) * torch.nan
+        q, k, v = nan[..., : spec.head_size], nan[..., : spec.head_size], nan[..., : spec.value_size]
+        q, k, v = (
+            x[:, :n].contiguous() for x, n in ((q, self.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
+        )
         for block in seq.blocks[seq.num_left_behind : gone]:
             metadata = metadata_of([n], np.array([n]), np.array([[block]]), block * n + np.arange(n), self.device)
-            plan, kv = self.backend.plan(metadata), nan[:, : spec.num_kv_heads]
-            self.backend.forward(nan[:, : self.num_heads], kv, kv, self.cache, metadata, plan, 1.0)
+            self.forward(q, k, v, metadata, self.backend.plan(metadata))
         seq.num_left_behind = gone
 
 
@@ -175,14 +230,28 @@ def metadata_of(
     )
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
-    """The last tokens of a sequence: q [n, num_heads, head_size], keys and values [all, num_kv_heads, head_size]."""
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spec: KVCacheSpec,
+    layer: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last tokens of a sequence: q [n, num_heads, head_size], keys and values [all, num_kv_heads, ...]. In float64,
+    token by token and by the definitions alone."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
-    distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))  # from query to key
-    scores.masked_fill_(((distance < 0) | (distance >= window)).to(q.device), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    rows = []
+    for row, position in zip(q.double(), range(len(keys) - len(q), len(keys)), strict=True):
+        seen = slice(int(first_seen(spec, torch.tensor(position))), position + 1)
+        scores = torch.einsum("hd,khd->hk", row, keys[seen]) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        exponents = scores if sinks is None else torch.cat((scores, sinks.double()[:, None]), 1)
+        weights = exponents.softmax(-1)[:, : scores.shape[1]]
+        rows.append(torch.einsum("hk,khd->hd", weights, values[seen]))
+    return torch.stack(rows)
 
 
 def run_case(bench: Bench, case: list[tuple[int, int]], consecutive: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_bench import CPU, HAS_GPU, RUNS_ON, Bench, refusal, run_case, spec_of
+from attention_bench import CPU, HAS_GPU, RUNS_ON, Bench, layer_of, refusal, run_case, spec_of
 
 from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.errors import ConfigError
@@ -36,7 +36,7 @@ def is_here(name: str) -> bool:
     """Whether the backend can run on this machine, on its own device or interpreted."""
     if name == "triton":
         return importlib.util.find_spec("triton") is not None
-    return refusal(name, FullAttentionSpec(256, 1, 64, "float16")) is None
+    return refusal(name, FullAttentionSpec(256, 1, 64, "float16"), layer_of(1)) is None
 
 
 NAMES = [name for name in BACKENDS if is_here(name)]
@@ -248,7 +248,7 @@ def test_shapes_that_share_memory_leave_each_others_blocks_alone(
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_runs_on_its_own_device_alone(name: str) -> None:
     for device in {"cpu", "cuda", "meta"} - {RUNS_ON[name]}:
-        reason = BACKENDS[name].refusal(spec_of(16, 1, "float16"), torch.device(device))
+        reason = BACKENDS[name].refusal(spec_of(16, 1, "float16"), [layer_of(1)], torch.device(device))
         assert reason is not None
         assert reason.endswith(f"not on {device}")
 
@@ -267,33 +267,33 @@ def test_a_backend_runs_on_its_own_device_alone(name: str) -> None:
 )
 def test_what_triton_refuses(spec: KVCacheSpec, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        choose_backend("triton", spec, 1, torch.device("cuda"))
+        choose_backend("triton", spec, [layer_of(1)], torch.device("cuda"))
 
 
 def test_on_a_gpu_auto_takes_triton() -> None:
     if "triton" not in NAMES:
         pytest.skip("triton is not installed")
-    assert choose_backend("auto", spec_of(16, 1), 4, torch.device("cuda")).name == "triton"
+    assert choose_backend("auto", spec_of(16, 1), [layer_of(4)], torch.device("cuda")).name == "triton"
 
 
 def test_flash_attn_is_refused_where_it_cannot_be_imported() -> None:
     if "flash_attn" in NAMES:
         pytest.skip("a flash-attn package is installed")
     with pytest.raises(ConfigError, match=r"flash_attn_interface cannot be imported.*, flash_attn cannot be imported"):
-        choose_backend("flash_attn", spec_of(256, 1, "float16", head_size=64), 4, torch.device("cuda"))
+        choose_backend("flash_attn", spec_of(256, 1, "float16", head_size=64), [layer_of(4)], torch.device("cuda"))
 
 
 def test_auto_takes_a_backend_that_does_not_refuse() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32")
-    assert choose_backend("auto", spec, 4, CPU).name == "torch_sdpa"
+    assert choose_backend("auto", spec, [layer_of(4)], CPU).name == "torch_sdpa"
 
 
 def test_every_refusal_is_reported() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32")
     with pytest.raises(ConfigError, match="torch_sdpa: it runs on a CPU, not on meta"):
-        choose_backend("auto", spec, 4, torch.device("meta"))
+        choose_backend("auto", spec, [layer_of(4)], torch.device("meta"))
     with pytest.raises(ConfigError, match="no such backend") as unknown:
-        choose_backend("flash", spec, 4, CPU)
+        choose_backend("flash", spec, [layer_of(4)], CPU)
     assert unknown.value.details == {"option": "attention_backend", "value": "flash"}
     with pytest.raises(ConfigError, match="3 query heads are no multiple of 2 KV heads"):
-        choose_backend("torch_sdpa", spec, 3, CPU)
+        choose_backend("torch_sdpa", spec, [layer_of(3)], CPU)

@@ -80,6 +80,19 @@ def test_long_fresh_prompts_among_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert attended[-3:] == [Prompts(1, 2, 33), Prompts(67, 1, 32), Prompts(144, 1, 70)]
 
 
+def test_prompts_of_layers_that_are_not_plain_stay_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*args: object, **options: object) -> None:
+        pytest.fail("cuDNN has no softcap and no sinks")
+
+    for module in (fused_prompts, triton_backend):
+        monkeypatch.setattr(module, "can_fuse", lambda spec, device: True)
+        monkeypatch.setattr(module, "attend_prompts", attend)
+    monkeypatch.setattr(fused_prompts, "_MIN_TOKENS", 32)
+    bench = Bench("triton", spec_of(16, 2), 4, softcap=2.0, sinks=True)
+    bench.backend.warm_up(64, 64, torch.device("cpu"))
+    run_case(bench, [(0, 33), (0, 5)])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "max_len", "expected"),
     [(200, 64, [Prompts(0, 3, 64)]), (48, 64, [Prompts(0, 1, 48)]), (31, 64, []), (200, 31, [])],

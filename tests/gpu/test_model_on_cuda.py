@@ -176,7 +176,7 @@ class SelfOnly(AttentionBackend):
     name = "self only"
 
     @classmethod
-    def refusal(cls, spec, device):
+    def refusal(cls, spec, layers, device, sharing_specs=()):
         return None
 
     def kv_cache_shape(self, num_blocks):
@@ -185,7 +185,7 @@ class SelfOnly(AttentionBackend):
     def plan(self, metadata):
         return None
 
-    def forward(self, query, key, value, kv_cache, metadata, plan, scale):
+    def forward(self, query, key, value, kv_cache, metadata, plan, layer, sinks=None):
         return query + (key + value).repeat_interleave(self.num_heads // self.spec.num_kv_heads, 1)
 
 
@@ -205,7 +205,7 @@ def test_the_forward_pass_is_a_graph(folder_of, cuda, family):
         slot_mapping=torch.zeros(n, dtype=torch.int64, device=cuda),
     )
     layers = model.attention_layers
-    backend = SelfOnly(layers[0].kv_cache_spec(16, "bfloat16"), layers[0].num_heads)
+    backend = SelfOnly(layers[0].kv_cache_spec(16, "bfloat16"), [layers[0].spec])
     pages = torch.zeros(1, device=cuda)
     ctx = ForwardContext((GroupContext.of(metadata, backend),), (0,) * len(layers), (pages,) * len(layers))
     ids, positions = (torch.zeros(n, dtype=torch.int64, device=cuda) for _ in range(2))

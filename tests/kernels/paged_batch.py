@@ -6,19 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcore.kernels.page_layout import PageLayout
+
 # Of the largest difference to float32, for numbers near 1. Float32: sums of as many terms in another order. The half
 # formats: each weight and each result is rounded once, to 2^-9 (bfloat16) or 2^-12 of itself; both are below 4.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
+# The attention of models that ask for more than a softmax of scaled scores.
+FEATURED_NAMES = ("gpt-oss", "Gemma 2", "Llama 4", "DeepSeek V3, expanded")
+FEATURED = (
+    {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "window": 128, "sinks": True},
+    {"num_heads": 8, "num_kv_heads": 4, "head_size": 256, "window": 4096, "softcap": 50.0},
+    {"num_heads": 40, "num_kv_heads": 8, "head_size": 128, "chunk": 4000},
+    {"num_heads": 16, "num_kv_heads": 16, "head_size": 192, "v_head_size": 128},
+)
+
+
 @dataclass
 class PagedBatch:
     query: torch.Tensor  # [num_tokens, num_heads, head_size], a slice of a wider product
-    kv_cache: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    kv_cache: torch.Tensor  # see `page_layout`
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     scale: float
+    sinks: torch.Tensor  # [num_heads]
+    v_head_size: int
 
     @classmethod
     def make(
@@ -32,19 +46,26 @@ class PagedBatch:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
+        chunk: int | None = None,
+        v_head_size: int | None = None,
     ) -> PagedBatch:
         random = torch.Generator(device).manual_seed(len(lens) + sum(n for _, n in lens))
         needed = [-(-seq_len // block_size) for _, seq_len in lens]
         ids = torch.randperm(sum(needed), generator=random, device=device, dtype=torch.int32) + 1
         table = torch.zeros(len(lens), max([1, *needed]), dtype=torch.int32, device=device)
-        shape = (sum(needed) + 1, 2, num_kv_heads, block_size, head_size)
+        sizes = (head_size, v_head_size or head_size)
+        shape = PageLayout.shape(sum(needed) + 1, num_kv_heads, block_size, *sizes)
         kv_cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
         for row, blocks, (query_len, seq_len) in zip(table, ids.split(needed), lens, strict=True):
             row[: len(blocks)] = blocks
-            first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+            first_query = seq_len - query_len
+            first = 0 if window is None else max(0, first_query - window + 1)
+            first = first if chunk is None else first_query // chunk * chunk
             positions = torch.arange(first, seq_len, device=device)
-            numbers = torch.randn(len(positions), 2, num_kv_heads, head_size, generator=random, device=device)
-            kv_cache[row[positions // block_size].long(), :, :, positions % block_size] = numbers.to(dtype)
+            blocks, offsets = row[positions // block_size].long(), positions % block_size
+            for kind, size in zip(PageLayout.of(kv_cache, head_size).split(kv_cache), sizes, strict=True):
+                numbers = torch.randn(len(positions), num_kv_heads, size, generator=random, device=device)
+                kind[blocks, :, offsets] = numbers.to(dtype)
             row[: first // block_size : 2] = 0  # what a window has left behind: an old id, or none
         num_tokens = sum(query_len for query_len, _ in lens)
         fused = torch.randn(num_tokens, num_heads + 2, head_size, generator=random, device=device).to(dtype)
@@ -56,10 +77,13 @@ class PagedBatch:
             seq_lens=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32, device=device),
             query_start_loc=starts.to(torch.int32).to(device),
             scale=head_size**-0.5,
+            sinks=torch.randn(num_heads, generator=random, device=device).mul_(3).to(dtype),
+            v_head_size=sizes[1],
         )
 
     def poisoned_out(self) -> torch.Tensor:
-        return torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=self.query.device)
+        shape = (*self.query.shape[:2], self.v_head_size)
+        return torch.full(shape, torch.nan, dtype=self.query.dtype, device=self.query.device)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -55,19 +55,19 @@ class PrewrittenAttention(DenseAttention):
     def kv_cache_shape(self, num_blocks):
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
 
-    def forward(self, query, key, value, kv_cache, metadata, plan, scale):
+    def forward(self, query, key, value, kv_cache, metadata, plan, layer, sinks=None):
         assert key is None
         assert value is None
         kv_heads, head_size = self.spec.num_kv_heads, self.spec.head_size
         rows = kv_cache.permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_size)
         key, value = rows[:, metadata.slot_mapping]
-        return super().forward(query, key, value, rows, metadata, plan, scale)
+        return super().forward(query, key, value, rows, metadata, plan, layer, sinks)
 
 
 def logits(folder, device, dtype, attention=DenseAttention):
     """[9, vocab_size]: a prompt of 6 tokens, then 3 single ones, with one sequence beside them."""
     run = DenseRun(load(folder, dtype=dtype, device=device), MAX_LEN, 2, str(dtype).removeprefix("torch."))
-    run.backends = [attention(backend.spec, backend.num_heads) for backend in run.backends]
+    run.backends = [attention(backend.spec, [run.model.attention_layers[0].spec]) for backend in run.backends]
     shape = run.backends[0].kv_cache_shape(2)
     run.kv_caches = tuple(cache.new_zeros(shape) for cache in run.kv_caches)
     ids = random_ids(8)

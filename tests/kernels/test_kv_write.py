@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.kernels.kv_write import kv_write, kv_write_reference
+from ringcore.kernels.page_layout import PageLayout
 
 
 def random_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, like: torch.Tensor):
@@ -26,6 +27,26 @@ def assert_written(key, value, slots, kv_cache) -> None:
         for i, slot in enumerate(tokens)
         if tokens.count(slot) == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_size", "v_head_size", "block_size"), [(1, 24, 16, 16), (3, 16, 40, 48), (16, 192, 128, 16)]
+)
+def test_values_of_another_width_lie_behind_their_keys(
+    device, num_kv_heads, head_size, v_head_size, block_size
+) -> None:
+    torch.manual_seed(0)
+    key, value = (torch.randn(5, num_kv_heads, size, device=device) for size in (head_size, v_head_size))
+    kv_cache = torch.randn(PageLayout.shape(4, num_kv_heads, block_size, head_size, v_head_size), device=device)
+    slots = (torch.randperm(3 * block_size, device=device) + block_size)[:5]
+    expected = kv_cache.clone()
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // block_size, :, slot % block_size] = torch.cat((key[token], value[token]), 1)
+    by_reference = kv_cache.clone()
+    kv_write_reference(key, value, by_reference, slots)
+    kv_write(key, value, kv_cache, slots)
+    assert torch.equal(by_reference, expected)
+    assert torch.equal(kv_cache, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

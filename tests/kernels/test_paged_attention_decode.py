@@ -11,48 +11,64 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
 import triton.language as tl
-from paged_batch import PagedBatch, assert_close
+from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
 from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
-from ringcore.kernels.kv_write import padded_head_size
-from ringcore.kernels.paged_attention_decode import paged_attention_decode, paged_attention_decode_reference
+from ringcore.kernels.page_layout import PageLayout, padded_head_size
+from ringcore.kernels.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
 from ringcore.kernels.split_kv_combine import UNWRITTEN, pack_partial
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
+# Softcaps and sinks are right where 2^x is infinite, on which numpy, and so the interpreter, remarks.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 SKEWED = [1, 330, 3, 64, 65, 1]
 
 
-def scheduler_of(batch: PagedBatch, num_programs: int | None, window: int | None = None) -> DecodeTileScheduler:
-    num_kv_heads = batch.kv_cache.shape[2]
+def scheduler_of(
+    batch: PagedBatch, num_programs: int | None, window: int | None = None, chunk: int | None = None
+) -> DecodeTileScheduler:
     num_seqs, num_heads, head_size = batch.query.shape
-    tiling = DecodeTiling.choose(num_seqs, head_size, batch.query.dtype)
+    num_kv_heads = PageLayout.of(batch.kv_cache, head_size).num_kv_heads
+    tiling = DecodeTiling.choose(num_seqs, max(head_size, batch.v_head_size), batch.query.dtype)
     shape = (num_heads, num_kv_heads, head_size)
-    return DecodeTileScheduler.allocate(*shape, tiling, batch.query.device, window=window, num_programs=num_programs)
+    options = {"v_head_size": batch.v_head_size, "window": window, "chunk": chunk, "num_programs": num_programs}
+    return DecodeTileScheduler.allocate(*shape, tiling, batch.query.device, **options)
 
 
-def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler) -> torch.Tensor:
+def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler, **scores) -> torch.Tensor:
     out = batch.poisoned_out()
-    tables = (batch.block_table, batch.seq_lens)
-    assert paged_attention_decode(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale, out=out) is out
+    inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale)
+    assert paged_attention_decode(*inputs, **scores, out=out) is out
     assert (tile_scheduler.partials == UNWRITTEN.value).all(), "the workspace is not reset for the next launch"
     return out
 
 
-def check(lens: list[int], num_programs: int | None, window: int | None = None, *, repeats=True, **shape) -> None:
+def check(
+    lens: list[int],
+    num_programs: int | None,
+    window: int | None = None,
+    *,
+    repeats: bool = True,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    **shape,
+) -> None:
     """repeats: whether it is launched a second time by the same plan; the interpreter takes its time for that."""
-    batch = PagedBatch.make([(1, n) for n in lens], window=window, **shape)
-    tile_scheduler = scheduler_of(batch, num_programs, window)
+    batch = PagedBatch.make([(1, n) for n in lens], window=window, chunk=chunk, **shape)
+    tile_scheduler = scheduler_of(batch, num_programs, window, chunk)
     tile_scheduler.plan(batch.seq_lens)
-    expected = paged_attention_decode_reference(
-        batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale
-    )
-    first = decode(batch, tile_scheduler)
+    scores = {"softcap": softcap, "sinks": batch.sinks if sinks else None}
+    inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale)
+    expected = paged_attention_decode_reference(*inputs, **scores)
+    first = decode(batch, tile_scheduler, **scores)
     assert_close(first, expected)
     if repeats or batch.query.is_cuda:
-        assert torch.equal(decode(batch, tile_scheduler), first), "a plan serves every layer of its step"
+        assert torch.equal(decode(batch, tile_scheduler, **scores), first), "a plan serves every layer of its step"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
@@ -95,6 +111,26 @@ def test_sequences_of_about_one_length(device, lens, num_programs) -> None:
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 200, 5000])
 def test_windows(device, window) -> None:
     check(SKEWED, 5, window, repeats=window == 65, device=device, num_heads=2, num_kv_heads=1, head_size=16)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 64, 65, 200, 5000])
+def test_chunks(device, chunk) -> None:
+    check(SKEWED, 5, chunk=chunk, repeats=chunk == 65, device=device, num_heads=2, num_kv_heads=1, head_size=16)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize(("head_size", "v_head_size"), [(24, 16), (16, 40), (192, 128)])
+def test_values_of_another_width(device, head_size, v_head_size, block_size) -> None:
+    check([70, 1, 150], 4, device=device, head_size=head_size, v_head_size=v_head_size, block_size=block_size)
+
+
+@pytest.mark.parametrize("num_programs", [1, 7])
+@pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_softcaps_and_sinks(device, softcap, sinks, num_programs) -> None:
+    """With 7 programs the items are split: a sink is no part of a partial."""
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16}
+    check([130, 3, 0, 330], num_programs, softcap=softcap, sinks=sinks, device=device, **shape)
 
 
 def test_rows_of_no_tokens_give_zeros(device) -> None:
@@ -269,6 +305,16 @@ def test_real_shapes(device, dtype, block_size, num_heads, num_kv_heads, head_si
         block_size=block_size,
         dtype=dtype,
     )
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "lens", [[131072], [131072, *[100 + i for i in range(255)]], [640], [1 + 70 * i for i in range(64)]]
+)
+@pytest.mark.parametrize("shape", FEATURED, ids=[*FEATURED_NAMES])
+def test_shapes_of_models_that_ask_for_more(device, dtype, shape, lens) -> None:
+    check(lens, None, device=device, dtype=dtype, **shape)
 
 
 @needs_gpu

@@ -7,20 +7,23 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from paged_batch import PagedBatch, assert_close
+from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill, paged_attention_prefill_reference
+from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.paged_attention_reference import paged_attention_prefill_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
+# Softcaps and sinks are right where 2^x is infinite, on which numpy, and so the interpreter, remarks.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 MIXED = [(1, 40), (5, 5), (11, 27), (0, 0), (70, 70), (1, 1), (2, 50), (33, 100)]
 
 
-def check(batch: PagedBatch, max_query_len: int, window: int | None = None) -> None:
+def check(batch: PagedBatch, max_query_len: int, window: int | None = None, **features) -> None:
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, batch.scale)
-    options = {"max_query_len": max_query_len, "window": window}
+    options = {"max_query_len": max_query_len, "window": window, **features}
     out = batch.poisoned_out()
     expected = paged_attention_prefill_reference(*inputs, **options)
     assert paged_attention_prefill(*inputs, **options, out=out) is out
@@ -60,6 +63,35 @@ def test_windows(device, window, dtype) -> None:
     lens = [(1, 150), (45, 200), (90, 90), (3, 64)]
     batch = PagedBatch.make(lens, device=device, num_heads=2, num_kv_heads=1, head_size=16, dtype=dtype, window=window)
     check(batch, 90, window)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 33, 80, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+def test_chunks(device, chunk, dtype) -> None:
+    lens = [(1, 150), (45, 200), (90, 90), (3, 64)]
+    batch = PagedBatch.make(lens, device=device, num_heads=2, num_kv_heads=1, head_size=16, dtype=dtype, chunk=chunk)
+    check(batch, 90, chunk=chunk)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize(("head_size", "v_head_size"), [(24, 16), (16, 40), (192, 128)])
+def test_values_of_another_width(device, head_size, v_head_size, block_size) -> None:
+    shape = {"head_size": head_size, "v_head_size": v_head_size, "block_size": block_size}
+    check(PagedBatch.make([(30, 70), (1, 17)], device=device, **shape), 30)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_softcaps_and_sinks(device, softcap, has_sinks) -> None:
+    batch = PagedBatch.make([(30, 70), (1, 17)], device=device, num_heads=6, head_size=16)
+    check(batch, 30, softcap=softcap, sinks=batch.sinks if has_sinks else None)
+
+
+def test_sinks_that_are_not_finite(device) -> None:
+    """One that nothing flows into, and one that all flows into."""
+    batch = PagedBatch.make([(5, 40)], device=device, head_size=16)
+    batch.sinks[0], batch.sinks[1] = -torch.inf, 1e4
+    check(batch, 5, sinks=batch.sinks)
 
 
 def test_a_bound_above_the_longest_query(device) -> None:
@@ -129,6 +161,18 @@ def test_real_shapes(device, dtype, block_size, num_heads, num_kv_heads, head_si
         window=window,
     )
     check(batch, 2048, window)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", FEATURED, ids=[*FEATURED_NAMES])
+def test_shapes_of_models_that_ask_for_more(device, dtype, shape) -> None:
+    shape = dict(shape)
+    features = {name: shape.pop(name) for name in ("softcap", "sinks") if name in shape}
+    lens = [(2048, 2048), (1, 5000), (700, 9000), (1, 1), (513, 513), *[(1, 300 + i) for i in range(60)], (1000, 1001)]
+    batch = PagedBatch.make(lens, device=device, dtype=dtype, **shape)
+    options = {"window": shape.get("window"), "chunk": shape.get("chunk"), "softcap": features.get("softcap")}
+    check(batch, 2048, **options, sinks=batch.sinks if "sinks" in features else None)
 
 
 @needs_gpu

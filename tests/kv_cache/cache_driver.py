@@ -8,7 +8,14 @@ import numpy as np
 
 from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 
 def full(block_size: int = 4) -> FullAttentionSpec:
@@ -18,6 +25,12 @@ def full(block_size: int = 4) -> FullAttentionSpec:
 def window(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
     return SlidingWindowSpec(
         block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=sliding_window
+    )
+
+
+def chunked(chunk_size: int, block_size: int = 4) -> ChunkedAttentionSpec:
+    return ChunkedAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", chunk_size=chunk_size
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_driver import CacheDriver, User, full, window
+from cache_driver import chunked as in_chunks
 
 from ringcore.kv_cache.cached_prefix import CachedPrefix
 
@@ -56,6 +57,32 @@ def test_a_window_gives_back_what_no_token_to_come_sees():
     assert driver.extend((0, 21)) == [([0], [6])]
     driver.free(0)
     assert driver.cache.num_free_blocks == 7
+
+
+def test_a_chunk_is_given_back_when_the_next_begins():
+    driver = CacheDriver(in_chunks(8), num_blocks=8, max_tokens_in_flight=64)
+    driver.start(0, User(range(20)))
+    assert not driver.confirm(0, 7)
+    assert driver.confirm(0, 8), "the token at 8 begins a chunk"
+    assert driver.tables(0) == [[0, 0, 3, 4, 5]]
+    assert not driver.confirm(0, 15)
+    assert driver.confirm(0, 16)
+    assert driver.tables(0) == [[0, 0, 0, 0, 5]]
+
+
+def test_a_hit_needs_the_blocks_of_the_next_tokens_chunk():
+    """Of 8 positions. Two blocks of four tokens are a chunk."""
+    driver = CacheDriver(full(), in_chunks(8), num_blocks=20)
+    driver.run(User(range(16)))
+    first, second, third, fourth = driver.find(range(17)).block_ids[0]
+    assert driver.find(range(17)).block_ids == ([first, second, third, fourth], [0, 0, 0, 0]), "a chunk begins at 16"
+    prefix = driver.find(range(15))
+    assert prefix.num_cached_tokens == 12
+    assert prefix.block_ids[1][:2] == [0, 0]
+    assert prefix.block_ids[1][2] != 0, "the token at 12 sees those from 8 on"
+    whole = driver.find(range(16))
+    assert (whole.num_computed_tokens, whole.num_cached_tokens) == (15, 16)
+    assert [block == 0 for block in whole.block_ids[1]] == [True, True, False, False], "the token at 15 comes again"
 
 
 def test_blocks_that_a_window_left_behind_are_found_until_they_are_taken():

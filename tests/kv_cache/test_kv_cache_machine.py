@@ -6,7 +6,7 @@ The slots of the model hold what the kernels would have written; every token tha
 from __future__ import annotations
 
 import numpy as np
-from cache_driver import User, cache_config, full, window
+from cache_driver import User, cache_config, chunked, full, window
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.cached_prefix import CachedPrefix
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.kv_cache.spec import SlidingWindowSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_PROMPT = 4, 40, 24
 
@@ -25,6 +25,9 @@ layouts = st.one_of(
     st.builds(lambda w: [full(4), window(w, 4)], windows),
     st.builds(lambda w: [window(w, 2), full(4)], windows),
     st.builds(lambda w, v: [window(w, 8), full(2), window(v, 4)], windows, windows),
+    st.builds(lambda c, size: [chunked(c, size)], windows, st.sampled_from([1, 2, 4])),
+    st.builds(lambda c: [full(4), chunked(c, 4)], windows),
+    st.builds(lambda c, w: [chunked(c, 2), full(4), window(w, 2)], windows, windows),
 )
 lengths = st.one_of(st.integers(1, MAX_PROMPT), st.sampled_from([8, 16, 24]))
 differences = st.one_of(st.none(), st.integers(0, MAX_PROMPT))  # where a prompt goes its own way
@@ -79,10 +82,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     def first_needed(self, group: int, position: int) -> int:
         """The first block that a token at `position` sees."""
-        spec = self.specs[group]
-        if isinstance(spec, SlidingWindowSpec):
-            return max(position - spec.sliding_window + 1, 0) // spec.block_size
-        return 0
+        return self.first_seen(group, position) // self.specs[group].block_size
+
+    def first_seen(self, group: int, position: int) -> int:
+        """The first token that a token at `position` sees."""
+        match self.specs[group]:
+            case SlidingWindowSpec(sliding_window=size):
+                return max(position - size + 1, 0)
+            case ChunkedAttentionSpec(chunk_size=size):
+                return position - position % size
+            case _:
+                return 0
 
     def expected_prefix(self, user: User) -> CachedPrefix:
         tokens, num_tokens = list(user.tokens), len(user.tokens)
@@ -128,9 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
                     assert slot[0], "a token without a slot"
                     self.slots[slot] = group, self.key(row.user, row.tokens, position + 1)
             for position in range(begin, end):
-                spec = self.specs[group]
-                sees = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else MAX_MODEL_LEN
-                for seen in range(max(position - sees + 1, 0), position + 1):
+                for seen in range(self.first_seen(group, position), position + 1):
                     slot = int(table[seen // size]), seen % size
                     assert self.slots[slot] == (group, self.key(row.user, row.tokens, seen + 1)), "it sees another's"
 
@@ -158,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free_blocks >= num_free
         for at, row in self.rows.items():
             for group, table in enumerate(self.cache.block_ids(at)):
-                if self.cache.has_windows and isinstance(self.specs[group], SlidingWindowSpec):
+                if not isinstance(self.specs[group], FullAttentionSpec):
                     first = min(self.first_needed(group, row.confirmed), len(table))
                     assert not table[:first].any(), "a block is kept that no token sees"
 

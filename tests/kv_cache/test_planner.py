@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.kv_cache.planner import plan_kv_cache
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    LocalAttentionSpec,
+    SlidingWindowSpec,
+)
 
 PAGE = 256
 
@@ -27,6 +34,12 @@ def model(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 
 LAYERS = model(full(), full())
 BLOCK_BYTES = 2 * PAGE
+
+
+def chunked(chunk_size: int, v_head_size: int | None = None) -> ChunkedAttentionSpec:
+    return ChunkedAttentionSpec(4, 1, 8, "float32", chunk_size, v_head_size)
+
+
 F, S = full(), sliding(8)
 MIXED = model(S, S, F, S, S, F)
 
@@ -284,6 +297,26 @@ def test_ranks_must_agree(fields):
         plan_ranks([LAYERS, other], [10**6] * 2)
 
 
+def test_chunks_that_hide_nothing_are_full_attention():
+    assert [group.spec for group in plan(model(chunked(8, 4)), max_model_len=9).groups] == [chunked(8, 4)]
+    (group,) = plan(model(chunked(8, 4)), max_model_len=8).groups
+    assert group.spec == FullAttentionSpec(4, 1, 8, "float32", 4)
+
+
+def test_layers_with_values_of_another_width_are_a_group_of_their_own():
+    """Pages of equal size all the same: 4 heads of 8 + 8 numbers, and 2 of 24 + 8."""
+    layers = model(full(num_kv_heads=4), FullAttentionSpec(4, 2, 24, "float32", 8), full(num_kv_heads=4))
+    config = plan(layers)
+    assert {name: group.spec for group in config.groups for name in group.layer_names} == layers
+    assert names(config) == [[0], [2], [1]]
+
+
+def test_ranks_must_agree_on_values():
+    wide = FullAttentionSpec(4, 1, 8, "float32", 16)
+    with pytest.raises(ConfigError, match=r"dtype float32\) on rank 0 and .*dtype float32, v_head_size 16\) on rank 1"):
+        plan_ranks([model(F), model(wide)], [10**6] * 2)
+
+
 def test_ranks_must_agree_on_windows():
     with pytest.raises(
         ConfigError, match=r"layers\.0 is .*sliding_window 8\) on rank 0 and .*dtype float32\) on rank 1"
@@ -306,6 +339,7 @@ def test_no_layers():
 KINDS = st.one_of(
     st.builds(full, num_kv_heads=st.sampled_from([1, 2, 4])),
     st.builds(sliding, st.integers(1, 40), num_kv_heads=st.sampled_from([1, 2])),
+    st.builds(chunked, st.integers(1, 40), st.sampled_from([None, 24])),
 )
 OPTIONS = st.fixed_dictionaries({"max_model_len": st.integers(2, 300), "in_flight": st.integers(1, 64)})
 
@@ -354,9 +388,10 @@ def check_groups(config: KVCacheConfig, layers, max_model_len: int) -> None:
         for name in group.layer_names:
             own, shared = layers[name], group.spec
             assert (own.num_kv_heads, own.head_size, own.dtype) == (shared.num_kv_heads, shared.head_size, shared.dtype)
-            if isinstance(own, SlidingWindowSpec) and own.sliding_window < max_model_len:
-                assert isinstance(shared, SlidingWindowSpec)
-                assert shared.sliding_window == own.sliding_window
+            assert own.v_head_size == shared.v_head_size
+            if isinstance(own, LocalAttentionSpec) and own.most_seen < max_model_len:
+                assert type(shared) is type(own)
+                assert shared.most_seen == own.most_seen
             else:
                 assert isinstance(shared, FullAttentionSpec)
 

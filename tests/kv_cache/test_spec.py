@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    LocalAttentionSpec,
+    SlidingWindowSpec,
+)
 
 LONGEST = 16
 
@@ -18,7 +26,11 @@ def sliding(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=sliding_window)
 
 
-def most_blocks_held(spec: SlidingWindowSpec, max_chunk: int, depth: int) -> list[int]:
+def chunked(chunk_size: int, block_size: int = 4) -> ChunkedAttentionSpec:
+    return ChunkedAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype="float32", chunk_size=chunk_size)
+
+
+def most_blocks_held(spec: LocalAttentionSpec, max_chunk: int, depth: int) -> list[int]:
     """By number of tokens: the most blocks over all ways to schedule chunks and to confirm them, oldest first."""
     most = [0] * (LONGEST + 1)
     seen = set()
@@ -47,6 +59,40 @@ def test_a_window_needs_exactly_the_most_that_a_request_can_hold(max_chunk, dept
             needed = [spec.blocks_needed(n, max_chunk * depth) for n in range(LONGEST + 1)]
             assert needed == most_blocks_held(spec, max_chunk, depth), (block_size, sliding_window)
             assert needed == sorted(needed)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_chunk", [1, 2, 3, 5])
+def test_chunks_need_what_a_request_can_hold(max_chunk, depth):
+    """Exactly its most, where a chunk is of whole blocks or a block of whole chunks; at most one block more, and only
+    for long requests, where they cross."""
+    for block_size in range(1, 6):
+        for chunk_size in range(1, 8):
+            spec = chunked(chunk_size, block_size)
+            needed = [spec.blocks_needed(n, max_chunk * depth) for n in range(LONGEST + 1)]
+            most = most_blocks_held(spec, max_chunk, depth)
+            assert needed == sorted(needed)
+            over = [n - m for n, m in zip(needed, most, strict=True)]
+            assert set(over) <= {0, 1}, (block_size, chunk_size)
+            if not chunk_size % block_size or not block_size % chunk_size:
+                assert over == [0] * len(over), (block_size, chunk_size)
+
+
+def test_a_chunk_lives_until_the_next_begins():
+    assert [chunked(6).first_live_token(n) for n in (0, 5, 6, 11, 12)] == [0, 0, 6, 6, 12]
+    assert (
+        chunked(6).blocks_needed(1000, 2) == 3
+    )  # the second chunk: positions 6 to 11 and 2 in flight, in blocks 1 to 3
+
+
+def test_values_of_another_width_count_with_their_own():
+    """The expanded heads of DeepSeek's: 192 and 128."""
+    spec = FullAttentionSpec(16, 4, 192, "bfloat16", 128)
+    assert spec.page_size_bytes == 16 * 4 * (192 + 128) * 2
+    assert SlidingWindowSpec(16, 4, 192, "bfloat16", 64, 128).page_size_bytes == spec.page_size_bytes
+    assert (spec.value_size, full().value_size) == (128, 8)
+    with pytest.raises(AssertionError, match="one way to write a spec"):
+        FullAttentionSpec(16, 4, 192, "bfloat16", 192)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +166,7 @@ def test_no_more_tokens_than_the_context():
 
 
 def test_kinds_keep_apart_on_the_wire():
-    table: dict[str, KVCacheSpec] = {"layers.0": full(), "layers.1": sliding(5)}
+    table: dict[str, KVCacheSpec] = {"layers.0": full(), "layers.1": sliding(5), "layers.2": chunked(5)}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=dict[str, KVCacheSpec]) == table
     config = mixed(10)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=KVCacheConfig) == config

@@ -13,14 +13,14 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext, TokenContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import SlidingWindowSpec
 
 
 class DenseAttention(AttentionBackend):
     name = "dense"
 
     @classmethod
-    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+    def refusal(cls, spec, layers, device, sharing_specs=()) -> str | None:
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ class DenseAttention(AttentionBackend):
     def plan(self, metadata: AttentionMetadata) -> object:
         return None
 
-    def forward(self, query, key, value, kv_cache, metadata, plan, scale):
+    def forward(self, query, key, value, kv_cache, metadata, plan, layer, sinks=None):
         kv_cache[0, metadata.slot_mapping] = key
         kv_cache[1, metadata.slot_mapping] = value
         out = torch.empty_like(query)
@@ -38,7 +38,7 @@ class DenseAttention(AttentionBackend):
             length, start = int(metadata.seq_lens_cpu[i]), int(metadata.block_table_cpu[i, 0]) * self.spec.block_size
             repeats = self.num_heads // self.spec.num_kv_heads
             k, v = (cache[start : start + length].float().repeat_interleave(repeats, 1) for cache in kv_cache)
-            scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * scale
+            scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * layer.scale
             at = torch.arange(length - (last - first), length, device=query.device)
             ahead = torch.arange(length, device=query.device)[None, None] - at[None, :, None]
             scores.masked_fill_(ahead > 0, float("-inf"))
@@ -59,7 +59,7 @@ class DenseRun:
         specs = [layer.kv_cache_spec(max_len, dtype) for layer in layers]
         groups = list(dict.fromkeys(specs))
         self.group_of_layer = tuple(groups.index(spec) for spec in specs)
-        self.backends = [DenseAttention(spec, layers[0].num_heads) for spec in groups]
+        self.backends = [DenseAttention(spec, [layers[0].spec]) for spec in groups]
         shape = self.backends[0].kv_cache_shape(num_seqs)
         self.device = model.embed_tokens.table.device
         self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _ in layers)

@@ -10,6 +10,7 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends.flash_attn import FlashAttnBackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
+from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import KVCacheSpec
 
@@ -26,26 +27,29 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 def choose_backend(
     name: str,
     spec: KVCacheSpec,
-    num_heads: int,
+    layers: Sequence[AttentionSpec],
     device: torch.device,
     order: Sequence[str] | None = None,
     sharing_specs: Sequence[KVCacheSpec] = (),
 ) -> AttentionBackend:
-    """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve `spec` on `device`.
-
-    `num_heads` query heads on this rank; `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with the
-    reason of every backend that refused.
+    """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve the `layers` of a KV
+    cache group of `spec` on `device`. `layers` and `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with
+    the reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:
         raise _refused(name, f"no such backend; give auto or one of {', '.join(BACKENDS)}")
+    layers = list(dict.fromkeys(layers))
+    num_heads, *others = dict.fromkeys(layer.num_heads for layer in layers)
+    if others:
+        raise _refused(name, f"layers that share a block table have {num_heads} and {others[0]} query heads")
     if num_heads % spec.num_kv_heads:
         raise _refused(name, f"{num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     candidates = (order if order is not None else list(BACKENDS)) if name == "auto" else [name]
     reasons = []
     for candidate in candidates:
-        reason = BACKENDS[candidate].refusal(spec, device)
+        reason = BACKENDS[candidate].refusal(spec, layers, device, sharing_specs)
         if reason is None:
-            return BACKENDS[candidate](spec, num_heads, sharing_specs)
+            return BACKENDS[candidate](spec, layers, sharing_specs)
         reasons.append(f"{candidate}: {reason}")
     raise _refused(name, f"no backend is left ({'; '.join(reasons)}); give attention_backend='auto' or another dtype")
 

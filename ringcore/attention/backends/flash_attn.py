@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +20,7 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.upload import upload
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
@@ -39,8 +41,10 @@ class FlashAttnBackend(AttentionBackend):
     name: ClassVar[str] = "flash_attn"
     accepts_prewritten_kv: ClassVar[bool] = True
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, sharing_specs)
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
         from ringcore.kernels import kv_write
 
@@ -48,11 +52,16 @@ class FlashAttnBackend(AttentionBackend):
         module, _ = _find_module()
         assert module is not None, "constructed a backend that refuses"
         self._is_version_3 = module == _MODULES[0]
-        function = "flash_attn_with_kvcache" if self._is_version_3 else "flash_attn_varlen_func"
-        self._attend: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), function)
+        self._attend = _function(module)
 
     @classmethod
-    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+    def refusal(
+        cls,
+        spec: KVCacheSpec,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        sharing_specs: Sequence[KVCacheSpec] = (),
+    ) -> str | None:
         if device.type != "cuda":
             return f"it runs on a CUDA device, not on {device.type}"
         if importlib.util.find_spec("triton") is None:
@@ -68,8 +77,8 @@ class FlashAttnBackend(AttentionBackend):
             return f"the blocks of {module} have a multiple of {_BLOCK_MULTIPLE[module]} tokens, not {spec.block_size}"
         if not isinstance(spec, FullAttentionSpec):
             # A masked score has the weight 0, and 0 * inf is NaN: one request could corrupt another.
-            return "it reads blocks that a sliding window has passed, which other requests may own by now"
-        return None
+            return "it reads blocks that a sliding window or chunk has passed, which other requests may own by now"
+        return _refused_feature(spec, layers, module)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
@@ -96,9 +105,13 @@ class FlashAttnBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
-        scale: float,
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, _Step)
+        options = {"softmax_scale": layer.scale, "causal": True}
+        if layer.softcap is not None:
+            options["softcap"] = layer.softcap
         if key is not None and value is not None:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
         step, (keys, values) = plan.tensors, kv_cache.transpose(2, 3).unbind(1)
@@ -111,8 +124,7 @@ class FlashAttnBackend(AttentionBackend):
                 page_table=step.block_table,
                 cu_seqlens_q=step.query_start_loc,
                 max_seqlen_q=step.max_query_len,
-                softmax_scale=scale,
-                causal=True,
+                **options,
             )
         return self._attend(
             query,
@@ -122,10 +134,28 @@ class FlashAttnBackend(AttentionBackend):
             cu_seqlens_k=plan.context_start_loc,
             max_seqlen_q=step.max_query_len,
             max_seqlen_k=plan.max_seq_len,
-            softmax_scale=scale,
-            causal=True,
             block_table=step.block_table,
+            **options,
         )
+
+
+def _function(module: str) -> Callable[..., torch.Tensor]:
+    """What attends, of version 3 or 2."""
+    name = "flash_attn_with_kvcache" if module == _MODULES[0] else "flash_attn_varlen_func"
+    function: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _refused_feature(spec: KVCacheSpec, layers: Sequence[AttentionSpec], module: str) -> str | None:
+    """What of `layers` the arguments of the module's function do not express."""
+    if spec.v_head_size is not None:
+        return f"its values have as many numbers as its keys, {spec.head_size}, not {spec.v_head_size}"
+    if any(layer.has_sinks for layer in layers):
+        return "it has no attention sinks"
+    has_softcap = any(layer.softcap is not None for layer in layers)
+    if has_softcap and "softcap" not in inspect.signature(_function(module)).parameters:
+        return f"this version of {module} has no softcap"
+    return None
 
 
 def _find_module() -> tuple[str | None, str]:

@@ -56,6 +56,7 @@ def can_fuse(spec: KVCacheSpec, device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and isinstance(spec, FullAttentionSpec)
+        and spec.v_head_size is None
         and spec.dtype in ("bfloat16", "float16")
         and spec.head_size % 8 == 0
         and spec.head_size <= 128

@@ -14,7 +14,8 @@ times as fast as an index_select along the block dimension), and
 
 With a sliding window of W tokens position p sees p - W + 1 to p. Length is then the visible length, and blocks wholly
 before the window are not read. Each tile of a chunk attends to the window of its rows alone, and a prompt longer than W
-is computed as such tiles of this step's keys and values.
+is computed as such tiles of this step's keys and values. With chunked attention the tokens of each chunk are a sequence
+of their own, which begins with the chunk (`torch_sdpa_step`).
 
 Nothing masked may be NaN or infinite: softmax gives it the weight 0, and 0 * NaN is NaN. Masked places are the null
 block, slots past a sequence's end, and slots before its window in the window's first block. They hold only finite
@@ -26,13 +27,13 @@ hidden state can have a key that overflowed, so there `forward` clamps what it w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from ringcore.attention.backend import AttentionBackend
-from ringcore.attention.backends.torch_sdpa_pages import PageLayout
+from ringcore.attention.backends.torch_sdpa_attend import attend, attend_prompts
+from ringcore.attention.backends.torch_sdpa_pages import PageLayout, Parts
 from ringcore.attention.backends.torch_sdpa_plan import (
     TILE_ROWS,
     Chunk,
@@ -43,6 +44,7 @@ from ringcore.attention.backends.torch_sdpa_plan import (
     WorkItem,
 )
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
 
@@ -54,20 +56,30 @@ class TorchSdpaBackend(AttentionBackend):
 
     name: ClassVar[str] = "torch_sdpa"
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, sharing_specs)
-        self._group = num_heads // spec.num_kv_heads  # query heads that share a KV head
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        super().__init__(spec, layers, sharing_specs)
+        self._group = self.num_heads // spec.num_kv_heads  # query heads that share a KV head
         self._layout = PageLayout(spec, sharing_specs)
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        self._planner = Planner(spec, self._window, self._layout.has_contiguous_blocks)
+        self._planner = Planner(spec, self._layout.has_contiguous_blocks)
         self._clamps = spec.dtype == "float16"
 
     @classmethod
-    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+    def refusal(
+        cls,
+        spec: KVCacheSpec,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        sharing_specs: Sequence[KVCacheSpec] = (),
+    ) -> str | None:
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.type}"
         if spec.dtype not in TORCH_DTYPES:
             return f"it has no dtype {spec.dtype}"
+        if not all(PageLayout.can_share(spec, other) for other in sharing_specs):
+            return "layers that share its memory have other shares of keys and values in a block"
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -84,98 +96,97 @@ class TorchSdpaBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
-        scale: float,
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, list)
         assert key is not None, "this backend needs the step's keys and values"
         assert value is not None
-        self._write(key, value, kv_cache, metadata.slot_mapping)
-        out = query.new_empty(query.shape)
+        parts = self._layout.parts(kv_cache)
+        self._write(key, value, parts, metadata.slot_mapping)
+        out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
+        call = _Call(query, key, value, parts, layer, None if sinks is None else sinks.float(), out)
         for item in plan:
             match item:
                 case DecodeOne():
-                    self._decode_one_forward(item, query, kv_cache, scale, out)
+                    self._decode_one_forward(item, call)
                 case DecodeBatch():
-                    self._decode_batch_forward(item, query, kv_cache, scale, out)
+                    self._decode_batch_forward(item, call)
                 case Prompts():
-                    self._prompts_forward(item, query, key, value, scale, out)
+                    self._prompts_forward(item, call)
                 case Chunk():
-                    self._chunk_forward(item, query, key, value, kv_cache, scale, out)
+                    self._chunk_forward(item, call)
         return out
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def _write(self, key: torch.Tensor, value: torch.Tensor, parts: Parts, slots: torch.Tensor) -> None:
         if self._clamps:
             key, value = torch.nan_to_num(key), torch.nan_to_num(value)
-        self._layout.write(kv_cache, slots, (key, value))
+        self._layout.write(parts, slots, (key, value))
 
-    def _decode_one_forward(
-        self, item: DecodeOne, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
+    def _decode_one_forward(self, item: DecodeOne, call: _Call) -> None:
         # KV heads as the batch, the query heads that share one as rows: the output has the right layout.
-        rows = query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
-        keys, values = item.context.read(kv_cache).unbind(0)  # [num_kv_heads, 1, num_tokens, head_size]
-        attended = functional.scaled_dot_product_attention(rows, keys, values, scale=scale)
-        out[item.token] = attended.view(self.num_heads, self.spec.head_size)
+        rows = call.query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
+        keys, values = item.context.read(call.parts)
+        sinks = None if call.sinks is None else call.sinks.view(self.spec.num_kv_heads, 1, self._group, 1)
+        attended = attend(rows, keys, values, call.layer, sinks)
+        call.out[item.token] = attended.view(self.num_heads, self.spec.value_size)
 
-    def _decode_batch_forward(
-        self, item: DecodeBatch, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
-        shape = (item.batch, self.spec.num_kv_heads, self._group, self.spec.head_size)
-        tokens = query if item.tokens is None else query.index_select(0, item.tokens)
+    def _decode_batch_forward(self, item: DecodeBatch, call: _Call) -> None:
+        tokens = call.query if item.tokens is None else call.query.index_select(0, item.tokens)
         # The query heads that share a KV head as rows: a quarter faster than the kernel's own grouping.
-        rows = tokens.view(shape)
-        keys, values = item.gather.read(kv_cache, item.batch)[:, :, :, item.first : item.end].transpose(1, 2).unbind(0)
-        attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=item.mask, scale=scale)
+        shape = (self.spec.num_kv_heads, self._group)
+        found = item.gather.read(call.parts, item.batch, item.first, item.end)
+        keys, values = (kind.transpose(0, 1) for kind in found)
+        sinks = None if call.sinks is None else call.sinks.view(1, *shape, 1)
+        attended = attend(tokens.view(item.batch, *shape, -1), keys, values, call.layer, sinks, item.mask)
         if item.tokens is None:
-            out.view(shape).copy_(attended)
+            call.out.view(attended.shape).copy_(attended)
         else:
-            out.index_copy_(0, item.tokens, attended.reshape(tokens.shape))
+            call.out.index_copy_(0, item.tokens, attended.reshape(item.batch, self.num_heads, -1))
 
-    def _prompts_forward(
-        self,
-        item: Prompts,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def _prompts_forward(self, item: Prompts, call: _Call) -> None:
         tokens = slice(item.first_token, item.first_token + item.batch * item.query_len)
         q, k, v, o = (
-            x[tokens].view(item.batch, item.query_len, -1, self.spec.head_size).transpose(1, 2)
-            for x in (query, key, value, out)
+            x[tokens].view(item.batch, item.query_len, *x.shape[1:]).transpose(1, 2)
+            for x in (call.query, call.key, call.value, call.out)
         )
-        o.copy_(
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=self._group > 1)
-        )
+        o.copy_(attend_prompts(q, k, v, call.layer, call.sinks_by_head(), enable_gqa=self._group > 1))
 
-    def _chunk_forward(
-        self,
-        item: Chunk,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def _chunk_forward(self, item: Chunk, call: _Call) -> None:
         if item.context is not None:
-            keys, values = item.context.read(kv_cache).transpose(1, 2).unbind(0)
+            keys, values = (kind.transpose(0, 1) for kind in item.context.read(call.parts))
         else:
             new = slice(item.first_token, item.first_token + item.query_len)
-            keys, values = (x[new].transpose(0, 1).unsqueeze(0) for x in (key, value))
+            keys, values = (x[new].transpose(0, 1).unsqueeze(0) for x in (call.key, call.value))
         num_seen = keys.shape[2]  # [1, num_kv_heads, num_seen, head_size]
         for offset in range(0, item.query_len, TILE_ROWS):
             rows = min(TILE_ROWS, item.query_len - offset)
             end = num_seen - item.query_len + offset + rows
             first = 0 if self._window is None else max(0, end - rows - self._window + 1)
             tokens = slice(item.first_token + offset, item.first_token + offset + rows)
-            attended = functional.scaled_dot_product_attention(
-                query[tokens].transpose(0, 1).unsqueeze(0),
+            attended = attend(
+                call.query[tokens].transpose(0, 1).unsqueeze(0),
                 keys[:, :, first:end],
                 values[:, :, first:end],
-                attn_mask=item.mask[-rows:, first - end :],
-                scale=scale,
+                call.layer,
+                call.sinks_by_head(),
+                item.mask[-rows:, first - end :],
                 enable_gqa=self._group > 1,
             )
-            out[tokens] = attended[0].transpose(0, 1)
+            call.out[tokens] = attended[0].transpose(0, 1)
+
+
+class _Call(NamedTuple):
+    """The tensors of one `forward`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    parts: Parts
+    layer: AttentionSpec
+    sinks: torch.Tensor | None  # [num_heads] float32
+    out: torch.Tensor
+
+    def sinks_by_head(self) -> torch.Tensor | None:
+        """As `attend` takes them for [batch, num_heads, rows, ...]."""
+        return None if self.sinks is None else self.sinks.view(1, -1, 1, 1)

@@ -10,13 +10,18 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec
 
-__all__ = ["Context", "Gather", "PageLayout"]
+__all__ = ["Context", "Gather", "PageLayout", "Parts"]
+
+Parts = tuple[torch.Tensor, ...]  # `PageLayout.parts`
 
 
 class PageLayout:
     """[2, num_sections, num_blocks, heads_per_section, block_size, head_size]: keys then values, head-major.
+
+    If values have another size than keys it is flat: all keys in that order, then all values. `parts` has either case
+    as tensors of these six dimensions: one of two kinds, or the keys and the values, of one kind each.
 
     Layers of other shapes may share the same memory. Then a section is the largest group of heads that divides the
     heads of each of them, and block b has the same bytes of every section in all shapes: two layers of 4 and of 2
@@ -25,50 +30,69 @@ class PageLayout:
     """
 
     def __init__(self, spec: KVCacheSpec, sharing_specs: Sequence[KVCacheSpec]) -> None:
-        assert all(
-            (other.page_size_bytes, other.dtype) == (spec.page_size_bytes, spec.dtype) for other in sharing_specs
-        ), "layers that share memory must have one page size and dtype"
+        assert all(other.dtype == spec.dtype and self.can_share(spec, other) for other in sharing_specs)
         self._spec = spec
         self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
         self._heads_per_section = spec.num_kv_heads // self._num_sections
         # Whether consecutive blocks of a head are contiguous, so that they can be read in place.
         self.has_contiguous_blocks = self._heads_per_section == 1
 
+    @staticmethod
+    def can_share(spec: KVCacheSpec, other: KVCacheSpec) -> bool:
+        """Whether a block of layers of both has equally many bytes of keys, and of values."""
+        keys, others = (
+            one.num_kv_heads * one.block_size * one.head_size * DTYPE_BYTES[one.dtype] for one in (spec, other)
+        )
+        return (keys, spec.page_size_bytes) == (others, other.page_size_bytes)
+
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
+        if spec.v_head_size is not None:
+            return (num_blocks * spec.num_kv_heads * spec.block_size * (spec.head_size + spec.v_head_size),)
         return (2, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, spec.head_size)
 
-    def write(self, kv_cache: torch.Tensor, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
+    def parts(self, kv_cache: torch.Tensor) -> Parts:
+        """See the class."""
+        spec = self._spec
+        if spec.v_head_size is None:
+            return (kv_cache,)
+        tokens = spec.num_kv_heads * spec.block_size  # of a block, over all heads
+        num_blocks = len(kv_cache) // (tokens * (spec.head_size + spec.v_head_size))
+        kinds = torch.split_with_sizes(kv_cache, [num_blocks * tokens * n for n in (spec.head_size, spec.v_head_size)])
+        shape = (1, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, -1)
+        return tuple(kind.view(shape) for kind in kinds)
+
+    def write(self, parts: Parts, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         """new: keys and values, [num_tokens, num_kv_heads, head_size] each, for slots [num_tokens] int64."""
         if self.has_contiguous_blocks:
-            pool = kv_cache.view(2, self._num_sections, -1, self._spec.head_size)
-            for kind, tokens in enumerate(new):
-                pool[kind].index_copy_(1, slots, tokens.transpose(0, 1))
+            pools = [part.flatten(2, 4) for part in parts]
+            for pool, tokens in zip(_keys_and_values(pools), new, strict=True):
+                pool.index_copy_(1, slots, tokens.transpose(0, 1))
             return
         blocks, offsets = slots // self._spec.block_size, slots % self._spec.block_size
-        for kind, tokens in enumerate(new):
-            by_section = tokens.reshape(-1, self._num_sections, self._heads_per_section, self._spec.head_size)
-            kv_cache[kind][:, blocks, :, offsets] = by_section
+        for kind, tokens in zip(_keys_and_values(parts), new, strict=True):
+            by_section = tokens.reshape(-1, self._num_sections, self._heads_per_section, tokens.shape[2])
+            kind[:, blocks, :, offsets] = by_section
 
 
 class Gather:
     """Blocks of one or several sequences, copied from the KV cache by one row lookup."""
 
-    __slots__ = ("_block_ids", "_num_blocks", "_rows")
+    __slots__ = ("_block_ids", "_rows", "_rows_of")
 
     def __init__(self, block_ids: np.ndarray) -> None:
         self._block_ids = torch.from_numpy(block_ids.astype(np.int64).reshape(-1))  # [batch * blocks]
-        self._num_blocks = 0
+        self._rows_of = (0, 0)  # kinds and number of blocks
         self._rows = self._block_ids
 
-    def rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """[2 * num_kv_heads * batch * blocks] row indices into the cache viewed as [2 * num_kv_heads * num_blocks,
-        ...].
+    def rows(self, part: torch.Tensor) -> torch.Tensor:
+        """[kinds * num_kv_heads * batch * blocks] row indices into the part viewed as [kinds * num_kv_heads *
+        num_blocks, ...].
 
         Only the caches know the number of blocks, so the first layer of a step computes this for all layers.
         """
-        kinds, num_sections, num_blocks, heads_per_section = kv_cache.shape[:4]
-        if self._num_blocks != num_blocks:
+        kinds, num_sections, num_blocks, heads_per_section = part.shape[:4]
+        if self._rows_of != (kinds, num_blocks):
             section = num_blocks * heads_per_section
             firsts = torch.arange(0, kinds * num_sections * section, section)
             if heads_per_section == 1:
@@ -76,14 +100,18 @@ class Gather:
             else:
                 heads = firsts[:, None] + torch.arange(heads_per_section)
                 self._rows = (heads.view(-1, 1) + self._block_ids * heads_per_section).view(-1)
-            self._num_blocks = num_blocks
+            self._rows_of = kinds, num_blocks
         return self._rows
 
-    def read(self, kv_cache: torch.Tensor, batch: int) -> torch.Tensor:
-        """-> [2, num_kv_heads, batch, blocks * block_size, head_size]"""
-        kinds, num_sections, _, heads_per_section, block_size, head_size = kv_cache.shape
-        gathered = functional.embedding(self.rows(kv_cache), kv_cache.view(-1, block_size * head_size))
-        return gathered.view(kinds, num_sections * heads_per_section, batch, -1, head_size)
+    def read(self, parts: Parts, batch: int, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Of each sequence the slots first to end -> keys, values: [num_kv_heads, batch, end - first, head_size]"""
+        return _keys_and_values([self._read(part, batch)[:, :, :, first:end] for part in parts])
+
+    def _read(self, part: torch.Tensor, batch: int) -> torch.Tensor:
+        """-> [kinds, num_kv_heads, batch, blocks * block_size, head_size]"""
+        kinds, num_sections, _, heads_per_section, block_size, size = part.shape
+        gathered = functional.embedding(self.rows(part), part.view(-1, block_size * size))
+        return gathered.view(kinds, num_sections * heads_per_section, batch, -1, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +123,14 @@ class Context:
     first_slot: int  # of the contiguous range; unused with a gather
     gather: Gather | None
 
-    def read(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """-> [2, num_kv_heads, 1, num_tokens, head_size]"""
+    def read(self, parts: Parts) -> tuple[torch.Tensor, ...]:
+        """-> keys, values: [num_kv_heads, 1, num_tokens, head_size]"""
         if self.gather is not None:
-            return self.gather.read(kv_cache, 1)[:, :, :, self.num_skipped : self.num_skipped + self.num_tokens]
-        kinds, num_kv_heads, _, _, _, head_size = kv_cache.shape
-        slots = kv_cache.view(kinds, num_kv_heads, 1, -1, head_size)
-        return slots[:, :, :, self.first_slot : self.first_slot + self.num_tokens]
+            return self.gather.read(parts, 1, self.num_skipped, self.num_skipped + self.num_tokens)
+        first, end = self.first_slot, self.first_slot + self.num_tokens
+        return _keys_and_values([part.flatten(2, 4).unsqueeze(2).narrow(3, first, end - first) for part in parts])
+
+
+def _keys_and_values(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Of one part with two kinds, or two parts with one."""
+    return parts[0].unbind(0) if len(parts) == 1 else (parts[0][0], parts[1][0])

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ringcore.attention.backends.torch_sdpa_pages import Context, Gather
+from ringcore.attention.backends.torch_sdpa_step import Step
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
@@ -75,22 +76,20 @@ WorkItem = DecodeOne | DecodeBatch | Prompts | Chunk
 class Planner:
     """Sorts the sequences of a step into work items, one call each (a chunk: a few), for layers of one spec.
 
-    window: tokens that a token sees, itself included; None: full attention.
     has_contiguous_blocks: whether consecutive blocks can be read in place.
     """
 
-    def __init__(self, spec: KVCacheSpec, window: int | None, has_contiguous_blocks: bool) -> None:
+    def __init__(self, spec: KVCacheSpec, has_contiguous_blocks: bool) -> None:
         self._spec = spec
-        self._window = window
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._has_runs = has_contiguous_blocks
 
     def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:
-        step = _Step(metadata, self._spec.block_size, self._window)
+        step = Step(metadata, self._spec)
         if metadata.max_query_len == 1:
             return self._plan_decode(step, np.arange(metadata.num_seqs))
         query_lens = step.query_lens
-        fresh = metadata.seq_lens_cpu == query_lens
+        fresh = step.num_seen() == query_lens
         decoding = query_lens == 1
         # A prompt is one call unless the window masks a part of it: then tiles skip what none of their rows sees.
         whole = fresh if step.window is None else fresh & (query_lens <= step.window)
@@ -99,7 +98,7 @@ class Planner:
         items += self._plan_chunks(step, np.flatnonzero(~decoding & ~whole), fresh)
         return items
 
-    def _plan_decode(self, step: _Step, seqs: np.ndarray) -> list[WorkItem]:
+    def _plan_decode(self, step: Step, seqs: np.ndarray) -> list[WorkItem]:
         if not len(seqs):
             return []
         num_blocks = step.num_blocks(seqs)
@@ -112,7 +111,7 @@ class Planner:
             items.append(self._decode_one(step, int(members[0])) if one else self._decode_batch(step, members, high))
         return items
 
-    def _reads_in_place(self, step: _Step, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
+    def _reads_in_place(self, step: Step, seqs: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
         """[len(seqs)] bool: worth its own call, because its blocks are consecutive and many."""
         long = (num_blocks * self._spec.page_size_bytes > _BATCH_COST_BYTES) & self._has_runs
         for i in np.flatnonzero(long):
@@ -135,10 +134,10 @@ class Planner:
                 padded = 0
         return ranges
 
-    def _decode_one(self, step: _Step, seq: int) -> DecodeOne:
+    def _decode_one(self, step: Step, seq: int) -> DecodeOne:
         return DecodeOne(int(step.metadata.query_start_loc_cpu[seq]), self._context(step, seq))
 
-    def _decode_batch(self, step: _Step, seqs: np.ndarray, num_blocks: int) -> DecodeBatch:
+    def _decode_batch(self, step: Step, seqs: np.ndarray, num_blocks: int) -> DecodeBatch:
         metadata = step.metadata
         firsts, ends = step.seen_columns(seqs)
         first, end = int(firsts.min()), int(ends.max())
@@ -160,7 +159,7 @@ class Planner:
             mask=mask,
         )
 
-    def _context(self, step: _Step, seq: int) -> Context:
+    def _context(self, step: Step, seq: int) -> Context:
         blocks, block_size = step.blocks(seq), self._spec.block_size
         first_seen = 0 if step.first_seen is None else int(step.first_seen[seq])
         num_skipped = first_seen % block_size
@@ -171,7 +170,7 @@ class Planner:
             gather=None if self._has_runs and _is_contiguous(blocks) else Gather(blocks),
         )
 
-    def _plan_prompts(self, step: _Step, seqs: np.ndarray) -> list[Prompts]:
+    def _plan_prompts(self, step: Step, seqs: np.ndarray) -> list[Prompts]:
         prompts: list[Prompts] = []
         firsts, query_lens = step.metadata.query_start_loc_cpu[seqs].tolist(), step.query_lens[seqs].tolist()
         for first, query_len in zip(firsts, query_lens, strict=True):
@@ -182,11 +181,11 @@ class Planner:
                 prompts.append(Prompts(first, 1, query_len))
         return prompts
 
-    def _plan_chunks(self, step: _Step, seqs: np.ndarray, fresh: np.ndarray) -> list[Chunk]:
+    def _plan_chunks(self, step: Step, seqs: np.ndarray, fresh: np.ndarray) -> list[Chunk]:
         if not len(seqs):
             return []
         metadata, query_lens = step.metadata, step.query_lens
-        mask = self._tile_mask(int(query_lens[seqs].max()), int(metadata.seq_lens_cpu[seqs].max()), step.window)
+        mask = self._tile_mask(int(query_lens[seqs].max()), int(step.num_seen()[seqs].max()), step.window)
         return [
             Chunk(
                 int(metadata.query_start_loc_cpu[seq]),
@@ -197,64 +196,19 @@ class Planner:
             for seq in seqs.tolist()
         ]
 
-    def _tile_mask(self, query_len: int, seq_len: int, window: int | None) -> torch.Tensor:
+    def _tile_mask(self, query_len: int, num_seen: int, window: int | None) -> torch.Tensor:
         """Mask of the largest tile: [rows, columns], 0 or -inf.
 
         Row r from the bottom sees all but the last r columns, and with a window at most `window` columns before these,
         so the lower right corner of this mask is the mask of every smaller tile of any sequence.
         """
         rows = min(TILE_ROWS, query_len)
-        columns = seq_len if window is None else min(rows + window - 1, seq_len)
+        columns = num_seen if window is None else min(rows + window - 1, num_seen)
         mask = torch.zeros(rows, columns, dtype=self._dtype)
         mask[:, columns - rows :] = torch.full((rows, rows), -torch.inf, dtype=self._dtype).triu_(1)
         if window is not None:
             mask += torch.full((rows, columns), -torch.inf, dtype=self._dtype).tril_(columns - rows - window)
         return mask
-
-
-class _Step:
-    """The sequences of a step, and where their visible context begins."""
-
-    __slots__ = ("_block_size", "_first_blocks", "first_seen", "metadata", "query_lens", "window")
-
-    def __init__(self, metadata: AttentionMetadata, block_size: int, window: int | None) -> None:
-        self.metadata = metadata
-        self.query_lens = np.diff(metadata.query_start_loc_cpu)
-        self._block_size = block_size
-        self.window = window if window is not None and window < metadata.max_seq_len else None  # None: masks nothing
-        # [num_seqs]: the first position that the first query token of each sequence sees; None: 0
-        self.first_seen: np.ndarray | None = None
-        if self.window is not None:
-            self.first_seen = np.maximum(metadata.seq_lens_cpu - self.query_lens - self.window + 1, 0)
-            self._first_blocks = self.first_seen // block_size
-
-    def num_blocks(self, seqs: np.ndarray) -> np.ndarray:
-        """[len(seqs)]: from the first block that each sees to its last."""
-        num_blocks: np.ndarray = -(-self.metadata.seq_lens_cpu[seqs] // self._block_size)
-        return num_blocks if self.first_seen is None else num_blocks - self._first_blocks[seqs]
-
-    def blocks(self, seq: int) -> np.ndarray:
-        """The ids of these blocks of one sequence."""
-        first = 0 if self.first_seen is None else self._first_blocks[seq]
-        end = -(-int(self.metadata.seq_lens_cpu[seq]) // self._block_size)
-        return self.metadata.block_table_cpu[seq, first:end]
-
-    def block_table(self, seqs: np.ndarray, num_blocks: int) -> np.ndarray:
-        """[len(seqs), num_blocks]: the ids of these blocks; after a sequence's last one, any valid id."""
-        table = self.metadata.block_table_cpu
-        if self.first_seen is None:
-            return table[seqs, :num_blocks]
-        columns = self._first_blocks[seqs, None] + np.arange(num_blocks)
-        block_ids: np.ndarray = table[seqs[:, None], np.minimum(columns, table.shape[1] - 1)]
-        return block_ids
-
-    def seen_columns(self, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(first, end) of each of decoding `seqs`: its visible tokens, counted from the start of its first block."""
-        ends = self.metadata.seq_lens_cpu[seqs]
-        if self.first_seen is None:
-            return np.zeros_like(ends), ends
-        starts = self._first_blocks[seqs] * self._block_size
-        return self.first_seen[seqs] - starts, ends - starts
 
 
 def _is_contiguous(blocks: np.ndarray) -> bool:

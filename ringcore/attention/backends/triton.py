@@ -1,11 +1,11 @@
 """Paged attention on a GPU by the Triton kernels of `ringcore.kernels`.
 
-The cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_size]: block b is one contiguous byte range in
-every shape, so layers of other shapes may share the same memory.
+The cache of a layer is as in `ringcore.kernels.page_layout`: block b is one contiguous byte range in every shape, so
+layers of other shapes may share the same memory.
 
 Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances their contexts over
 the device; other sequences take the prefill kernel, except long prompts without cached tokens, which take cuDNN's fused
-attention. Only the visible part of a context is read.
+attention, unless a layer of the group has a softcap or sinks. Only the visible part of a context is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from ringcore.attention.backends.fused_prompts import (
 )
 from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.upload import upload_packed
-from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
@@ -64,18 +65,29 @@ class _Step:
     others: tuple[_Chunks | Prompts, ...] = ()
 
 
+class _Scores(NamedTuple):
+    """How a layer scores, for the kernels."""
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
 class TritonBackend(AttentionBackend):
     """Imports `ringcore.kernels` with the first instance: a machine without a GPU has no Triton."""
 
     name: ClassVar[str] = "triton"
     accepts_prewritten_kv: ClassVar[bool] = True
 
-    def __init__(self, spec: KVCacheSpec, num_heads: int, sharing_specs: Sequence[KVCacheSpec] = ()) -> None:
-        super().__init__(spec, num_heads, sharing_specs)
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
         from ringcore.kernels import (
             decode_scheduler,
             kv_write,
+            page_layout,
             paged_attention_decode,
             paged_attention_prefill,
             prompt_padding,
@@ -87,28 +99,40 @@ class TritonBackend(AttentionBackend):
         self._prefill = paged_attention_prefill.paged_attention_prefill
         self._choose_tiling = decode_scheduler.DecodeTiling.choose
         self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
+        self._cache_shape = page_layout.PageLayout.shape
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        self._chunk = spec.chunk_size if isinstance(spec, ChunkedAttentionSpec) else None
+        self._may_fuse = all(layer.is_plain for layer in layers)  # a plan serves every layer
         self._tile_schedulers: dict[DecodeTiling, DecodeTileScheduler] = {}  # of the first step's device
 
     @classmethod
-    def refusal(cls, spec: KVCacheSpec, device: torch.device) -> str | None:
+    def refusal(
+        cls,
+        spec: KVCacheSpec,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        sharing_specs: Sequence[KVCacheSpec] = (),
+    ) -> str | None:
         if device.type != "cuda":
             return f"it runs on a CUDA device, not on {device.type}"
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
         if spec.dtype not in DTYPE_BYTES:
             return f"it has no dtype {spec.dtype}"
-        if spec.head_size % 8 or not 16 <= spec.head_size <= _MAX_HEAD_SIZE:
-            return f"its heads have a multiple of 8 from 16 to {_MAX_HEAD_SIZE} numbers, not {spec.head_size}"
+        for size in (spec.head_size, spec.value_size):
+            if size % 8 or not 16 <= size <= _MAX_HEAD_SIZE:
+                return f"its heads have a multiple of 8 from 16 to {_MAX_HEAD_SIZE} numbers, not {size}"
         if spec.block_size % 16:
             return f"its blocks have a multiple of 16 tokens, not {spec.block_size}"
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (num_blocks, 2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
+        spec = self.spec
+        return self._cache_shape(num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size, spec.value_size)
 
     def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
-        warm_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
+        if self._may_fuse:
+            warm_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
 
     def plan(self, metadata: AttentionMetadata) -> _Step:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
@@ -136,7 +160,7 @@ class TritonBackend(AttentionBackend):
         if first == metadata.num_seqs:
             return []
         fused = is_profitable(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
-        if not fused.any() or not can_fuse(self.spec, device):
+        if not fused.any() or not self._may_fuse or not can_fuse(self.spec, device):
             return [(first, metadata.num_seqs, False)]
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
         return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
@@ -168,10 +192,12 @@ class TritonBackend(AttentionBackend):
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
         spec, dtype = self.spec, getattr(torch, self.spec.dtype)
-        tiling = self._choose_tiling(num_seqs, spec.head_size, dtype)
+        tiling = self._choose_tiling(num_seqs, max(spec.head_size, spec.value_size), dtype)
         if tiling not in self._tile_schedulers:
             shape = (self.num_heads, spec.num_kv_heads, spec.head_size)
-            self._tile_schedulers[tiling] = self._allocate_scheduler(*shape, tiling, device, window=self._window)
+            self._tile_schedulers[tiling] = self._allocate_scheduler(
+                *shape, tiling, device, v_head_size=spec.value_size, window=self._window, chunk=self._chunk
+            )
         return self._tile_schedulers[tiling]
 
     def forward(
@@ -182,38 +208,51 @@ class TritonBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         plan: object,
-        scale: float,
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, _Step)
         if key is not None and value is not None:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
-        out = query.new_empty(query.shape)
+        out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
+        scores = _Scores(layer.scale, layer.softcap, sinks)
         if plan.decodes is not None:
-            self._decode_forward(plan.decodes, query, kv_cache, scale, out)
+            self._decode_forward(plan.decodes, query, kv_cache, scores, out)
         for item in plan.others:
             rows = item.tokens
             match item:
                 case _Chunks():
-                    self._prefill_forward(item.tensors, query[rows], kv_cache, scale, out[rows])
+                    self._prefill_forward(item.tensors, query[rows], kv_cache, scores, out[rows])
                 case Prompts():
                     lens = item.query_len, item.padded_len
                     if key is None or value is None:
                         kv = self._gather_padded_kv(kv_cache, metadata.slot_mapping[rows], *lens)
                     else:
                         kv = self._pad_prompts(key[rows], *lens), self._pad_prompts(value[rows], *lens)
-                    attend_prompts(item, query[rows], *kv, scale, out[rows])
+                    attend_prompts(item, query[rows], *kv, layer.scale, out[rows])
         return out
 
     def _decode_forward(
-        self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor
     ) -> None:
         count = len(decodes.seq_lens)
         tables = (decodes.block_table, decodes.seq_lens)
-        self._decode(query[:count], kv_cache, *tables, decodes.tile_scheduler, scale, out=out[:count])
+        scale, softcap, sinks = scores
+        self._decode(
+            query[:count],
+            kv_cache,
+            *tables,
+            decodes.tile_scheduler,
+            scale,
+            softcap=softcap,
+            sinks=sinks,
+            out=out[:count],
+        )
 
     def _prefill_forward(
-        self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor
     ) -> None:
+        scale, softcap, sinks = scores
         self._prefill(
             query,
             kv_cache,
@@ -223,5 +262,8 @@ class TritonBackend(AttentionBackend):
             scale,
             max_query_len=step.max_query_len,
             window=self._window,
+            chunk=self._chunk,
+            softcap=softcap,
+            sinks=sinks,
             out=out,
         )

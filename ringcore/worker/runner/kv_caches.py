@@ -35,11 +35,9 @@ def choose_backends(
     specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
     backends = []
     for index, spec in enumerate(specs):
-        (num_heads,) = {layer.num_heads for layer, group in zip(layers, of_layer, strict=True) if group == index}
+        own = [layer.spec for layer, group in zip(layers, of_layer, strict=True) if group == index]
         sharing_specs = specs[:index] + specs[index + 1 :]
-        backends.append(
-            choose_backend(name, spec, num_heads, platform.device, platform.attention_backends, sharing_specs)
-        )
+        backends.append(choose_backend(name, spec, own, platform.device, platform.attention_backends, sharing_specs))
     return backends
 
 

@@ -54,8 +54,4 @@ class PagedModel:
         """Zeroes the keys and values of the tokens of `batch`, by the write path that every backend has."""
         groups, layers = self._plan(batch), self.model.attention_layers
         for layer, index, kv_cache in zip(layers, self.group_of_layer, self.kv_caches, strict=True):
-            group = groups[index]
-            num_tokens = group.metadata.num_tokens
-            query = kv_cache.new_zeros(num_tokens, layer.num_heads, layer.head_size)
-            zeros = kv_cache.new_zeros(num_tokens, layer.num_kv_heads, layer.head_size)
-            group.backend.forward(query, zeros, zeros, kv_cache, group.metadata, group.plan, layer.scale)
+            layer.zero_kv(groups[index], kv_cache)
