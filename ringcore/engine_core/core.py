@@ -307,7 +307,7 @@ class EngineCore(MemoryMethods):
 
     def _submit_by_rank(self, call: EncodedCall) -> Operation:
         self._supervisor.check_alive()
-        steps = steps_by_rank(self._memory, call, self.config.parallel.tensor_parallel_size)
+        steps = steps_by_rank(self._memory, call, self.config.parallel.layout.world_size)
         return self._operations.submit(call.method, steps, call.timeout, is_by_rank=call.unique_reply_rank is None)
 
     def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:

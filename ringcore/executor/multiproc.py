@@ -47,7 +47,7 @@ class _SendQueue(NamedTuple):
 
 
 class MultiprocExecutor(Executor):
-    """`tensor_parallel_size` workers, each in its own process.
+    """A worker for each rank, each in its own process on this host.
 
     Several calls may be in flight, and the caller may wait for their futures in any order. A worker's death settles
     every call in flight, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer
@@ -56,12 +56,16 @@ class MultiprocExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
-        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous)."""
+        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous).
+
+        Raises `ConfigError` for ranks on several hosts."""
         super().__init__(config)
         self._factory = worker_factory
         self._owner = OwnerProcess("the engine")
-        self._num_ranks = config.parallel.tensor_parallel_size
-        self._table = CallTable(self._num_ranks)
+        layout = config.parallel.layout
+        layout.check_one_host("multiproc")
+        self._num_ranks = layout.world_size
+        self._table = CallTable(self._num_ranks, layout.output_rank)
         self._lock = threading.RLock()
         self._is_shut = False
         self._group: WorkerGroup | None = None

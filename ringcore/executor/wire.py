@@ -2,7 +2,7 @@
 
 CALL      request, its method a name                 to every worker; each replies, or `unique_reply_rank` only
 CALLABLE  request, its method a packed function      likewise
-STEP      `SchedulerOutput`                          to every worker; rank 0 replies, others only with an error
+STEP      `SchedulerOutput`                          to every worker; the output rank replies, others only with an error
 reply     the value's buffers, or the error's wire form
 
 Requests and values are those of `value_codec`. A call has a flag that the engine itself makes it: only then may it name

@@ -141,7 +141,7 @@ class EngineCoreClient(MemoryMethods):
         Raises `WorkerError` if the method raised (its `failures` are those of all ranks), `RpcTimeoutError` after
         `timeout` seconds, `InvalidRequestError` for arguments that cannot be sent; the engine stays alive.
         """
-        check_reply_rank(unique_reply_rank, self._parallel.tensor_parallel_size)
+        check_reply_rank(unique_reply_rank, self._parallel.layout.world_size)
         if callable(method) and not self._parallel.allow_callables:
             raise callables_refused(callable_name(method))
         call = EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank)

@@ -20,12 +20,11 @@ from ringcore.errors import (
     RpcTimeoutError,
     WorkerError,
 )
-from ringcore.executor import calls, executor_class, uniproc
+from ringcore.executor import executor_class, futures
 from ringcore.executor.base import EncodedCall, Executor
 from ringcore.executor.value_codec import decode_value, encode_request, encode_value
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.testing import fake_futures
 
 EXECUTORS = ["multiproc", "uniproc", "ringcore.testing:FakeExecutor"]
 
@@ -152,8 +151,7 @@ def test_it_tells_what_the_workers_declare(executor):
 
 def test_a_value_that_cannot_be_decoded_is_that_calls_error(executor, monkeypatch):
     future = executor.submit("echo", [1])
-    for module in (calls, uniproc, fake_futures):
-        monkeypatch.setattr(module, "decode_value", lambda parts: decode_value([b"\xc1"]))
+    monkeypatch.setattr(futures, "decode_value", lambda parts: decode_value([b"\xc1"]))
     with pytest.raises(WorkerError, match="DecodeError in 'echo' on rank 0"):
         future.result()
     assert future.encoded_result()

@@ -79,7 +79,7 @@ class Watched:
 
     def __init__(self, **limits) -> None:
         self.now = 0.0
-        self.table, self.group = CallTable(1, lambda: self.now), PaperGroup()
+        self.table, self.group = CallTable(1, clock=lambda: self.now), PaperGroup()
         self.watch = StallWatch(self.table, self.group, ParallelConfig(**limits))
         self.watch.stop()  # its own thread looks no more
         self.watch._is_stopping = False
