@@ -20,7 +20,7 @@ from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.engine_core.transport.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
-from ringcore.executor.base import EncodedCall, RpcFuture
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture
 from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
 from ringcore.protocol.messages import (
@@ -227,7 +227,7 @@ class EngineLoop:
                 field="args",
                 value=None,
             )
-        encoded = EncodedCall(call.method, buffers, call.is_callable, call.timeout_s, call.unique_reply_rank)
+        encoded = EncodedCall(call.method, buffers, call.is_callable, **call.options())
         self._track(call, answer, self._core.forward_rpc(encoded))
 
     def _track(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:

@@ -147,7 +147,8 @@ class CallTable:
         return self._add(Call(driver, self._new_id(), method, ranks, self._clock(), timeout_s, is_unique, is_control))
 
     def open_step(self, driver: Driver, step: int, decode: Callable[[Buffer], Any]) -> Call:
-        """A step, which the output rank answers. The caller must not send it if it has errors already, from an earlier step."""
+        """A step, which the output rank answers. The caller must not send it if it has errors already, from an earlier
+        step."""
         call = self._add(StepCall(driver, self._new_id(), self._output_rank, self._clock(), step, decode))
         if self._step_error is not None:
             rank, error = self._step_error

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringcore.executor.base import EncodedCall, RpcFuture
 from ringcore.executor.calls import joined_error
 from ringcore.executor.child_stacks import process_state
 from ringcore.executor.futures import Failed, Values, too_late
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture
 from ringcore.executor.value_codec import decode_error
 from ringcore.executor.worker_calls import perform_call
 from ringcore.protocol.messages import RankHealth
@@ -24,10 +24,12 @@ def call_workers(workers: Sequence[Any], call: EncodedCall, started: float) -> R
     `started` (monotonic), it finishes, and its value is dropped."""
     head = call.head()
     outcomes = {rank: perform_call(worker, rank, head, call.parts) for rank, worker in enumerate(workers)}
-    if call.timeout is not None and time.monotonic() - started >= call.timeout:
-        return Failed(too_late(call.method, call.timeout, range(len(workers))))
+    if call.timeout_s is not None and time.monotonic() - started >= call.timeout_s:
+        return Failed(too_late(call.method, call.timeout_s, range(len(workers))))
     replies = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
-    errors = {rank: decode_error(reply.parts[0], rank, call.method) for rank, reply in replies.items() if reply.is_error}
+    errors = {
+        rank: decode_error(reply.parts[0], rank, call.method) for rank, reply in replies.items() if reply.is_error
+    }
     if errors:
         return Failed(joined_error(errors))
     # Copied: a worker may change what it returned.

@@ -28,6 +28,7 @@ __all__ = [
     "CallHead",
     "pack_call",
     "pack_reply",
+    "pack_step",
     "unpack_call",
     "unpack_reply",
 ]
@@ -52,19 +53,17 @@ class CallHead(NamedTuple):
     by_engine: bool = False
 
 
-def pack_call(
-    call_id: int,
-    kind: int,
-    request: Sequence[Buffer],
-    method: str = "",
-    unique_reply_rank: int | None = None,
-    by_engine: bool = False,
-) -> list[Buffer]:
+def pack_call(head: CallHead, request: Sequence[Buffer]) -> list[Buffer]:
     """The message of a call: one part, plus the request's buffers after its body."""
-    name = method.encode(errors="replace")[:_MAX_NAME_BYTES]
-    replying = 0 if unique_reply_rank is None else 1 + unique_reply_rank
-    head = _CALL.pack(call_id, kind, by_engine, len(name), replying)
-    return [b"".join((head, name, request[0])), *request[1:]]
+    name = head.method.encode(errors="replace")[:_MAX_NAME_BYTES]
+    replying = 0 if head.unique_reply_rank is None else 1 + head.unique_reply_rank
+    packed = _CALL.pack(head.call_id, head.kind, head.by_engine, len(name), replying)
+    return [b"".join((packed, name, request[0])), *request[1:]]
+
+
+def pack_step(call_id: int, body: Buffer) -> list[Buffer]:
+    """The message of a step."""
+    return [b"".join((_CALL.pack(call_id, STEP, False, 0, 0), body))]
 
 
 def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, list[memoryview]]:

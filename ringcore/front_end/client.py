@@ -16,10 +16,11 @@ from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.engine_core.transport.channel import Received, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
-from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
+from ringcore.executor.rpc_call import EncodedCall, WorkerCall, check_reply_rank
 from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
+from ringcore.front_end.engine_caller import EngineCaller
 from ringcore.front_end.mailbox import Mailbox
 from ringcore.front_end.request_state import error_of
 from ringcore.host.os_limits import os_limit_errors
@@ -49,7 +50,7 @@ _TOKENS_PER_MESSAGE = 1 << 16
 _REQUESTS_PER_MESSAGE = 256
 
 
-class EngineCoreClient(MemoryMethods):
+class EngineCoreClient(EngineCaller, MemoryMethods):
     """Starts an engine process and communicates with it. Every wait ends on a message, the engine's death, or a
     deadline.
 
@@ -125,41 +126,11 @@ class EngineCoreClient(MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone.
-
-        method: a name; or, with the option `allow_callables`, a function that each worker calls as
-        f(worker, *args, **kwargs). Values arrive as builtins and arrays (see `executor.value_codec`).
-
-        Raises `WorkerError` if the method raised (its `failures` are those of all ranks), `RpcTimeoutError` after
-        `timeout` seconds, `InvalidRequestError` for arguments that cannot be sent; the engine stays alive.
-        """
-        check_reply_rank(unique_reply_rank, self._parallel.layout.world_size)
-        if callable(method) and not self._parallel.allow_callables:
-            raise callables_refused(callable_name(method))
-        call = EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank)
-        values = self._call("workers", call)
-        return values if unique_reply_rank is None else values[0]
-
-    def call_engine(
-        self,
-        method: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Calls the engine itself: one of `ENGINE_CALLS`, such as "pause" or "stats", which do not wait for a step, or
-        one of `OPERATIONS`; `methods` lists their arguments.
-        """
-        (value,) = self._call("engine", EncodedCall.of(method, args, kwargs, timeout))
-        return value
+    def call_workers(self, call: WorkerCall) -> Any:
+        check_reply_rank(call.unique_reply_rank, self._parallel.layout.world_size)
+        if callable(call.method) and not self._parallel.allow_callables:
+            raise callables_refused(callable_name(call.method))
+        return super().call_workers(call)
 
     def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
         return msgspec.convert(self.call_engine(name, (), kwargs, timeout), MemoryReport)
@@ -223,18 +194,18 @@ class EngineCoreClient(MemoryMethods):
             error=error,
         )
 
-    def _call(self, target: str, call: EncodedCall) -> list[Any]:
-        """Calls and waits for the values, one per replying rank."""
-        deadline = None if call.timeout is None else time.monotonic() + call.timeout + _REPLY_GRACE_S
-        answer = self._exchange(target, call, deadline)
+    def _call(self, target: str, call: WorkerCall) -> list[Any]:
+        encoded = call.encoded()
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s + _REPLY_GRACE_S
+        answer = self._exchange(target, encoded, deadline)
         if answer is None:
             raise RpcTimeoutError(
-                f"{call.method}: no answer of the engine within {call.timeout} s",
-                method=call.method,
-                timeout_s=call.timeout,
+                f"{encoded.method}: no answer of the engine within {call.timeout_s} s",
+                method=encoded.method,
+                timeout_s=call.timeout_s,
                 missing_ranks=[],
             )
-        return values_of(*answer, call.method)
+        return values_of(*answer, encoded.method)
 
     def _exchange(
         self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
@@ -242,7 +213,7 @@ class EngineCoreClient(MemoryMethods):
         """The answer to a call; None at the deadline, or once `until` returns True."""
         self.owner.check()
         call_id, mailbox = next(self._call_ids), self._mailbox
-        message = RpcCall(call_id, target, call.method, call.is_callable, call.timeout, call.unique_reply_rank)
+        message = RpcCall(call_id, target, call.method, call.is_callable, **call.options())
         mailbox.expect(call_id)
         try:
             if self._send(message, call.parts, deadline):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from ringcore.protocol.requests import EngineCoreRequest, OutputColumns, WireErr
 __all__ = [
     "AbortRequests",
     "AddRequests",
+    "CallOptions",
     "ClientMessage",
     "EngineDead",
     "EngineHealth",
@@ -42,7 +43,22 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fie
     request_ids: list[str]
 
 
-class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True):
+class CallOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call is executed.
+
+    timeout_s: from the submission; None waits for result or death. unique_reply_rank: every rank executes the call,
+    only this one replies; None: all reply.
+    """
+
+    timeout_s: float | None = None
+    unique_reply_rank: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options alone, for another record of the same call."""
+        return {name: getattr(self, name) for name in CallOptions.__struct_fields__}
+
+
+class RpcCall(CallOptions, frozen=True, tag="rpc", forbid_unknown_fields=True):
     """A call to the engine itself (`target="engine"`) or to every worker (`target="workers"`).
 
     The arguments are the buffers after this message (`executor.value_codec`); the engine forwards those for workers
@@ -54,8 +70,6 @@ class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True
     target: str
     method: str
     is_callable: bool = False
-    timeout_s: float | None = None
-    unique_reply_rank: int | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_fields=True):

@@ -15,9 +15,10 @@ from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
+from ringcore.executor.base import Executor
 from ringcore.executor.calls import joined_error
 from ringcore.executor.in_process import call_workers, report_of, worker_health
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, check_reply_rank
 from ringcore.executor.timing import timed
 from ringcore.executor.value_codec import portable_error
 from ringcore.executor.wire import STEP_METHOD

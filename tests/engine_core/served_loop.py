@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, channel_pair
-from ringcore.executor.base import EncodedCall
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_value, encode_request
 from ringcore.protocol.messages import EngineHealth, EngineReady, EngineRecovering, RpcCall, RpcResult, Shutdown
 from ringcore.protocol.output_reader import output_columns

@@ -16,7 +16,8 @@ from ringcore.engine_core import loop as loop_module
 from ringcore.engine_core.transport.channel import FrameLimits, StreamClosed
 from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
-from ringcore.executor.base import EncodedCall, Executor
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.messages import (
     AbortRequests,
@@ -362,7 +363,7 @@ def test_arguments_and_values_pass_through_unread():
         wait_until(lambda: core.calls)
         call, _ = core.calls[0]
         assert [bytes(p) for p in call.parts] == [bytes(p) for p in parts]
-        assert (call.method, call.is_callable, call.timeout, call.unique_reply_rank) == ("echo", False, 3.5, 1)
+        assert (call.method, call.is_callable, call.timeout_s, call.unique_reply_rank) == ("echo", False, 3.5, 1)
         core.settle()
         result, buffers = served.receive()
         assert result == RpcResult(5, [2, 1])

@@ -201,7 +201,7 @@ def test_rings_of_any_configured_size():
     with running(2, call_ring_bytes=70_000, reply_ring_bytes=65_537) as executor:
         for size in (0, 30_000, 40_000, 1 << 20):
             assert executor.collective_rpc("echo", [bytes(size)]) == [bytes(size)] * 2
-        futures = [executor.submit("echo", [bytes([i]) * 20_000]) for i in range(50)]
+        futures = [executor.submit_rpc("echo", [bytes([i]) * 20_000]) for i in range(50)]
         for i, future in enumerate(futures):
             assert future.result(BOUND_S) == [bytes([i]) * 20_000] * 2
 

@@ -13,7 +13,7 @@ from process_checks import BOUND_S
 from ringcore.config import RankLayout
 from ringcore.errors import ConfigError, EngineDeadError, RpcTimeoutError, WorkerError
 from ringcore.executor.multiproc import MultiprocExecutor
-from ringcore.testing import Fault, FakeExecutor
+from ringcore.testing import FakeExecutor, Fault
 
 LAYOUT = RankLayout(hosts=("localhost", "localhost"), output_rank=1)
 
@@ -28,9 +28,9 @@ def executor():
 
 def test_a_step_waits_for_the_output_rank_alone(executor, tmp_path):
     gate = tmp_path / "gate"
-    executor.submit("wait_for_file", [str(gate), 0])  # keeps rank 0 busy
+    executor.submit_rpc("wait_for_file", [str(gate), 0])  # keeps rank 0 busy
     assert executor.execute_model(step(1)).result(BOUND_S).step == 1
-    executor.submit("wait_for_file", [str(gate), 1])
+    executor.submit_rpc("wait_for_file", [str(gate), 1])
     late = executor.execute_model(step(2))
     with pytest.raises(RpcTimeoutError) as caught:
         late.result(0.1)
@@ -56,7 +56,7 @@ def test_it_dies_in_a_step_and_is_replaced(executor):
 
 
 def test_the_death_of_another_rank_ends_the_step_too(executor):
-    executor.submit("nap", [600.0])
+    executor.submit_rpc("nap", [600.0])
     late = executor.execute_model(step(1))
     os.kill(executor.pids()["worker 0"], signal.SIGKILL)
     with pytest.raises(EngineDeadError) as caught:

@@ -12,8 +12,8 @@ from ringcore.engine_core.memory.control import MemoryControl
 from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.engine_core.memory.operations import Steps
 from ringcore.errors import InvalidRequestError
-from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.rpc_call import EncodedCall, check_reply_rank
 from ringcore.executor.value_codec import decode_request
 from ringcore.protocol.messages import MemoryReport
 from ringcore.protocol.wire_errors import invalid_call

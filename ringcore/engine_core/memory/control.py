@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ringcore.engine_core.memory.operations import Steps
 from ringcore.engine_core.memory.states import KV_CACHE, WEIGHTS, MemoryStates, check_level, check_tags
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
-from ringcore.executor.base import RpcFuture
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.messages import MemoryReport, MemoryState, SleepMode
 
 __all__ = ["MemoryControl", "Requests"]
