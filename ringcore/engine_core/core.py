@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
-from ringcore.engine_core.memory.calls import steps_by_rank, steps_of
+from ringcore.engine_core.memory.calls import by_rank, decoded_operation
 from ringcore.engine_core.memory.control import MemoryControl
-from ringcore.engine_core.memory.methods import OPERATIONS, MemoryMethods
+from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.engine_core.memory.operations import Operation, Operations
 from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.steps_in_flight import StepsInFlight
@@ -40,6 +39,7 @@ from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, Wor
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import OPERATIONS, MemoryOperation, operation_name
 from ringcore.protocol.output_reader import OutputReader, output_columns
 from ringcore.protocol.requests import (
     EngineCoreOutput,
@@ -271,24 +271,24 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # Sleep, wake-up and new weights.
 
-    def submit_operation(
-        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> Operation:
-        """Queues one of `OPERATIONS`. `step`, `advance` and the operation's own `result` drive it; the result is a
-        `MemoryReport`. Raises `InvalidRequestError` for invalid arguments.
+    def submit_operation(self, operation: MemoryOperation, timeout: float | None = None) -> Operation:
+        """Queues a sleep, wake-up or weight update, whose fields are checked already (`checked_operation`). `step`,
+        `advance` and the operation's own `result` drive it; the result is a `MemoryReport`. Raises
+        `InvalidRequestError`.
         """
         self._supervisor.check_alive()
         check_timeout("timeout", timeout)
-        return self._operations.submit(name, steps_of(self._memory, name, args, kwargs or {}), timeout)
+        return self._operations.submit(operation_name(operation), self._memory.steps(operation), timeout)
 
     def _submit_by_rank(self, call: EncodedCall) -> Operation:
         self._supervisor.check_alive()
-        steps = steps_by_rank(self._memory, call, self.config.parallel.layout.world_size)
+        steps = self._memory.steps(decoded_operation(call.method, call.parts))
+        steps = by_rank(steps, call, self.config.parallel.layout.world_size)
         return self._operations.submit(call.method, steps, call.timeout_s, is_by_rank=call.unique_reply_rank is None)
 
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
         """The next calls of `step` return the outputs of steps that complete meanwhile."""
-        report: MemoryReport = self.submit_operation(name, (), kwargs, timeout).result()
+        report: MemoryReport = self.submit_operation(operation, timeout).result()
         return report
 
     def _buffer_step(self) -> None:

@@ -15,8 +15,7 @@ import msgspec
 from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.idle_work import IdleWork
-from ringcore.engine_core.memory.calls import arguments_of, wrong_arguments
-from ringcore.engine_core.memory.methods import OPERATIONS
+from ringcore.engine_core.memory.calls import arguments_of, decoded_operation
 from ringcore.engine_core.transport.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
@@ -28,10 +27,12 @@ from ringcore.protocol.messages import (
     AddRequests,
     EngineMessage,
     EngineRecovering,
+    Operate,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.operations import OPERATIONS, wrong_arguments
 from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
@@ -173,6 +174,8 @@ class EngineLoop:
                     self._queue_outputs(self._core.abort(request_ids))
                 case RpcCall() as call:
                     self._call(call, received.buffers, self._send)
+                case Operate() as call:
+                    self._operate(call, self._send)
                 case Shutdown():
                     self._stopping = True
                     return True
@@ -206,8 +209,9 @@ class EngineLoop:
         try:
             match call.target:
                 case "engine" if call.method in OPERATIONS and not call.is_callable:
-                    args, kwargs = arguments_of(call.method, buffers)
-                    self._track(call, answer, self._core.submit_operation(call.method, args, kwargs, call.timeout_s))
+                    self._operate(
+                        Operate(call.call_id, decoded_operation(call.method, buffers), call.timeout_s), answer
+                    )
                 case "engine":
                     self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
                 case "workers":
@@ -230,7 +234,13 @@ class EngineLoop:
         encoded = EncodedCall(call.method, buffers, call.is_callable, **call.options())
         self._track(call, answer, self._core.forward_rpc(encoded))
 
-    def _track(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:
+    def _operate(self, call: Operate, answer: _Answer) -> None:
+        try:
+            self._track(call, answer, self._core.submit_operation(call.operation, call.timeout_s))
+        except Exception as error:
+            self._reply_error(answer, call.call_id, error)
+
+    def _track(self, call: RpcCall | Operate, answer: _Answer, future: RpcFuture) -> None:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
 
@@ -243,7 +253,7 @@ class EngineLoop:
         try:
             inspect.signature(method).bind(*args, **kwargs)
         except TypeError as error:
-            raise wrong_arguments(call.method, error) from error
+            raise wrong_arguments(call.method, str(error)) from error
         value = method(*args, **kwargs)
         return msgspec.structs.asdict(value) if isinstance(value, EngineStats) else value  # array-like on the wire
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ from ringcore.engine_core.transport.channel import Received, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
 from ringcore.executor.callables import callable_name
-from ringcore.executor.rpc_call import EncodedCall, WorkerCall, check_reply_rank
+from ringcore.executor.rpc_call import WorkerCall, check_reply_rank
 from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
 from ringcore.front_end.engine_caller import EngineCaller
@@ -33,11 +33,13 @@ from ringcore.protocol.messages import (
     EngineReady,
     HealthState,
     MemoryReport,
+    Operate,
     PauseMode,
     RpcCall,
     RpcResult,
 )
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import MemoryOperation, operation_name
 from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 from ringcore.protocol.wire_errors import callables_refused
 
@@ -132,8 +134,11 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
             raise callables_refused(callable_name(call.method))
         return super().call_workers(call)
 
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        return msgspec.convert(self.call_engine(name, (), kwargs, timeout), MemoryReport)
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
+        check_timeout("timeout", timeout)
+        message = Operate(next(self._call_ids), operation, timeout)
+        (value,) = self._answer(message, (), operation_name(operation))
+        return msgspec.convert(value, MemoryReport)
 
     def methods(self) -> list[RpcMethod]:
         """`EngineCore.methods`."""
@@ -167,9 +172,8 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         mailbox.receive()
         try:
             if mailbox.ready is not None and not mailbox.is_recovering:
-                answer = self._exchange(
-                    "engine", EncodedCall("health", ()), _deadline(timeout), lambda: mailbox.is_recovering
-                )
+                message = RpcCall(next(self._call_ids), "engine", "health")
+                answer = self._exchange(message, (), _deadline(timeout), lambda: mailbox.is_recovering)
                 if answer is not None:
                     return msgspec.convert(values_of(*answer, "health")[0], EngineHealth)
         except RingcoreError as failure:
@@ -196,27 +200,36 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
 
     def _call(self, target: str, call: WorkerCall) -> list[Any]:
         encoded = call.encoded()
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s + _REPLY_GRACE_S
-        answer = self._exchange(target, encoded, deadline)
+        message = RpcCall(next(self._call_ids), target, encoded.method, encoded.is_callable, **encoded.options())
+        return self._answer(message, encoded.parts, encoded.method)
+
+    def _answer(self, message: RpcCall | Operate, parts: Sequence[Buffer], method: str) -> list[Any]:
+        """Sends a call and waits for its values; method: its name."""
+        timeout_s = message.timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s + _REPLY_GRACE_S
+        answer = self._exchange(message, parts, deadline)
         if answer is None:
             raise RpcTimeoutError(
-                f"{encoded.method}: no answer of the engine within {call.timeout_s} s",
-                method=encoded.method,
-                timeout_s=call.timeout_s,
+                f"{method}: no answer of the engine within {timeout_s} s",
+                method=method,
+                timeout_s=timeout_s,
                 missing_ranks=[],
             )
-        return values_of(*answer, encoded.method)
+        return values_of(*answer, method)
 
     def _exchange(
-        self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
+        self,
+        message: RpcCall | Operate,
+        parts: Sequence[Buffer],
+        deadline: float | None,
+        until: Callable[[], bool] = lambda: False,
     ) -> Received[RpcResult] | None:
         """The answer to a call; None at the deadline, or once `until` returns True."""
         self.owner.check()
-        call_id, mailbox = next(self._call_ids), self._mailbox
-        message = RpcCall(call_id, target, call.method, call.is_callable, **call.options())
+        call_id, mailbox = message.call_id, self._mailbox
         mailbox.expect(call_id)
         try:
-            if self._send(message, call.parts, deadline):
+            if self._send(message, parts, deadline):
                 mailbox.wait_for(lambda: mailbox.has_answer(call_id) or until() or None, deadline)
         finally:
             answer = mailbox.forget(call_id)

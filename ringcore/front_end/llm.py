@@ -33,6 +33,7 @@ from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import MemoryOperation
 
 __all__ = ["LLM"]
 
@@ -235,8 +236,8 @@ class LLM(RpcCaller, MemoryMethods):
     def is_sleeping(self) -> bool:
         return self._client.is_sleeping()
 
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        return self._client._operate(name, kwargs, timeout)
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
+        return self._client._operate(operation, timeout)
 
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ringcore.protocol.operations import MemoryOperation, SleepMode
 from ringcore.protocol.requests import EngineCoreRequest, OutputColumns, WireError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "HealthState",
     "MemoryReport",
     "MemoryState",
+    "Operate",
     "PauseMode",
     "RankHealth",
     "RpcCall",
@@ -32,7 +34,6 @@ __all__ = [
 PauseMode = Literal["new", "all"]
 # Of weights or KV cache: in device memory; in host memory; freed; in device memory with outdated or undefined contents.
 MemoryState = Literal["resident", "offloaded", "discarded", "stale"]
-SleepMode = Literal["abort", "wait", "keep"]  # requests are aborted, finished first, or preempted and recomputed later
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
@@ -72,11 +73,19 @@ class RpcCall(CallOptions, frozen=True, tag="rpc", forbid_unknown_fields=True):
     is_callable: bool = False
 
 
+class Operate(msgspec.Struct, frozen=True, tag="operate", forbid_unknown_fields=True):
+    """A sleep, wake-up or weight update. Its `RpcResult` has one value, a `MemoryReport`."""
+
+    call_id: int
+    operation: MemoryOperation
+    timeout_s: float | None = None
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_fields=True):
     pass
 
 
-ClientMessage = AddRequests | AbortRequests | RpcCall | Shutdown
+ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | Shutdown
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -195,8 +195,8 @@ class ScriptedCore:
         self.calls.append((call, future))
         return future
 
-    def submit_operation(self, name, args, kwargs, timeout):
-        self.operations.append((name, args, kwargs, timeout))
+    def submit_operation(self, operation, timeout):
+        self.operations.append((operation, timeout))
         future = ScriptedFuture(self.outcomes.popleft())
         self.calls.append((None, future))
         return future

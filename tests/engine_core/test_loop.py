@@ -24,10 +24,12 @@ from ringcore.protocol.messages import (
     AddRequests,
     EngineReady,
     EngineRecovering,
+    Operate,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.operations import Sleep, WakeUp
 from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
 from ringcore.worker.rpc import call_rpc, rpc_methods
@@ -435,6 +437,20 @@ def test_what_the_engine_answers_itself():
         assert served.core.paused is None
 
 
+def test_an_operation_of_a_client_and_its_refusal():
+    with serve() as served:
+        served.core.outcomes.append([encode_value({"states": {}})])
+        served.client.send(Operate(1, WakeUp(["weights"]), timeout_s=2.5))
+        served.call(3, "health", target="engine", buffers=[])
+        assert value_of(served.receive())["step"] == 7  # it is not waited for
+        served.core.settle()
+        served.core.do(lambda: None)
+        assert value_of(served.receive()) == {"states": {}}
+        assert served.core.operations == [(WakeUp(["weights"]), 2.5)]
+        served.client.send(Operate(2, Sleep(2)))  # the core refuses it: there is no outcome for it
+        assert served.receive().message.error.message == "IndexError: pop from an empty deque"
+
+
 def test_an_operation_is_answered_when_it_is_over():
     with serve() as served:
         core = served.core
@@ -442,7 +458,7 @@ def test_an_operation_is_answered_when_it_is_over():
         served.call(1, "sleep", 1, "keep", target="engine")
         served.call(2, "is_sleeping", target="engine", buffers=[])
         assert value_of(served.receive()) is True  # it is not waited for
-        assert core.operations == [("sleep", [1, "keep"], {}, None)]
+        assert core.operations == [(Sleep(1, "keep"), None)]
         core.settle()
         core.do(lambda: None)
         assert value_of(served.receive()) == {"states": {}}
