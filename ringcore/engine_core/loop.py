@@ -32,7 +32,7 @@ from ringcore.protocol.messages import (
     RpcResult,
     Shutdown,
 )
-from ringcore.protocol.operations import OPERATIONS, wrong_arguments
+from ringcore.protocol.operations import OPERATIONS, MemoryOperation, wrong_arguments
 from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
@@ -172,10 +172,8 @@ class EngineLoop:
                     self._add(requests)
                 case AbortRequests(request_ids):
                     self._queue_outputs(self._core.abort(request_ids))
-                case RpcCall() as call:
+                case (RpcCall() | Operate()) as call:
                     self._call(call, received.buffers, self._send)
-                case Operate() as call:
-                    self._operate(call, self._send)
                 case Shutdown():
                     self._stopping = True
                     return True
@@ -205,21 +203,24 @@ class EngineLoop:
                 wire = wire_error(error)
                 self._queue_outputs([EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire)])
 
-    def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
+    def _call(self, call: RpcCall | Operate, buffers: Sequence[Buffer], answer: _Answer) -> None:
         try:
-            match call.target:
-                case "engine" if call.method in OPERATIONS and not call.is_callable:
-                    self._operate(
-                        Operate(call.call_id, decoded_operation(call.method, buffers), call.timeout_s), answer
-                    )
-                case "engine":
+            match call:
+                case Operate():
+                    self._operate(call, call.operation, answer)
+                case RpcCall(target="engine") if call.method in OPERATIONS and not call.is_callable:
+                    self._operate(call, decoded_operation(call.method, buffers), answer)
+                case RpcCall(target="engine"):
                     self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
-                case "workers":
+                case RpcCall(target="workers"):
                     self._submit(call, buffers, answer)
-                case target:
-                    raise invalid_call("target", target, ["engine", "workers"])
+                case _:
+                    raise invalid_call("target", call.target, ["engine", "workers"])
         except Exception as error:
             self._reply_error(answer, call.call_id, error)
+
+    def _operate(self, call: RpcCall | Operate, operation: MemoryOperation, answer: _Answer) -> None:
+        self._track(call, answer, self._core.submit_operation(operation, call.timeout_s))
 
     def _submit(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
         """Forwards a call to the workers without decoding its arguments."""
@@ -233,12 +234,6 @@ class EngineLoop:
             )
         encoded = EncodedCall(call.method, buffers, call.is_callable, **call.options())
         self._track(call, answer, self._core.forward_rpc(encoded))
-
-    def _operate(self, call: Operate, answer: _Answer) -> None:
-        try:
-            self._track(call, answer, self._core.submit_operation(call.operation, call.timeout_s))
-        except Exception as error:
-            self._reply_error(answer, call.call_id, error)
 
     def _track(self, call: RpcCall | Operate, answer: _Answer, future: RpcFuture) -> None:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s

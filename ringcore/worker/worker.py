@@ -7,12 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
+from ringcore.host.resources import resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
@@ -71,8 +70,8 @@ class Worker:
         if a rank is missing."""
         started = time.monotonic()
         device = self.config.device
-        index = self._layout.local_rank(self.rank)
-        self._platform = choose_platform(device.device, index, device.device_memory, device.enable_sleep_mode)
+        local = self._layout.local_rank(self.rank)
+        self._platform = choose_platform(device.device, local, device.device_memory, device.enable_sleep_mode)
         self.config = self.config.on_device(self._platform.device.type)
         self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
@@ -137,8 +136,7 @@ class Worker:
         started = time.monotonic()
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
-        launcher = _launcher_class(platform)
-        is_output_rank = self.rank == self._layout.output_rank
+        launcher, is_output_rank = _launcher_class(platform), self.rank == self._layout.output_rank
         self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, is_output_rank, launcher)
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
@@ -268,7 +266,7 @@ class Worker:
             "num_steps": num_steps,
             "num_tokens": num_tokens,
             "num_graphs_left": 0 if runner is None else runner.num_graphs_left,
-            "resident_bytes": _resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
 
     @rpc(read_only=True)
@@ -276,14 +274,14 @@ class Worker:
         """The memory table recomputed now, in bytes, with the process's `resident_bytes` and the allocated
         `kv_cache_bytes`. Before the model is loaded, only those two."""
         loaded, platform, kv_cache_bytes = self._loaded, self._platform, self._kv_cache_bytes
-        table = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
+        table = {"resident_bytes": resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
         if loaded is None or platform is None:
             return table
         return self._memory_table(loaded, platform) | table
 
     def _memory_table(self, loaded: LoadedModel, platform: Platform) -> dict[str, int]:
-        specs, num_ranks = loaded.kv_cache_spec(self.config.cache.block_size), self._layout.num_local_ranks(self.rank)
-        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks, num_ranks)
+        specs = loaded.kv_cache_spec(self.config.cache.block_size)
+        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks, self.rank)
 
     @rpc(read_only=True, scope="engine")
     def compile_grammar(self, spec: StructuredOutputsParams) -> None:
@@ -339,10 +337,6 @@ def _launcher_class(platform: Platform) -> type[StepLauncher]:
     from ringcore.worker.runner.device_launcher import DeviceLauncher  # with the kernels, which a CPU may not have
 
     return DeviceLauncher
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 def _require(stage: _Stage | None, method: str) -> _Stage:

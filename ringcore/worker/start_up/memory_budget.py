@@ -81,13 +81,13 @@ def memory_table(
     dtype: str,
     weights_bytes: int,
     peaks: StepPeaks | None = None,
-    num_ranks: int = 1,
+    rank: int = 0,
 ) -> dict[str, int]:
     """The table of one rank, called after its weights are loaded; `available_kv_cache_bytes` is the result.
 
     The option `kv_cache_bytes` is the result as given. Else it is capped at the useful size: twice the need of
     max_num_seqs requests of the maximum length, the second half for the prefix cache.
-    peaks: from `profile_steps`; None: an upper bound is computed. num_ranks: of this host.
+    peaks: from `profile_steps`; None: an upper bound is computed.
     Raises `ConfigError` where the layers cannot share a pool.
     """
     table = {
@@ -103,7 +103,7 @@ def memory_table(
     if config.cache.kv_cache_bytes is not None:
         return table | needs | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
     share = config.cache.gpu_memory_utilization or platform.default_memory_share
-    shared = platform.shared_memory_bytes(num_ranks)
+    shared = platform.shared_memory_bytes(config.parallel.layout.num_local_ranks(rank))
     asked = int(shared * share)
     budget = platform.memory_budget_bytes(asked)
     left = max(0, budget - sum(needs.values()))
