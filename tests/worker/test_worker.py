@@ -18,6 +18,7 @@ from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.methods import RpcMethod
 from ringcore.testing.fake_worker import FakeWorker
 from ringcore.testing.hardware import find_hardware
+from ringcore.worker import entry
 from ringcore.worker import worker as worker_module
 from ringcore.worker.entry import create_worker
 from ringcore.worker.platforms.cpu import CpuPlatform
@@ -308,6 +309,18 @@ def test_device_memory_and_cores_are_those_of_the_ranks_host(
         assert worker._host_store is not None
         assert (shares[-1], worker._host_store._budget.num_ranks) == (num_ranks, num_ranks)
         worker.shutdown()
+    assert indices == [0, 0, 1]
+
+
+def test_the_gpu_context_is_that_of_the_ranks_own_device(
+    tiny_llama: tuple[str, Any], keep_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_llama[0], device="auto", tensor_parallel_size=2)
+    config = replace(config, parallel=replace(config.parallel, ranks=RankLayout(hosts=("a", "b", "b"))))
+    indices: list[int] = []
+    monkeypatch.setattr(entry, "begin_gpu_context", indices.append)
+    for rank in range(3):
+        create_worker(config, rank, None)
     assert indices == [0, 0, 1]
 
 
