@@ -271,6 +271,19 @@ class TestStates:
             operation_of(name, args, {})
         check_serves(core)
 
+    def test_wrong_arguments_of_the_methods(self, folder):
+        core = make_core(folder)
+        for call, match in (
+            (lambda: core.sleep(True), "level=True: give 0"),
+            (lambda: core.sleep(0, "now"), "mode='now'"),
+            (lambda: core.wake_up("weights"), "tags='weights'"),
+            (lambda: core.start_weight_update("never"), "mode='never'"),
+            (lambda: core.reload_weights(""), "path=''"),
+        ):
+            with pytest.raises(InvalidRequestError, match=match):
+                call()
+        check_serves(core)
+
     def test_without_the_option(self, folder):
         core = make_core(folder, enable_sleep_mode=False)
         for level in (1, 2):
