@@ -109,7 +109,7 @@ class FakeWorker:
             token_ids.append(tokens[-1])
             wanted = self._requests[row].sampling_params.logprobs
             logprobs.append(None if wanted is None else self._logprobs(tokens[-1], wanted))
-        if self.rank:
+        if self.rank != self.config.parallel.layout.output_rank:
             return None
         return ModelRunnerOutput(
             scheduler_output.step,

@@ -25,17 +25,14 @@ FILES: dict[str, tuple[int, str]] = {
     "executor/ring_buffer.py": (340, "the protocol's table and both ends of it are read together"),
     "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
     "front_end/admin_client.py": (330, "every public call of AdminClient, with its documentation"),
-    "testing/fake_executor.py": (325, "a whole executor"),
     "front_end/llm.py": (325, "every public call of LLM, with its documentation"),
     "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
     "kv_cache/manager.py": (320, "allocation and hits share the books of one cache"),
     "front_end/client.py": (320, "every public call of the client, a few lines each"),
-    "executor/uniproc.py": (320, "a whole executor"),
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (310, "every check of a prompt"),
     "serve/answers.py": (306, "every kind of answer"),
-    "engine_core/memory/control.py": (305, "every operation on memory, step by step"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),

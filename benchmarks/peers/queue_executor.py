@@ -58,7 +58,7 @@ class ExecutorCaller(Caller):
     def more(self) -> list[Row]:
         """A call that changes nothing, over and over while all workers are busy with another."""
         count, long_call_s = max(2, int(NUM_READ_ONLY * self._scale)), LONG_CALL_S * self._scale
-        long_call = self._executor.submit("nap", (long_call_s,))
+        long_call = self._executor.submit_rpc("nap", (long_call_s,))
         took_ms: list[float] = []
         while len(took_ms) < count and not (took_ms and long_call.done()):
             began_s = time.perf_counter()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint import ModelFiles, ModelSpec
+from ringcore.config.rank_layout import RankLayout
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -110,6 +111,13 @@ class ParallelConfig:
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
+    # resolved
+    ranks: RankLayout | None = None  # another layout than every rank on this host, with rank 0 as the output rank
+
+    @property
+    def layout(self) -> RankLayout:
+        """The one source for the number of ranks, their hosts and the output rank."""
+        return self.ranks or RankLayout.on_one_host(self.tensor_parallel_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
-from ringcore.engine_core.memory.calls import steps_by_rank, steps_of
+from ringcore.engine_core.memory.calls import by_rank, decoded_operation
 from ringcore.engine_core.memory.control import MemoryControl
-from ringcore.engine_core.memory.methods import OPERATIONS, MemoryMethods
+from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.engine_core.memory.operations import Operation, Operations
 from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.steps_in_flight import StepsInFlight
@@ -35,10 +34,12 @@ from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
 from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, WorkerCall
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import OPERATIONS, MemoryOperation, operation_name
 from ringcore.protocol.output_reader import OutputReader, output_columns
 from ringcore.protocol.requests import (
     EngineCoreOutput,
@@ -53,7 +54,7 @@ from ringcore.scheduler.scheduler import Scheduler
 __all__ = ["EngineCore"]
 
 
-class EngineCore(MemoryMethods):
+class EngineCore(RpcSubmitter, MemoryMethods):
     """The engine, in this process.
 
     The constructor raises what failed: `ModelLoadError`, `CapacityError`, `ConfigError`, `EngineDeadError`.
@@ -209,23 +210,13 @@ class EngineCore(MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
 
-    def submit_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> RpcFuture:
-        """Broadcasts a call to the workers, which execute it after the steps in flight.
-
-        Arguments, values and errors are those of `Executor.submit`, and `WorkerDiedError` if the workers die during
-        the call and are replaced: the engine does not retry it, since the workers may have executed it.
-        """
-        return self.forward_rpc(EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank))
+    def submit(self, call: WorkerCall) -> RpcFuture:
+        """Its future raises `WorkerDiedError` if the workers die during the call and are replaced: the engine does not
+        retry it, since the workers may have executed it."""
+        return self.forward_rpc(call.encoded())
 
     def forward_rpc(self, call: EncodedCall) -> RpcFuture:
-        """`submit_rpc` of a call whose arguments are encoded already. The engine executes `OPERATIONS` itself.
+        """`submit` of a call whose arguments are encoded already. The engine executes `OPERATIONS` itself.
 
         Raises `InvalidRequestError` for an unknown method and for one that only the engine may call.
         """
@@ -234,21 +225,6 @@ class EngineCore(MemoryMethods):
             if call.method in OPERATIONS:
                 return self._submit_by_rank(call)
         return self._calls.forward(call)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or the `unique_reply_rank`'s.
-
-        Raises as `submit_rpc`'s future: `WorkerError` if the method raised, `RpcTimeoutError` after `timeout` seconds;
-        the engine keeps running after either.
-        """
-        return self.submit_rpc(method, args, kwargs, timeout, unique_reply_rank).result()
 
     def capture_graph(self) -> RpcFuture:
         """Has every rank capture one of its missing CUDA graphs; the value: how many are left, by rank. For an engine
@@ -295,24 +271,24 @@ class EngineCore(MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # Sleep, wake-up and new weights.
 
-    def submit_operation(
-        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> Operation:
-        """Queues one of `OPERATIONS`. `step`, `advance` and the operation's own `result` drive it; the result is a
-        `MemoryReport`. Raises `InvalidRequestError` for invalid arguments.
+    def submit_operation(self, operation: MemoryOperation, timeout: float | None = None) -> Operation:
+        """Queues a sleep, wake-up or weight update, whose fields are checked already (`checked_operation`). `step`,
+        `advance` and the operation's own `result` drive it; the result is a `MemoryReport`. Raises
+        `InvalidRequestError`.
         """
         self._supervisor.check_alive()
         check_timeout("timeout", timeout)
-        return self._operations.submit(name, steps_of(self._memory, name, args, kwargs or {}), timeout)
+        return self._operations.submit(operation_name(operation), self._memory.steps(operation), timeout)
 
     def _submit_by_rank(self, call: EncodedCall) -> Operation:
         self._supervisor.check_alive()
-        steps = steps_by_rank(self._memory, call, self.config.parallel.tensor_parallel_size)
-        return self._operations.submit(call.method, steps, call.timeout, is_by_rank=call.unique_reply_rank is None)
+        steps = self._memory.steps(decoded_operation(call.method, call.parts))
+        steps = by_rank(steps, call, self.config.parallel.layout.world_size)
+        return self._operations.submit(call.method, steps, call.timeout_s, is_by_rank=call.unique_reply_rank is None)
 
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
         """The next calls of `step` return the outputs of steps that complete meanwhile."""
-        report: MemoryReport = self.submit_operation(name, (), kwargs, timeout).result()
+        report: MemoryReport = self.submit_operation(operation, timeout).result()
         return report
 
     def _buffer_step(self) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from ringcore.config import EngineConfig
 from ringcore.engine_core.grammar_compiler import CompileResult, GrammarCompiler
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
-from ringcore.executor.base import RpcFuture
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.grammars import grammar_key
 from ringcore.grammars.grammars import MAX_CACHED
 from ringcore.params.structured_outputs import StructuredOutputsParams

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import EngineDeadError, WorkerDiedError
-from ringcore.executor.base import RpcFuture
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.messages import EngineReady
 
 __all__ = ["IdleWork"]

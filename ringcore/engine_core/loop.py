@@ -15,12 +15,11 @@ import msgspec
 from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.idle_work import IdleWork
-from ringcore.engine_core.memory.calls import arguments_of, wrong_arguments
-from ringcore.engine_core.memory.methods import OPERATIONS
+from ringcore.engine_core.memory.calls import arguments_of, decoded_operation
 from ringcore.engine_core.transport.channel import EngineChannel, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, WorkerDiedError
-from ringcore.executor.base import EncodedCall, RpcFuture
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture
 from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
 from ringcore.protocol.messages import (
@@ -28,10 +27,12 @@ from ringcore.protocol.messages import (
     AddRequests,
     EngineMessage,
     EngineRecovering,
+    Operate,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.operations import OPERATIONS, MemoryOperation, wrong_arguments
 from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
@@ -171,7 +172,7 @@ class EngineLoop:
                     self._add(requests)
                 case AbortRequests(request_ids):
                     self._queue_outputs(self._core.abort(request_ids))
-                case RpcCall() as call:
+                case (RpcCall() | Operate()) as call:
                     self._call(call, received.buffers, self._send)
                 case Shutdown():
                     self._stopping = True
@@ -202,20 +203,24 @@ class EngineLoop:
                 wire = wire_error(error)
                 self._queue_outputs([EngineCoreOutput(request.request_id, [], finish_reason="error", error=wire)])
 
-    def _call(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
+    def _call(self, call: RpcCall | Operate, buffers: Sequence[Buffer], answer: _Answer) -> None:
         try:
-            match call.target:
-                case "engine" if call.method in OPERATIONS and not call.is_callable:
-                    args, kwargs = arguments_of(call.method, buffers)
-                    self._track(call, answer, self._core.submit_operation(call.method, args, kwargs, call.timeout_s))
-                case "engine":
+            match call:
+                case Operate():
+                    self._operate(call, call.operation, answer)
+                case RpcCall(target="engine") if call.method in OPERATIONS and not call.is_callable:
+                    self._operate(call, decoded_operation(call.method, buffers), answer)
+                case RpcCall(target="engine"):
                     self._reply(answer, call.call_id, [encode_value(self._call_engine(call, buffers))])
-                case "workers":
+                case RpcCall(target="workers"):
                     self._submit(call, buffers, answer)
-                case target:
-                    raise invalid_call("target", target, ["engine", "workers"])
+                case _:
+                    raise invalid_call("target", call.target, ["engine", "workers"])
         except Exception as error:
             self._reply_error(answer, call.call_id, error)
+
+    def _operate(self, call: RpcCall | Operate, operation: MemoryOperation, answer: _Answer) -> None:
+        self._track(call, answer, self._core.submit_operation(operation, call.timeout_s))
 
     def _submit(self, call: RpcCall, buffers: Sequence[Buffer], answer: _Answer) -> None:
         """Forwards a call to the workers without decoding its arguments."""
@@ -227,10 +232,10 @@ class EngineLoop:
                 field="args",
                 value=None,
             )
-        encoded = EncodedCall(call.method, buffers, call.is_callable, call.timeout_s, call.unique_reply_rank)
+        encoded = EncodedCall(call.method, buffers, call.is_callable, **call.options())
         self._track(call, answer, self._core.forward_rpc(encoded))
 
-    def _track(self, call: RpcCall, answer: _Answer, future: RpcFuture) -> None:
+    def _track(self, call: RpcCall | Operate, answer: _Answer, future: RpcFuture) -> None:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         self._calls.append(_PendingCall(call.call_id, answer, future, deadline, self._core.num_steps_launched))
 
@@ -243,7 +248,7 @@ class EngineLoop:
         try:
             inspect.signature(method).bind(*args, **kwargs)
         except TypeError as error:
-            raise wrong_arguments(call.method, error) from error
+            raise wrong_arguments(call.method, str(error)) from error
         value = method(*args, **kwargs)
         return msgspec.structs.asdict(value) if isinstance(value, EngineStats) else value  # array-like on the wire
 

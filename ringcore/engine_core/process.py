@@ -51,7 +51,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     start: EngineStart = decoder(EngineStart).decode(payload)
     status = StatusLine(fds[STATUS], 0)
     start_heartbeat(status, start.config.parallel.engine_timeout_s)
-    channel = EngineChannel(fds[CHANNEL], FrameLimits.for_ranks(start.config.parallel.tensor_parallel_size))
+    channel = EngineChannel(fds[CHANNEL], FrameLimits.for_ranks(start.config.parallel.layout.world_size))
     admin: AdminEndpoint | None = None
     core: EngineCore | None = None
     loop: EngineLoop | None = None
@@ -97,7 +97,7 @@ def _open_admin(config: EngineConfig) -> AdminEndpoint | None:
     assert keys is not None, "the configuration rejects an endpoint without keys"
     from ringcore.engine_core.admin.endpoint import AdminEndpoint  # the only import of ZeroMQ
 
-    return AdminEndpoint(endpoint, keys, config.parallel.tensor_parallel_size)
+    return AdminEndpoint(endpoint, keys, config.parallel.layout.world_size)
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ringcore.engine_core.supervisor import WorkerSupervisor
-from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler

@@ -22,8 +22,9 @@ from typing import Any
 from ringcore.config import EngineConfig
 from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import EngineDeadError, RingcoreError, WorkerDiedError, error_to_wire
-from ringcore.executor.base import Executor, RpcFuture
+from ringcore.executor.base import Executor
 from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol.messages import EngineReady, EngineRecovering

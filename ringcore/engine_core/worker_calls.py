@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, TypeVar
+
+import msgspec
 
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
 from ringcore.errors import EngineDeadError
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, WorkerCall
 from ringcore.params.structured_outputs import StructuredOutputsParams
 
 __all__ = ["WorkerCalls"]
@@ -30,14 +33,14 @@ class WorkerCalls:
     def forward(self, call: EncodedCall) -> RpcFuture:
         """`Executor.forward` of a client's call; its `by_engine` is overridden. The future raises `WorkerDiedError` if
         the workers die before the reply and are replaced."""
-        return self._forward(replace(call, by_engine=False))
+        return self._forward(msgspec.structs.replace(call, by_engine=False))
 
     def _forward(self, call: EncodedCall) -> RpcFuture:
         return self._supervisor.watch(self._with_workers(lambda: self._executor.forward(call)))
 
     def submit(self, method: str, args: Sequence[Any] = (), timeout_s: float = _TIMEOUT_S) -> RpcFuture:
         """`forward` of a call of the engine's own."""
-        return self._forward(EncodedCall.of(method, args, timeout=timeout_s, by_engine=True))
+        return self._forward(WorkerCall(method, args, timeout_s=timeout_s).encoded(by_engine=True))
 
     def compile_grammar(self, spec: StructuredOutputsParams, timeout_s: float) -> RpcFuture:
         return self.submit("compile_grammar", [asdict(spec)], timeout_s)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from ringcore.errors import RingcoreError, RpcTimeoutError, error_to_wire
-from ringcore.executor.value_codec import Buffer, decode_value, portable_error
+from ringcore.executor.futures import InFlight, Values, decoded
+from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.wire import CREATED, STEP_METHOD
-from ringcore.params.field_checks import check_timeout
 
 __all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
 
@@ -32,15 +32,14 @@ class Driver(Protocol):
         ...
 
 
-class Call:
+class Call(InFlight):
     """A call in flight: an `RpcFuture`. Settled once, with the values of all replying ranks, or an error.
 
     missing: the ranks whose reply is missing. parts: the encoded values, by rank. errors: errors of ranks, by rank.
     due: when it settles without further replies, on the table's clock: its deadline, or an earlier grace period after
-    an error. opened: when it was submitted. is_control: sent by the control channel, which overtakes ordered calls.
+    an error. opened: when it was submitted. is_unique: one rank replies, and its value is the result. is_control: sent
+    by the control channel, which overtakes ordered calls.
     """
-
-    waits_for_all: ClassVar[bool] = True  # every rank replies
 
     def __init__(
         self,
@@ -50,50 +49,31 @@ class Call:
         ranks: Iterable[int],
         opened: float,
         timeout_s: float | None = None,
+        is_unique: bool = False,
         is_control: bool = False,
     ) -> None:
-        self.call_id, self.method, self.opened = call_id, method, opened
-        self.timeout_s, self.is_control = timeout_s, is_control
+        super().__init__(method)
+        self.call_id, self.opened, self.timeout_s = call_id, opened, timeout_s
+        self.is_unique, self.is_control = is_unique, is_control
         self.deadline = self.due = None if timeout_s is None else opened + timeout_s
         self.missing = set(ranks)
         self.parts: dict[int, Sequence[Buffer]] = {}
         self.errors: dict[int, RingcoreError] = {}
-        self.error: RingcoreError | None = None
-        self.is_settled = False
         self._driver = driver
 
-    def done(self) -> bool:
-        if not self.is_settled:
-            self._driver.poll_replies()
-        return self.is_settled
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._wait(timeout)
-        return [self._decoded(rank) for rank in sorted(self.parts)]
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        self._wait(None)
-        return [list(self.parts[rank]) for rank in sorted(self.parts)]
+    def _poll(self) -> None:
+        self._driver.poll_replies()
 
     def _wait(self, timeout: float | None) -> None:
-        """Waits for the values; raises the call's error."""
-        check_timeout("timeout", timeout)
-        if not self.is_settled:
-            self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
-        if not self.is_settled:
-            raise self.timeout_error(timeout)
-        if self.error is not None:
-            raise self.error
+        self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
 
-    def _decoded(self, rank: int) -> Any:
-        """The value of a rank; one that cannot be decoded is an error of this call alone."""
-        try:
-            return self._decode(self.parts[rank])
-        except Exception as undecodable:
-            raise portable_error(undecodable, rank, self.method) from undecodable
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return Values(self.parts, self.method, self.is_unique).result()
 
-    def _decode(self, parts: Sequence[Buffer]) -> Any:
-        return decode_value(parts)
+    def encoded_result(self) -> list[list[Buffer]]:
+        self.wait(None)
+        return Values(self.parts, self.method, self.is_unique).encoded_result()
 
     def timeout_error(self, timeout_s: float | None) -> RpcTimeoutError:
         ranks = sorted(self.missing)
@@ -109,25 +89,19 @@ class Call:
         self.is_settled, self.error = True, error
 
 
-class UniqueCall(Call):
-    """A call that one rank answers, with that rank's value as its result."""
-
-    waits_for_all = False
-
-    def result(self, timeout: float | None = None) -> Any:
-        return super().result(timeout)[0]
-
-
-class StepCall(UniqueCall):
+class StepCall(Call):
     """A step, which the output rank answers. `step` is its number, `decode` decodes its value."""
 
-    def __init__(self, driver: Driver, call_id: int, opened: float, step: int, decode: Callable[[Buffer], Any]) -> None:
-        super().__init__(driver, call_id, STEP_METHOD, [0], opened)
+    def __init__(
+        self, driver: Driver, call_id: int, rank: int, opened: float, step: int, decode: Callable[[Buffer], Any]
+    ) -> None:
+        super().__init__(driver, call_id, STEP_METHOD, (rank,), opened, is_unique=True)
         self.step = step
-        self._decode_step = decode
+        self._rank, self._decode = rank, decode
 
-    def _decode(self, parts: Sequence[Buffer]) -> Any:
-        return self._decode_step(parts[0])
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return decoded(self.parts[self._rank], self._rank, self.method, lambda parts: self._decode(parts[0]))
 
 
 class CallTable:
@@ -142,8 +116,8 @@ class CallTable:
     replying rank settles with any rank's error at once, or after `DEATH_GRACE_S` if there are other ranks.
     """
 
-    def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, output_rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_ranks, self._output_rank = num_ranks, output_rank
         self._clock = clock
         self._open: dict[int, Call] = {}
         self._next_id = CREATED + 1
@@ -169,13 +143,13 @@ class CallTable:
     ) -> Call:
         """A call that every rank answers, or one rank only."""
         is_unique = unique_reply_rank is not None
-        ranks = [unique_reply_rank] if unique_reply_rank is not None else range(self._num_ranks)
-        kind = UniqueCall if is_unique else Call
-        return self._add(kind(driver, self._new_id(), method, ranks, self._clock(), timeout_s, is_control))
+        ranks = range(self._num_ranks) if unique_reply_rank is None else [unique_reply_rank]
+        return self._add(Call(driver, self._new_id(), method, ranks, self._clock(), timeout_s, is_unique, is_control))
 
     def open_step(self, driver: Driver, step: int, decode: Callable[[Buffer], Any]) -> Call:
-        """A step, which rank 0 answers. The caller must not send it if it has errors already, from an earlier step."""
-        call = self._add(StepCall(driver, self._new_id(), self._clock(), step, decode))
+        """A step, which the output rank answers. The caller must not send it if it has errors already, from an earlier
+        step."""
+        call = self._add(StepCall(driver, self._new_id(), self._output_rank, self._clock(), step, decode))
         if self._step_error is not None:
             rank, error = self._step_error
             self._fail(call, rank, _copy_of(error))
@@ -200,7 +174,7 @@ class CallTable:
             return
         call.missing.remove(rank)
         call.parts[rank] = parts
-        if not call.missing and (call.waits_for_all or not call.errors):
+        if not call.missing and not (call.is_unique and call.errors):
             self._settle(call)
 
     def take_error(self, call_id: int, rank: int, error: RingcoreError, is_step: bool) -> None:
@@ -217,10 +191,10 @@ class CallTable:
     def _fail(self, call: Call, rank: int, error: RingcoreError) -> None:
         call.errors.setdefault(rank, error)
         call.missing.discard(rank)
-        if self._num_ranks == 1 or (call.waits_for_all and not call.missing):
+        if self._num_ranks == 1 or not (call.is_unique or call.missing):
             self._settle(call)
             return
-        end = self._clock() + (ERROR_GRACE_S if call.waits_for_all else DEATH_GRACE_S)
+        end = self._clock() + (DEATH_GRACE_S if call.is_unique else ERROR_GRACE_S)
         call.due = end if call.due is None else min(end, call.due)
 
     def method_of(self, call_id: int) -> str:

@@ -14,16 +14,17 @@ import msgspec
 
 from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
+from ringcore.executor.base import Executor
 from ringcore.executor.calls import Call, CallTable
 from ringcore.executor.message_queue import MessageWriter
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, check_reply_rank
 from ringcore.executor.stall_watch import StallWatch, stall_report
 from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, spin_budget_s
-from ringcore.executor.wire import STEP, pack_call, unpack_reply
+from ringcore.executor.wire import STEP, pack_call, pack_step, unpack_reply
 from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
 from ringcore.host.os_limits import os_limit_errors
@@ -47,7 +48,7 @@ class _SendQueue(NamedTuple):
 
 
 class MultiprocExecutor(Executor):
-    """`tensor_parallel_size` workers, each in its own process.
+    """A worker for each rank, each in its own process on this host.
 
     Several calls may be in flight, and the caller may wait for their futures in any order. A worker's death settles
     every call in flight, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer
@@ -56,12 +57,16 @@ class MultiprocExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
-        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous)."""
+        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous).
+
+        Raises `ConfigError` for ranks on several hosts."""
         super().__init__(config)
         self._factory = worker_factory
         self._owner = OwnerProcess("the engine")
-        self._num_ranks = config.parallel.tensor_parallel_size
-        self._table = CallTable(self._num_ranks)
+        layout = config.parallel.layout
+        layout.check_one_host("multiproc")
+        self._num_ranks = layout.world_size
+        self._table = CallTable(self._num_ranks, layout.output_rank)
         self._lock = threading.RLock()
         self._is_shut = False
         self._group: WorkerGroup | None = None
@@ -139,9 +144,8 @@ class MultiprocExecutor(Executor):
         is_control = declared is not None and declared.read_only
         with self._lock:
             self._check_alive()
-            opened = self._table.open_call(self, call.method, call.timeout, call.unique_reply_rank, is_control)
-            head = call.head(opened.call_id)
-            parts = pack_call(head.call_id, head.kind, call.parts, head.method, head.unique_reply_rank, head.by_engine)
+            opened = self._table.open_call(self, call.method, call.timeout_s, call.unique_reply_rank, is_control)
+            parts = pack_call(call.head(opened.call_id), call.parts)
             self._send(self._control if is_control else self._calls, opened, parts)
             return opened
 
@@ -152,7 +156,7 @@ class MultiprocExecutor(Executor):
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
             if not call.errors:
-                self._send(self._calls, call, pack_call(call.call_id, STEP, [body]))
+                self._send(self._calls, call, pack_step(call.call_id, body))
             else:
                 self._watch.wake()
             return call

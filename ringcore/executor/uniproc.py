@@ -17,24 +17,21 @@ from functools import partial
 from typing import Any
 
 from ringcore.config import EngineConfig
-from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, RpcTimeoutError
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
+from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
+from ringcore.executor.base import Executor
 from ringcore.executor.calls import joined_error
-from ringcore.executor.child_stacks import process_state
+from ringcore.executor.futures import StepInProcess
+from ringcore.executor.in_process import call_workers, report_of, worker_health
 from ringcore.executor.launched_steps import is_done, launch_step, poll_until, step_result
-from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, check_reply_rank
 from ringcore.executor.timing import add_parts, timed
-from ringcore.executor.value_codec import decode_error, decode_value, portable_error
+from ringcore.executor.value_codec import portable_error
 from ringcore.executor.waiting import drain_event, signal_event, spin_budget_s
 from ringcore.executor.wire import STEP_METHOD
-from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, create_worker, shut_down
-from ringcore.params.field_checks import check_timeout
-from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RankHealth
-from ringcore.protocol.steps import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.rpc import rpc_methods
-from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["UniProcExecutor"]
 
@@ -57,7 +54,7 @@ class UniProcExecutor(Executor):
         Raises `ConfigError` for more than one rank.
         """
         super().__init__(config)
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.layout.world_size
         if size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={size}: the uniproc executor has one worker; use executor='multiproc'",
@@ -116,14 +113,7 @@ class UniProcExecutor(Executor):
         while self._launched:
             self._finish_oldest_step()
         with self._executing(call.method):
-            outcome = perform_call(self._worker, RANK, call.head(), call.parts)
-        assert outcome is not None, "the only rank must reply"
-        if call.timeout is not None and time.monotonic() - started >= call.timeout:
-            return _Failed(_too_late(call.method, call.timeout))
-        if outcome.is_error:
-            return _Failed(joined_error({RANK: decode_error(outcome.parts[0], RANK, call.method)}))
-        own: list[Buffer] = [bytes(part) for part in outcome.parts]  # copied: the worker may change what it returned
-        return _Value(own, call.method, is_unique=call.unique_reply_rank is not None)
+            return call_workers([self._worker], call, started)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> RpcFuture:
         self._check_alive()
@@ -182,31 +172,16 @@ class UniProcExecutor(Executor):
     def health(self) -> list[RankHealth]:
         if self._worker is None:
             return []
-        busy, pid = self._busy, os.getpid()
-        return [
-            RankHealth(
-                rank=RANK,
-                pid=pid,
-                process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # the caller is this process
-                method=busy[0] if busy else None,
-                busy_s=time.monotonic() - busy[1] if busy else 0.0,
-                num_calls=self._num_calls,
-            )
-        ]
+        method, since = self._busy or (None, 0.0)
+        busy_s = 0.0 if method is None else time.monotonic() - since
+        return [worker_health(RANK, method, busy_s, self._num_calls)]
 
     def oldest_step_s(self) -> float | None:
         busy = self._busy
         return time.monotonic() - busy[1] if busy is not None and busy[0] == STEP_METHOD else None
 
     def diagnose(self) -> str:
-        lines = [
-            f"rank {rank.rank} (this process, pid {rank.pid}): "
-            + (f"in {rank.method!r} for {rank.busy_s:.1f} s" if rank.method else "idle")
-            + f", {rank.num_calls} calls executed"
-            for rank in self.health()
-        ]
-        return "\n".join([*lines, thread_stacks()]) if lines else "no workers"
+        return report_of(self.health(), "this process")
 
     def shutdown(self) -> None:
         self._is_shut = True
@@ -238,79 +213,16 @@ class UniProcExecutor(Executor):
             raise copy.copy(self._dead)
 
 
-class _Value:
-    """The `RpcFuture` of a call that succeeded."""
-
-    def __init__(self, parts: list[Buffer], method: str, is_unique: bool) -> None:
-        self._parts, self._method, self._is_unique = parts, method, is_unique
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            value = decode_value(self._parts)
-        except Exception as undecodable:
-            raise portable_error(undecodable, RANK, self._method) from undecodable
-        return value if self._is_unique else [value]
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        return [list(self._parts)]
-
-
-class _Step:
-    """The `RpcFuture` of a step: settled, once, with its output or an error."""
+class _Step(StepInProcess):
+    """A step that the worker has launched."""
 
     def __init__(self, executor: UniProcExecutor, pending: PendingOutput) -> None:
-        self.pending, self.is_settled = pending, False
+        super().__init__(RANK)
+        self.pending = pending
         self._executor = executor
-        self._outcome: ModelRunnerOutput | RingcoreError | None = None
 
-    def settle(self, outcome: ModelRunnerOutput | RingcoreError) -> None:
-        self._outcome, self.is_settled = outcome, True
+    def _poll(self) -> None:
+        self._executor.finish_done_steps()
 
-    def done(self) -> bool:
-        if not self.is_settled:
-            self._executor.finish_done_steps()
-        return self.is_settled
-
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        check_timeout("timeout", timeout)
-        if not self.is_settled:
-            self._executor.finish_step(self, None if timeout is None else time.monotonic() + timeout)
-        match self._outcome:
-            case None:
-                assert timeout is not None
-                raise _too_late(STEP_METHOD, timeout)
-            case RingcoreError() as error:
-                raise error
-            case output:
-                return output
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        return [[encoder().encode(self.result())]]
-
-
-class _Failed:
-    """The `RpcFuture` of a call that failed."""
-
-    def __init__(self, error: RingcoreError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> Any:
-        raise self._error
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        raise self._error
-
-
-def _too_late(method: str, timeout_s: float) -> RpcTimeoutError:
-    return RpcTimeoutError(
-        f"{method!r} took longer than {timeout_s} s; its value is dropped",
-        method=method,
-        timeout_s=timeout_s,
-        missing_ranks=[RANK],
-    )
+    def _wait(self, timeout: float | None) -> None:
+        self._executor.finish_step(self, None if timeout is None else time.monotonic() + timeout)

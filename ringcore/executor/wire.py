@@ -2,7 +2,7 @@
 
 CALL      request, its method a name                 to every worker; each replies, or `unique_reply_rank` only
 CALLABLE  request, its method a packed function      likewise
-STEP      `SchedulerOutput`                          to every worker; rank 0 replies, others only with an error
+STEP      `SchedulerOutput`                          to every worker; the output rank replies, others only with an error
 reply     the value's buffers, or the error's wire form
 
 Requests and values are those of `value_codec`. A call has a flag that the engine itself makes it: only then may it name
@@ -28,6 +28,7 @@ __all__ = [
     "CallHead",
     "pack_call",
     "pack_reply",
+    "pack_step",
     "unpack_call",
     "unpack_reply",
 ]
@@ -52,19 +53,17 @@ class CallHead(NamedTuple):
     by_engine: bool = False
 
 
-def pack_call(
-    call_id: int,
-    kind: int,
-    request: Sequence[Buffer],
-    method: str = "",
-    unique_reply_rank: int | None = None,
-    by_engine: bool = False,
-) -> list[Buffer]:
+def pack_call(head: CallHead, request: Sequence[Buffer]) -> list[Buffer]:
     """The message of a call: one part, plus the request's buffers after its body."""
-    name = method.encode(errors="replace")[:_MAX_NAME_BYTES]
-    replying = 0 if unique_reply_rank is None else 1 + unique_reply_rank
-    head = _CALL.pack(call_id, kind, by_engine, len(name), replying)
-    return [b"".join((head, name, request[0])), *request[1:]]
+    name = head.method.encode(errors="replace")[:_MAX_NAME_BYTES]
+    replying = 0 if head.unique_reply_rank is None else 1 + head.unique_reply_rank
+    packed = _CALL.pack(head.call_id, head.kind, head.by_engine, len(name), replying)
+    return [b"".join((packed, name, request[0])), *request[1:]]
+
+
+def pack_step(call_id: int, body: Buffer) -> list[Buffer]:
+    """The message of a step."""
+    return [b"".join((_CALL.pack(call_id, STEP, False, 0, 0), body))]
 
 
 def unpack_call(parts: Sequence[memoryview]) -> tuple[CallHead, list[memoryview]]:

@@ -91,7 +91,8 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     link.reply(creation, Outcome(False, encode_value(created)))
     status.end()
     try:
-        _Loop(worker, link, status, start.spin_s).run()
+        is_output_rank = start.rank == start.config.parallel.layout.output_rank
+        _Loop(worker, link, status, start.spin_s, is_output_rank).run()
     except RingClosed:
         if not shut_down(worker):
             raise SystemExit(1) from None
@@ -158,8 +159,9 @@ class _Loop:
     all of them. The status line shows the oldest one, since it became the oldest.
     """
 
-    def __init__(self, worker: Any, link: _Link, status: StatusLine, spin_s: float) -> None:
+    def __init__(self, worker: Any, link: _Link, status: StatusLine, spin_s: float, is_output_rank: bool) -> None:
         self._worker, self._link, self._status, self._spin_s = worker, link, status, spin_s
+        self._is_output_rank = is_output_rank
         self._step_decoder, self._step_encoder = decoder(SchedulerOutput), encoder()
         self._launched: deque[tuple[CallHead, PendingOutput]] = deque()
 
@@ -241,9 +243,9 @@ class _Loop:
             self._status.end()
 
     def _outcome(self, step: PendingOutput) -> Outcome | None:
-        """The reply of a step: errors from every rank, the output only from rank 0."""
+        """The reply of a step: errors from every rank, the output only from the output rank."""
         try:
-            if self._link.rank == 0:
+            if self._is_output_rank:
                 return Outcome(False, [self._step_encoder.encode(step_result(step))])
             step.result()
             return None

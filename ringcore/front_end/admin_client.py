@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -27,8 +27,9 @@ from ringcore.config.admin_keys import (
 from ringcore.engine_core.admin.endpoint import ADMIN_LIMITS, MAX_TIMEOUT_S, set_common_options
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError
 from ringcore.executor.ring_buffer import Buffer
-from ringcore.executor.value_codec import encode_request
+from ringcore.executor.rpc_call import WorkerCall
 from ringcore.front_end.client import values_of
+from ringcore.front_end.engine_caller import EngineCaller
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.codec import decoder, encoder
@@ -38,12 +39,13 @@ from ringcore.protocol.requests import EngineStats
 
 __all__ = ["AdminClient"]
 
+_TIMEOUT_S = 30.0  # of a call that gives none
 _REPLY_GRACE_S = 2.0  # after the call's deadline, which the engine itself enforces unless it hangs
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
 _NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
 
 
-class AdminClient:
+class AdminClient(EngineCaller):
     """Calls a running engine and its workers, over its admin endpoint.
 
     endpoint: the engine's `EngineReady.admin_endpoint`. keys: the directory of `ringcore keys`, or a copy with
@@ -53,8 +55,9 @@ class AdminClient:
     The constructor connects, within `connect_timeout` seconds. Raises `ConfigError` for invalid arguments and for a key
     that the engine does not know, `EngineDeadError` if no engine listens at the endpoint, `RpcTimeoutError`.
 
-    Every wait has a deadline and ends when the engine is gone; then this and every later call raises
-    `EngineDeadError`. Thread-safe: the calls of several threads are serialized.
+    Every wait has a deadline, 30 s where none is given, and ends when the engine is gone; then this and every later
+    call raises `EngineDeadError`. A call whose scope the key lacks raises `PermissionDeniedError`. Thread-safe: the
+    calls of several threads are serialized.
     """
 
     def __init__(
@@ -79,67 +82,42 @@ class AdminClient:
             self.close()
             raise
 
-    def collective_rpc(
-        self,
-        method: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 30.0,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker: one value per rank, or the value of the `unique_reply_rank` alone.
-
-        Arrays arrive as numpy arrays, tensors as `HostTensor`. Raises `WorkerError` if the method raised,
-        `WorkerDiedError` if a worker died during the call, `RpcTimeoutError` after `timeout` seconds,
-        `InvalidRequestError` for an unknown method or one that only the engine may call, for a function (admin clients
-        may not send them) and for arguments that cannot be sent, `PermissionDeniedError` if the key lacks the method's
-        scope. None of them harms the engine.
-        """
-        if not isinstance(method, str):
+    def call_workers(self, call: WorkerCall) -> Any:
+        if not isinstance(call.method, str):
             raise InvalidRequestError(
-                f"method={method!r}: an admin client sends no functions; give the name of a worker method",
+                f"method={call.method!r}: an admin client sends no functions; give the name of a worker method",
                 field="method",
-                value=repr(method),
+                value=repr(call.method),
             )
-        parts = encode_request(method, args, kwargs)
-        values = self._call("workers", method, timeout, parts, unique_reply_rank)
-        return values if unique_reply_rank is None else values[0]
-
-    def call_engine(
-        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout: float = 30.0
-    ) -> Any:
-        """Calls the engine itself: the methods of target "engine" that `methods` lists, such as "pause", "resume" or
-        "sleep". Raises as `collective_rpc`."""
-        return self._call("engine", method, timeout, encode_request(method, args, kwargs))[0]
+        return super().call_workers(call)
 
     def methods(self, timeout: float = 5.0) -> list[RpcMethod]:
         """The methods that can be called by name, each with its signature and the scope that a key needs: the engine's
         own (`call_engine`) and those of the workers (`collective_rpc`). Raises as `health`."""
-        return msgspec.convert(self._call("engine", "methods", timeout)[0], list[RpcMethod])
+        return msgspec.convert(self.call_engine("methods", timeout=timeout), list[RpcMethod])
 
     def health(self, timeout: float = 5.0) -> EngineHealth:
         """The engine's health. It answers between steps and while one runs; `RpcTimeoutError` if it does not answer."""
-        return msgspec.convert(self._call("engine", "health", timeout)[0], EngineHealth)
+        return msgspec.convert(self.call_engine("health", timeout=timeout), EngineHealth)
 
     def stats(self, timeout: float = 5.0) -> EngineStats:
         """The scheduler's counts. Raises as `health`."""
-        return EngineStats(**self._call("engine", "stats", timeout)[0])
+        return EngineStats(**self.call_engine("stats", timeout=timeout))
 
-    def _call(
-        self, target: str, method: str, timeout: float, parts: Sequence[Buffer] = (), reply_rank: int | None = None
-    ) -> list[Any]:
-        """The values of a call, one per reply."""
+    def _call(self, target: str, call: WorkerCall) -> list[Any]:
         self._connection.owner.check()
+        timeout = _TIMEOUT_S if call.timeout_s is None else call.timeout_s
         check_timeout("timeout", timeout, MAX_TIMEOUT_S, or_none=False)
-        deadline = time.monotonic() + timeout
+        encoded = call.encoded()
+        method, deadline = encoded.method, time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
             raise _timed_out(method, timeout, "other calls of this client were in flight")
         try:
-            left_s = max(0.0, deadline - time.monotonic())
-            call = RpcCall(next(self._call_ids), target, method, timeout_s=left_s, unique_reply_rank=reply_rank)
-            if not self._connection.send(call, parts, deadline):
+            options = encoded.options() | {"timeout_s": max(0.0, deadline - time.monotonic())}
+            message = RpcCall(next(self._call_ids), target, method, **options)
+            if not self._connection.send(message, encoded.parts, deadline):
                 raise _timed_out(method, timeout, "the engine does not read")
-            reply = self._connection.receive(call.call_id, deadline + _REPLY_GRACE_S)
+            reply = self._connection.receive(message.call_id, deadline + _REPLY_GRACE_S)
         finally:
             self._lock.release()
         if reply is None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, RingcoreError
+from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations
@@ -32,7 +33,7 @@ __all__ = ["AsyncEngine", "OutputStream"]
 T = TypeVar("T")
 
 
-class AsyncEngine:
+class AsyncEngine(RpcCaller):
     """A model ready to generate, for any number of tasks at once. Keywords are the engine options.
 
         async with AsyncEngine("path/to/model") as engine:
@@ -208,16 +209,8 @@ class AsyncEngine:
         self._generations.owner.check()
         return await asyncio.wrap_future(self._calls.submit(partial(method, *args)))
 
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone."""
-        return await self._call(self._client.collective_rpc, method, args, kwargs, timeout, unique_reply_rank)
+    async def call_workers(self, call: WorkerCall) -> Any:
+        return await self._call(self._client.call_workers, call)
 
     async def methods(self) -> list[RpcMethod]:
         return await self._call(self._client.methods)

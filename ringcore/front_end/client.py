@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any
@@ -16,10 +16,11 @@ from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.engine_core.transport.channel import Received, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
-from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.callables import callable_name
+from ringcore.executor.rpc_call import WorkerCall, check_reply_rank
 from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
+from ringcore.front_end.engine_caller import EngineCaller
 from ringcore.front_end.mailbox import Mailbox
 from ringcore.front_end.request_state import error_of
 from ringcore.host.os_limits import os_limit_errors
@@ -32,11 +33,13 @@ from ringcore.protocol.messages import (
     EngineReady,
     HealthState,
     MemoryReport,
+    Operate,
     PauseMode,
     RpcCall,
     RpcResult,
 )
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import MemoryOperation, operation_name
 from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 from ringcore.protocol.wire_errors import callables_refused
 
@@ -49,7 +52,7 @@ _TOKENS_PER_MESSAGE = 1 << 16
 _REQUESTS_PER_MESSAGE = 256
 
 
-class EngineCoreClient(MemoryMethods):
+class EngineCoreClient(EngineCaller, MemoryMethods):
     """Starts an engine process and communicates with it. Every wait ends on a message, the engine's death, or a
     deadline.
 
@@ -125,44 +128,17 @@ class EngineCoreClient(MemoryMethods):
     # -----------------------------------------------------------------------------------------------------------
     # Administration.
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone.
+    def call_workers(self, call: WorkerCall) -> Any:
+        check_reply_rank(call.unique_reply_rank, self._parallel.layout.world_size)
+        if callable(call.method) and not self._parallel.allow_callables:
+            raise callables_refused(callable_name(call.method))
+        return super().call_workers(call)
 
-        method: a name; or, with the option `allow_callables`, a function that each worker calls as
-        f(worker, *args, **kwargs). Values arrive as builtins and arrays (see `executor.value_codec`).
-
-        Raises `WorkerError` if the method raised (its `failures` are those of all ranks), `RpcTimeoutError` after
-        `timeout` seconds, `InvalidRequestError` for arguments that cannot be sent; the engine stays alive.
-        """
-        check_reply_rank(unique_reply_rank, self._parallel.tensor_parallel_size)
-        if callable(method) and not self._parallel.allow_callables:
-            raise callables_refused(callable_name(method))
-        call = EncodedCall.of(method, args, kwargs, timeout, unique_reply_rank)
-        values = self._call("workers", call)
-        return values if unique_reply_rank is None else values[0]
-
-    def call_engine(
-        self,
-        method: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Calls the engine itself: one of `ENGINE_CALLS`, such as "pause" or "stats", which do not wait for a step, or
-        one of `OPERATIONS`; `methods` lists their arguments.
-        """
-        (value,) = self._call("engine", EncodedCall.of(method, args, kwargs, timeout))
-        return value
-
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        return msgspec.convert(self.call_engine(name, (), kwargs, timeout), MemoryReport)
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
+        check_timeout("timeout", timeout)
+        message = Operate(next(self._call_ids), operation, timeout)
+        (value,) = self._answer(message, (), operation_name(operation))
+        return msgspec.convert(value, MemoryReport)
 
     def methods(self) -> list[RpcMethod]:
         """`EngineCore.methods`."""
@@ -196,9 +172,8 @@ class EngineCoreClient(MemoryMethods):
         mailbox.receive()
         try:
             if mailbox.ready is not None and not mailbox.is_recovering:
-                answer = self._exchange(
-                    "engine", EncodedCall("health", ()), _deadline(timeout), lambda: mailbox.is_recovering
-                )
+                message = RpcCall(next(self._call_ids), "engine", "health")
+                answer = self._exchange(message, (), _deadline(timeout), lambda: mailbox.is_recovering)
                 if answer is not None:
                     return msgspec.convert(values_of(*answer, "health")[0], EngineHealth)
         except RingcoreError as failure:
@@ -223,29 +198,38 @@ class EngineCoreClient(MemoryMethods):
             error=error,
         )
 
-    def _call(self, target: str, call: EncodedCall) -> list[Any]:
-        """Calls and waits for the values, one per replying rank."""
-        deadline = None if call.timeout is None else time.monotonic() + call.timeout + _REPLY_GRACE_S
-        answer = self._exchange(target, call, deadline)
+    def _call(self, target: str, call: WorkerCall) -> list[Any]:
+        encoded = call.encoded()
+        message = RpcCall(next(self._call_ids), target, encoded.method, encoded.is_callable, **encoded.options())
+        return self._answer(message, encoded.parts, encoded.method)
+
+    def _answer(self, message: RpcCall | Operate, parts: Sequence[Buffer], method: str) -> list[Any]:
+        """Sends a call and waits for its values; method: its name."""
+        timeout_s = message.timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s + _REPLY_GRACE_S
+        answer = self._exchange(message, parts, deadline)
         if answer is None:
             raise RpcTimeoutError(
-                f"{call.method}: no answer of the engine within {call.timeout} s",
-                method=call.method,
-                timeout_s=call.timeout,
+                f"{method}: no answer of the engine within {timeout_s} s",
+                method=method,
+                timeout_s=timeout_s,
                 missing_ranks=[],
             )
-        return values_of(*answer, call.method)
+        return values_of(*answer, method)
 
     def _exchange(
-        self, target: str, call: EncodedCall, deadline: float | None, until: Callable[[], bool] = lambda: False
+        self,
+        message: RpcCall | Operate,
+        parts: Sequence[Buffer],
+        deadline: float | None,
+        until: Callable[[], bool] = lambda: False,
     ) -> Received[RpcResult] | None:
         """The answer to a call; None at the deadline, or once `until` returns True."""
         self.owner.check()
-        call_id, mailbox = next(self._call_ids), self._mailbox
-        message = RpcCall(call_id, target, call.method, call.is_callable, call.timeout, call.unique_reply_rank)
+        call_id, mailbox = message.call_id, self._mailbox
         mailbox.expect(call_id)
         try:
-            if self._send(message, call.parts, deadline):
+            if self._send(message, parts, deadline):
                 mailbox.wait_for(lambda: mailbox.has_answer(call_id) or until() or None, deadline)
         finally:
             answer = mailbox.forget(call_id)

@@ -49,7 +49,7 @@ class EngineConnection:
             os.close(self._wake_fd)
             ours.close()
             raise
-        limits = FrameLimits.for_ranks(config.parallel.tensor_parallel_size)
+        limits = FrameLimits.for_ranks(config.parallel.layout.world_size)
         self._channel = ClientChannel(ours, self._process.pidfd, self._wake_fd, limits)
         self._poll = select.poll()
         for fd in (self._channel.fileno(), self._process.pidfd, self._wake_fd):

@@ -16,6 +16,7 @@ from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
 from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
+from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.front_end.prompt_lists import (
@@ -32,6 +33,7 @@ from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
+from ringcore.protocol.operations import MemoryOperation
 
 __all__ = ["LLM"]
 
@@ -40,7 +42,7 @@ Message = Mapping[str, Any]
 _REFRESH_S = 0.5
 
 
-class LLM(MemoryMethods):
+class LLM(RpcCaller, MemoryMethods):
     """A model ready to generate. Keywords are the engine options (`EngineConfig.options()`).
 
         with LLM("path/to/model", dtype="float32") as llm:
@@ -214,23 +216,8 @@ class LLM(MemoryMethods):
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
-        """Calls an `@rpc` method on every worker; one value per rank, in rank order, or `unique_reply_rank`'s alone.
-
-        method: a name; or, with the option `allow_callables`, a function that each worker calls as
-        f(worker, *args, **kwargs).
-
-        Raises `WorkerError` if the method raised, `RpcTimeoutError` after `timeout` seconds, `InvalidRequestError` for
-        arguments that cannot be sent; the engine stays alive.
-        """
-        return self._client.collective_rpc(method, args, kwargs, timeout, unique_reply_rank)
+    def call_workers(self, call: WorkerCall) -> Any:
+        return self._client.call_workers(call)
 
     def methods(self) -> list[RpcMethod]:
         """The methods that can be called by name: those of the workers (`collective_rpc`) with their extension, and the
@@ -249,8 +236,8 @@ class LLM(MemoryMethods):
     def is_sleeping(self) -> bool:
         return self._client.is_sleeping()
 
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        return self._client._operate(name, kwargs, timeout)
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
+        return self._client._operate(operation, timeout)
 
     def close(self) -> None:
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""

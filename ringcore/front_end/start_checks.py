@@ -13,6 +13,7 @@ from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tens
 from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
 from ringcore.config.options import EXECUTORS
+from ringcore.config.rank_layout import LOCALHOST
 from ringcore.errors import CapacityError
 from ringcore.families import FAMILIES
 from ringcore.host.byte_sizes import format_bytes
@@ -83,18 +84,24 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
     if config.device.enable_sleep_mode:
-        return num_bytes
+        return _share_of_host(config, num_bytes)
     if spec.tie_word_embeddings:  # an embedding table, and a packed copy for the LM head
         num_bytes += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[dtype]
     if dtype == "float32" and spec.dtype != "float32" and config.model.files.kind != "dummy":
         num_bytes += sum(2 * math.prod(shape) for shape in shapes if len(shape) == 2)
-    return num_bytes
+    return _share_of_host(config, num_bytes)
+
+
+def _share_of_host(config: EngineConfig, num_bytes: int) -> int:
+    """Of what all ranks share equally, the part of this host's ranks."""
+    layout = config.parallel.layout
+    return num_bytes * layout.num_ranks_on(LOCALHOST) // layout.world_size
 
 
 def _angles_bytes(config: EngineConfig, num_tokens: int) -> int:
     spec = config.model.spec
     num_tables = 1 if spec.sliding_rope is None else 2
-    return config.parallel.tensor_parallel_size * num_tables * num_tokens * spec.head_dim // 2 * _ANGLE_BYTES
+    return config.parallel.layout.num_ranks_on(LOCALHOST) * num_tables * num_tokens * spec.head_dim // 2 * _ANGLE_BYTES
 
 
 def _plan(config: EngineConfig, dtype: str) -> KVCacheConfig:
@@ -107,4 +114,4 @@ def _plan(config: EngineConfig, dtype: str) -> KVCacheConfig:
 
 
 def _cache_bytes(config: EngineConfig, plan: KVCacheConfig, num_tokens: int) -> int:
-    return config.parallel.tensor_parallel_size * (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes
+    return config.parallel.layout.num_ranks_on(LOCALHOST) * (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes

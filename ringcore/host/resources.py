@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Host"]
+__all__ = ["Host", "resident_bytes"]
 
 # bfloat16 multiplication instructions; without them values are converted one by one, slower than float32.
 _BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
@@ -80,3 +80,8 @@ class Host:
             for folder in (own, *own.parents):
                 if folder.is_relative_to(root):
                     yield folder, *names
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from ringcore.protocol.operations import MemoryOperation, SleepMode
 from ringcore.protocol.requests import EngineCoreRequest, OutputColumns, WireError
 
 __all__ = [
     "AbortRequests",
     "AddRequests",
+    "CallOptions",
     "ClientMessage",
     "EngineDead",
     "EngineHealth",
@@ -20,6 +22,7 @@ __all__ = [
     "HealthState",
     "MemoryReport",
     "MemoryState",
+    "Operate",
     "PauseMode",
     "RankHealth",
     "RpcCall",
@@ -31,7 +34,6 @@ __all__ = [
 PauseMode = Literal["new", "all"]
 # Of weights or KV cache: in device memory; in host memory; freed; in device memory with outdated or undefined contents.
 MemoryState = Literal["resident", "offloaded", "discarded", "stale"]
-SleepMode = Literal["abort", "wait", "keep"]  # requests are aborted, finished first, or preempted and recomputed later
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
@@ -42,7 +44,22 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fie
     request_ids: list[str]
 
 
-class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True):
+class CallOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call is executed.
+
+    timeout_s: from the submission; None waits for result or death. unique_reply_rank: every rank executes the call,
+    only this one replies; None: all reply.
+    """
+
+    timeout_s: float | None = None
+    unique_reply_rank: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options alone, for another record of the same call."""
+        return {name: getattr(self, name) for name in CallOptions.__struct_fields__}
+
+
+class RpcCall(CallOptions, frozen=True, tag="rpc", forbid_unknown_fields=True):
     """A call to the engine itself (`target="engine"`) or to every worker (`target="workers"`).
 
     The arguments are the buffers after this message (`executor.value_codec`); the engine forwards those for workers
@@ -54,15 +71,21 @@ class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True
     target: str
     method: str
     is_callable: bool = False
+
+
+class Operate(msgspec.Struct, frozen=True, tag="operate", forbid_unknown_fields=True):
+    """A sleep, wake-up or weight update. Its `RpcResult` has one value, a `MemoryReport`."""
+
+    call_id: int
+    operation: MemoryOperation
     timeout_s: float | None = None
-    unique_reply_rank: int | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_fields=True):
     pass
 
 
-ClientMessage = AddRequests | AbortRequests | RpcCall | Shutdown
+ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | Shutdown
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

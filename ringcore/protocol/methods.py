@@ -13,7 +13,7 @@ import msgspec
 from ringcore.errors import InvalidRequestError
 from ringcore.protocol.scopes import Scope
 
-__all__ = ["DeclaredScope", "RpcMethod", "engine_only", "unknown_method"]
+__all__ = ["DeclaredScope", "RpcMethod", "engine_only", "signature_text", "unknown_method"]
 
 DeclaredScope = Scope | Literal["engine"]  # "engine": the engine alone calls it
 
@@ -49,14 +49,15 @@ class RpcMethod(msgspec.Struct, frozen=True):
     ) -> RpcMethod:
         """method: a function whose first parameter is `self`."""
         lines = (inspect.getdoc(method) or "").splitlines()
-        return cls(method.__name__, target, scope, read_only, _signature_text(method), lines[0] if lines else "")
+        signature = inspect.signature(types.MethodType(method, object()))
+        text = signature_text(signature, signature.return_annotation)
+        return cls(method.__name__, target, scope, read_only, text, lines[0] if lines else "")
 
 
-def _signature_text(method: Callable[..., Any]) -> str:
+def signature_text(signature: inspect.Signature, returns: Any) -> str:
     """The signature with its annotations as in the source."""
-    signature = inspect.signature(types.MethodType(method, object()))
     parameters = [p.replace(annotation=_unquoted(p.annotation)) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=_unquoted(signature.return_annotation)))
+    return str(signature.replace(parameters=parameters, return_annotation=_unquoted(returns)))
 
 
 class _Unquoted(str):

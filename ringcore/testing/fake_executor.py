@@ -8,7 +8,6 @@ EngineCore ──SchedulerOutput──▶ FakeExecutor ──▶ FakeWorker: che
 from __future__ import annotations
 
 import copy
-import os
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -16,20 +15,19 @@ from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
-from ringcore.executor.base import EncodedCall, Executor, RpcFuture, check_reply_rank
+from ringcore.executor.base import Executor
 from ringcore.executor.calls import joined_error
-from ringcore.executor.child_stacks import process_state
-from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.in_process import call_workers, report_of, worker_health
+from ringcore.executor.rpc_call import EncodedCall, RpcFuture, check_reply_rank
 from ringcore.executor.timing import timed
-from ringcore.executor.value_codec import decode_error, portable_error
+from ringcore.executor.value_codec import portable_error
 from ringcore.executor.wire import STEP_METHOD
-from ringcore.executor.worker_calls import perform_call
 from ringcore.executor.worker_proc import create_worker, shut_down
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.testing.alarm import Alarm
 from ringcore.testing.clock import HostClock, VirtualClock
-from ringcore.testing.fake_futures import CallValues, FailedCall, StepFuture, Timer, too_late
+from ringcore.testing.fake_futures import StepFuture, Timer
 from ringcore.testing.fake_worker import FakeWorker
 from ringcore.testing.faults import Fault, check_faults
 from ringcore.testing.hardware import Hardware, find_hardware
@@ -37,13 +35,12 @@ from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost
 from ringcore.testing.tokens import Script
 from ringcore.worker.rpc import rpc_methods
-from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["FakeExecutor"]
 
 
 class FakeExecutor(Executor):
-    """One `FakeWorker` a rank, in the caller's process and thread; rank 0 executes the steps.
+    """One `FakeWorker` a rank, in the caller's process and thread; the output rank executes the steps.
 
     It replaces a real executor: `EngineCore(config, FakeExecutor(config, ...), clock=clock.now)`, or by name
     (`executor=FakeExecutor` or "ringcore.testing:FakeExecutor") with all defaults, or as a subclass that passes other
@@ -86,7 +83,7 @@ class FakeExecutor(Executor):
             if worker_factory is None
             else lambda rank: create_worker(worker_factory, config, rank, None)
         )
-        self._num_ranks, self._cost = config.parallel.tensor_parallel_size, cost
+        self._layout, self._cost = config.parallel.layout, cost
         self._faults = check_faults(faults, config.parallel.step_timeout_s)
         is_timed = clock is None and (cost is not None or bool(faults))
         self._timer = Timer(clock or HostClock(), Alarm() if is_timed else None)
@@ -133,7 +130,7 @@ class FakeExecutor(Executor):
     def _start(self) -> dict[str, float]:
         phases: dict[str, float] = {}
         with timed(phases, "start_workers"):
-            self._workers = [self._make_worker(rank) for rank in range(self._num_ranks)]
+            self._workers = [self._make_worker(rank) for rank in range(self._layout.world_size)]
         self.methods = rpc_methods(self._workers[0])
         self._dead, self._num_calls = None, 0
         for method in ("init_device", "load_model"):
@@ -170,26 +167,10 @@ class FakeExecutor(Executor):
     # Calls.
 
     def forward(self, call: EncodedCall) -> RpcFuture:
-        check_reply_rank(call.unique_reply_rank, self._num_ranks)
+        check_reply_rank(call.unique_reply_rank, self._layout.world_size)
         self._check_alive()
-        head = call.head()
-        started = HostClock().now()
-        outcomes = {rank: perform_call(worker, rank, head, call.parts) for rank, worker in enumerate(self._workers)}
         self._num_calls += 1
-        if call.timeout is not None and HostClock().now() - started >= call.timeout:
-            return FailedCall(too_late(call.method, call.timeout, self._num_ranks))
-        errors = {
-            rank: decode_error(outcome.parts[0], rank, call.method)
-            for rank, outcome in outcomes.items()
-            if outcome is not None and outcome.is_error
-        }
-        if errors:
-            return FailedCall(joined_error(errors))
-        values: dict[int, list[Buffer]] = {}
-        for rank, outcome in outcomes.items():
-            if outcome is not None:
-                values[rank] = [bytes(part) for part in outcome.parts]  # the worker may change what it returned
-        return CallValues(values, call.method, is_unique=call.unique_reply_rank is not None)
+        return call_workers(self._workers, call, HostClock().now())
 
     # -----------------------------------------------------------------------------------------------------------
     # Steps.
@@ -203,7 +184,7 @@ class FakeExecutor(Executor):
         now = self._timer.clock.now()
         started_s = max(now, self._pending[-1].end_s) if self._pending else now
         if self._failed is not None:
-            future = StepFuture(self._timer, started_s, started_s, copy.copy(self._failed.outcome))
+            future = self._step(started_s, started_s, copy.copy(self._failed.outcome))
         else:
             future = self._execute(scheduler_output, started_s, self._next_fault())
         self.busy_s += future.end_s - started_s
@@ -225,9 +206,9 @@ class FakeExecutor(Executor):
                 if kind == "hang":
                     assert self.config.parallel.step_timeout_s is not None
                     delay_s = self.config.parallel.step_timeout_s
-                error = joined_error({0: portable_error(self._failure(kind), 0, STEP_METHOD)})
+                error = self._step_error(self._failure(kind))
                 self._is_killed = kind != "error"
-                self._failed = StepFuture(self._timer, started_s, started_s + delay_s, error)
+                self._failed = self._step(started_s, started_s + delay_s, error)
                 return self._failed
         failing_row = None
         if fault is not None and fault.kind == "row_error":
@@ -235,13 +216,19 @@ class FakeExecutor(Executor):
         try:
             output = self._run(step, failing_row)
         except Exception as error:
-            failed = joined_error({0: portable_error(error, 0, STEP_METHOD)})
-            return StepFuture(self._timer, started_s, started_s + delay_s, failed)
-        seconds = 0.0 if self._cost is None else self._cost.run_seconds(self._workers[0].last_work, step.num_steps)
-        return StepFuture(self._timer, started_s, started_s + delay_s + seconds, output)
+            return self._step(started_s, started_s + delay_s, self._step_error(error))
+        seconds = 0.0 if self._cost is None else self._cost.run_seconds(self._stepping_worker.last_work, step.num_steps)
+        return self._step(started_s, started_s + delay_s + seconds, output)
+
+    def _step(self, started_s: float, end_s: float, outcome: ModelRunnerOutput | RingcoreError) -> StepFuture:
+        return StepFuture(self._timer, self._layout.output_rank, started_s, end_s, outcome)
+
+    def _step_error(self, error: Exception) -> RingcoreError:
+        rank = self._layout.output_rank
+        return joined_error({rank: portable_error(error, rank, STEP_METHOD)})
 
     def _run(self, step: SchedulerOutput, failing_row: int | None) -> ModelRunnerOutput:
-        worker = self._workers[0]
+        worker = self._stepping_worker
         is_fake = isinstance(worker, FakeWorker)
         output: ModelRunnerOutput | None
         output = worker.execute(step, failing_row) if is_fake else worker.execute_model(step)
@@ -252,17 +239,21 @@ class FakeExecutor(Executor):
     def _failure(self, kind: str) -> Exception:
         if kind == "error":
             return ArithmeticError("the step failed (injected fault)")
-        why = "was killed by SIGKILL (injected fault)"
+        rank, why = self._layout.output_rank, "was killed by SIGKILL (injected fault)"
         if kind == "hang":
             why = f"hung for step_timeout_s={self.config.parallel.step_timeout_s} and was killed"
         return EngineDeadError(
-            f"worker 0 {why}", process="worker 0", rank=0, exit_code=None, signal="SIGKILL", last_log=[]
+            f"worker {rank} {why}", process=f"worker {rank}", rank=rank, exit_code=None, signal="SIGKILL", last_log=[]
         )
 
     @property
+    def _stepping_worker(self) -> Any:
+        return self._workers[self._layout.output_rank]
+
+    @property
     def worker(self) -> FakeWorker:
-        """Rank 0's fake worker, whose rows show its progress."""
-        worker = self._workers[0]
+        """The output rank's fake worker, whose rows show its progress."""
+        worker = self._stepping_worker
         assert isinstance(worker, FakeWorker), "the workers are custom ones"
         return worker
 
@@ -281,28 +272,12 @@ class FakeExecutor(Executor):
         return None if oldest is None else self._timer.clock.now() - oldest.started_s
 
     def health(self) -> list[RankHealth]:
-        busy_s, pid = self.oldest_step_s(), os.getpid()
-        return [
-            RankHealth(
-                rank=rank,
-                pid=pid,
-                process_state=process_state(pid),
-                heartbeat_age_s=0.0,  # the caller runs in the same process
-                method=None if busy_s is None else STEP_METHOD,
-                busy_s=busy_s or 0.0,
-                num_calls=self._num_calls,
-            )
-            for rank in range(len(self._workers))
-        ]
+        busy_s = self.oldest_step_s()
+        method = None if busy_s is None else STEP_METHOD
+        return [worker_health(rank, method, busy_s or 0.0, self._num_calls) for rank in range(len(self._workers))]
 
     def diagnose(self) -> str:
-        lines = [
-            f"rank {rank.rank} (a fake one in this process, pid {rank.pid}): "
-            + (f"in {rank.method!r} for {rank.busy_s:.1f} s" if rank.method else "idle")
-            + f", {rank.num_calls} calls executed"
-            for rank in self.health()
-        ]
-        return "\n".join([*lines, thread_stacks()]) if lines else "no workers"
+        return report_of(self.health(), "a fake one in this process")
 
 
 def _check_options(

@@ -1,19 +1,14 @@
-"""The futures of a fake executor: the outcome is computed at once, and becomes visible at its due time."""
+"""The steps of a fake executor: the outcome is computed at once, and becomes visible at its due time."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ringcore.errors import EngineDeadError, RingcoreError, RpcTimeoutError
-from ringcore.executor.ring_buffer import Buffer
-from ringcore.executor.value_codec import decode_value, portable_error
-from ringcore.executor.wire import STEP_METHOD
-from ringcore.protocol.codec import encoder
+from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor.futures import StepInProcess
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.testing.alarm import Alarm
 from ringcore.testing.clock import HostClock, VirtualClock
 
-__all__ = ["CallValues", "FailedCall", "StepFuture", "Timer", "too_late"]
+__all__ = ["StepFuture", "Timer"]
 
 
 class Timer:
@@ -41,12 +36,13 @@ class Timer:
             self._alarm = None
 
 
-class StepFuture:
-    """The `RpcFuture` of a step: its outcome is already computed, but not visible before `end_s`."""
+class StepFuture(StepInProcess):
+    """A step whose outcome is computed already, and not visible before `end_s`."""
 
     def __init__(
-        self, timer: Timer, started_s: float, end_s: float, outcome: ModelRunnerOutput | RingcoreError
+        self, timer: Timer, rank: int, started_s: float, end_s: float, outcome: ModelRunnerOutput | RingcoreError
     ) -> None:
+        super().__init__(rank)
         self._timer, self.started_s, self.end_s, self.outcome = timer, started_s, end_s, outcome
 
     def is_due(self) -> bool:
@@ -55,67 +51,15 @@ class StepFuture:
     def fail(self, error: EngineDeadError) -> None:
         self.outcome, self.end_s = error, self._timer.clock.now()
 
-    def done(self) -> bool:
-        return self._timer.has_come(self.end_s)
+    def _poll(self) -> None:
+        if self._timer.has_come(self.end_s):
+            self.settle(self.outcome)
 
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        deadline_s = None if timeout is None else self._timer.clock.now() + timeout
+    def _wait(self, timeout: float | None) -> None:
+        clock = self._timer.clock
+        deadline_s = None if timeout is None else clock.now() + timeout
         if deadline_s is not None and deadline_s < self.end_s:
-            assert timeout is not None
-            self._timer.clock.sleep_until(deadline_s)
-            raise too_late(STEP_METHOD, timeout, 1)
-        self._timer.clock.sleep_until(self.end_s)
-        if isinstance(self.outcome, RingcoreError):
-            raise self.outcome
-        return self.outcome
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        return [[encoder().encode(self.result())]]
-
-
-class CallValues:
-    """The `RpcFuture` of a call that succeeded on every rank."""
-
-    def __init__(self, parts: dict[int, list[Buffer]], method: str, is_unique: bool) -> None:
-        self._parts, self._method, self._is_unique = parts, method, is_unique
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> Any:
-        values = [self._decoded(rank) for rank in sorted(self._parts)]
-        return values[0] if self._is_unique else values
-
-    def _decoded(self, rank: int) -> Any:
-        try:
-            return decode_value(self._parts[rank])
-        except Exception as undecodable:
-            raise portable_error(undecodable, rank, self._method) from undecodable
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        return [list(self._parts[rank]) for rank in sorted(self._parts)]
-
-
-class FailedCall:
-    """The `RpcFuture` of a call that failed."""
-
-    def __init__(self, error: RingcoreError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> Any:
-        raise self._error
-
-    def encoded_result(self) -> list[list[Buffer]]:
-        raise self._error
-
-
-def too_late(method: str, timeout_s: float, num_ranks: int) -> RpcTimeoutError:
-    return RpcTimeoutError(
-        f"{method!r} took longer than {timeout_s} s; its value is dropped",
-        method=method,
-        timeout_s=timeout_s,
-        missing_ranks=list(range(num_ranks)),
-    )
+            clock.sleep_until(deadline_s)
+            return
+        clock.sleep_until(self.end_s)
+        self.settle(self.outcome)

@@ -31,7 +31,7 @@ _DEVICE = "cuda"  # what `Hardware` describes
 
 
 class FakeWorker:
-    """One rank. Its methods are those of `ringcore.worker.worker.Worker`; rank 0 executes the steps.
+    """One rank. Its methods are those of `ringcore.worker.worker.Worker`; the output rank executes the steps.
 
     last_work: the work of the last step; that of the first step in a multi-step message.
     """
@@ -151,7 +151,7 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """One step, or several; the sampled tokens on rank 0, None on the others.
+        """One step, or several; the sampled tokens on the output rank, None on the others.
 
         Raises AssertionError for an invalid step.
         """
@@ -171,7 +171,7 @@ class FakeWorker:
         rows = scheduled.rows if all_sample else scheduled.rows[sampling]
         spans = self._gains(step, rows, sampling)
         sampled = self._sample(rows, spans)
-        if self.rank != 0:
+        if self.rank != self.config.parallel.layout.output_rank:
             return None
         errors: list[RowError] = []
         if failing_row is not None and len(scheduled.rows):

@@ -25,12 +25,12 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
     Raises `ConfigError` where the extension cannot be found or mixed in.
     """
     if config.device.device != "cpu":
-        begin_gpu_context(rank)
+        begin_gpu_context(config.parallel.layout.local_rank(rank))
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:  # else torch has applied it
         num_cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, num_cores // config.parallel.tensor_parallel_size))
+        torch.set_num_threads(max(1, num_cores // config.parallel.layout.num_local_ranks(rank)))
     return _worker_class(config.parallel.worker_extension)(config, rank, rendezvous)
 
 

@@ -7,12 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
+from ringcore.host.resources import resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
@@ -41,7 +40,7 @@ _Stage = TypeVar("_Stage")
 
 
 class Worker:
-    """Rank `rank` of `config.parallel.tensor_parallel_size`.
+    """Rank `rank` of `config.parallel.layout`.
 
     It starts in stages, one method each; every stage requires the previous one:
     init_device -> load_model -> get_kv_cache_spec, determine_available_memory -> initialize_from_config -> steps.
@@ -51,6 +50,7 @@ class Worker:
         """rendezvous: the file of the process group's rendezvous; None for one rank."""
         self.config = config
         self.rank = rank
+        self._layout = config.parallel.layout
         self._rendezvous = rendezvous
         self._platform: Platform | None = None
         self._tp: TensorParallel | None = None
@@ -70,7 +70,8 @@ class Worker:
         if a rank is missing."""
         started = time.monotonic()
         device = self.config.device
-        self._platform = choose_platform(device.device, self.rank, device.device_memory, device.enable_sleep_mode)
+        local = self._layout.local_rank(self.rank)
+        self._platform = choose_platform(device.device, local, device.device_memory, device.enable_sleep_mode)
         self.config = self.config.on_device(self._platform.device.type)
         self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
@@ -78,7 +79,7 @@ class Worker:
         return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
 
     def _connect(self, platform: Platform) -> TensorParallel:
-        size = self.config.parallel.tensor_parallel_size
+        size = self._layout.world_size
         if size == 1:
             return SingleRank()
         if self._rendezvous is None:
@@ -103,8 +104,8 @@ class Worker:
 
     def _begin_store(self) -> None:
         """Called before the weights are read, so that the host store is ready for the first sleep."""
-        size, directory = self.config.parallel.tensor_parallel_size, self.config.device.sleep_directory
-        self._host_store = begin_host_store(_require(self._platform, "init_device"), directory, size)
+        num_ranks, directory = self._layout.num_local_ranks(self.rank), self.config.device.sleep_directory
+        self._host_store = begin_host_store(_require(self._platform, "init_device"), directory, num_ranks)
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -124,7 +125,7 @@ class Worker:
             from ringcore.worker.start_up.profile_run import profile_steps  # with the kernels, which a CPU may not have
 
             self._peaks = profile_steps(self.config, loaded.model, specs, platform)
-        table = memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks)
+        table = self._memory_table(loaded, platform)
         _log.info("%s", format_table(self.rank, table))
         return table
 
@@ -135,8 +136,8 @@ class Worker:
         started = time.monotonic()
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
-        launcher = _launcher_class(platform)
-        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, self.rank, launcher)
+        launcher, is_output_rank = _launcher_class(platform), self.rank == self._layout.output_rank
+        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, is_output_rank, launcher)
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
@@ -148,8 +149,8 @@ class Worker:
 
     @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Launches the one or several steps of a message; -> their output on rank 0, None on the others. On a GPU they
-        are in flight when this returns."""
+        """Launches the one or several steps of a message; -> their output on the output rank, None on the others.
+        On a GPU they are in flight when this returns."""
         output = self._awake_runner().execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
@@ -265,7 +266,7 @@ class Worker:
             "num_steps": num_steps,
             "num_tokens": num_tokens,
             "num_graphs_left": 0 if runner is None else runner.num_graphs_left,
-            "resident_bytes": _resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
 
     @rpc(read_only=True)
@@ -273,11 +274,14 @@ class Worker:
         """The memory table recomputed now, in bytes, with the process's `resident_bytes` and the allocated
         `kv_cache_bytes`. Before the model is loaded, only those two."""
         loaded, platform, kv_cache_bytes = self._loaded, self._platform, self._kv_cache_bytes
-        table = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
+        table = {"resident_bytes": resident_bytes(), "kv_cache_bytes": kv_cache_bytes}
         if loaded is None or platform is None:
             return table
+        return self._memory_table(loaded, platform) | table
+
+    def _memory_table(self, loaded: LoadedModel, platform: Platform) -> dict[str, int]:
         specs = loaded.kv_cache_spec(self.config.cache.block_size)
-        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks) | table
+        return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks, self.rank)
 
     @rpc(read_only=True, scope="engine")
     def compile_grammar(self, spec: StructuredOutputsParams) -> None:
@@ -333,10 +337,6 @@ def _launcher_class(platform: Platform) -> type[StepLauncher]:
     from ringcore.worker.runner.device_launcher import DeviceLauncher  # with the kernels, which a CPU may not have
 
     return DeviceLauncher
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 def _require(stage: _Stage | None, method: str) -> _Stage:

@@ -24,7 +24,7 @@ from ringcore.executor.value_codec import (
     encode_request,
     encode_value,
 )
-from ringcore.executor.wire import CALL, STEP, pack_call, pack_reply, unpack_call, unpack_reply
+from ringcore.executor.wire import CALL, CallHead, pack_call, pack_reply, pack_step, unpack_call, unpack_reply
 from ringcore.protocol.codec import decoder, encoder, int_array
 from ringcore.protocol.messages import (
     AbortRequests,
@@ -90,9 +90,9 @@ def test_errors(num_malformed, seed):
 def test_envelopes(num_malformed, seed):
     rng, watch = random.Random(seed), Watch()
     frames = [
-        pack_call(7, CALL, [b"body", b"buffer"], "echo", 1),
-        pack_call(8, STEP, [b"body"]),
-        pack_call(9, CALL, [b"body"], "echo", by_engine=True),
+        pack_call(CallHead(7, CALL, 1, "echo"), [b"body", b"buffer"]),
+        pack_step(8, b"body"),
+        pack_call(CallHead(9, CALL, None, "echo", by_engine=True), [b"body"]),
         pack_reply(7, 1, CALL, True, [b"x"]),
     ]
     while watch.num_attempts < num_malformed:

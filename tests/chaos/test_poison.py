@@ -7,7 +7,7 @@ import pytest
 from chaos_engine import ChaosMultiproc, make_config
 
 from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError
-from ringcore.executor.base import EncodedCall
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import encode_request
 from ringcore.front_end.client import EngineCoreClient
 
@@ -41,14 +41,14 @@ def executor(model_folder):
 
 
 def check_unharmed(executor, num_calls: int = NUM_AFTER) -> None:
-    futures = [executor.submit("echo", [i]) for i in range(num_calls)]
+    futures = [executor.submit_rpc("echo", [i]) for i in range(num_calls)]
     for i, future in enumerate(futures):
         assert future.result(BOUND_S) == [[0, i], [1, i]]
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_request_that_cannot_be_read_is_its_own_error(executor, name):
-    call = EncodedCall("echo", [BODIES[name]], False, BOUND_S, None)
+    call = EncodedCall("echo", [BODIES[name]], timeout_s=BOUND_S)
     with pytest.raises(RingcoreError) as caught:
         executor.forward(call).result(BOUND_S)
     assert set(caught.value.failures) == {0, 1}
@@ -59,7 +59,7 @@ def test_buffers_that_do_not_belong_are_the_calls_error(executor):
     good = [bytes(part) for part in encode_request("echo", ["x"], None)]
     for parts in ([*good, b"one too many"], [good[0], *[b""] * 40]):
         with pytest.raises(RingcoreError):
-            executor.forward(EncodedCall("echo", parts, False, BOUND_S, None)).result(BOUND_S)
+            executor.forward(EncodedCall("echo", parts, timeout_s=BOUND_S)).result(BOUND_S)
     check_unharmed(executor)
 
 
@@ -86,9 +86,9 @@ def test_a_call_that_is_wrong_or_raises_is_its_own_error(executor, method, args,
 )
 def test_a_value_or_error_that_cannot_be_sent_is_its_own_error(executor, acts):
     dice = [{"act": act, "sleep_s": 0.0} for act in acts]
-    before = executor.submit("echo", ["before"])
-    bad = executor.submit("roll", [1, dice])
-    after = executor.submit("echo", ["after"])
+    before = executor.submit_rpc("echo", ["before"])
+    bad = executor.submit_rpc("roll", [1, dice])
+    after = executor.submit_rpc("echo", ["after"])
     assert after.result(BOUND_S) == [[0, "after"], [1, "after"]]
     with pytest.raises(WorkerError) as caught:
         bad.result(BOUND_S)

@@ -39,7 +39,7 @@ class Dice:
         self.is_told_whole = True
 
     def submit(self, executor) -> None:
-        self.future = executor.submit("roll", [self.nonce, self.ranks], None, self.timeout, self.reply_rank)
+        self.future = executor.submit_rpc("roll", [self.nonce, self.ranks], None, self.timeout, self.reply_rank)
 
     @property
     def bad_ranks(self) -> set[int]:

@@ -7,7 +7,8 @@ from collections import deque
 from fake_engine import CHECKPOINT, FakeWorker, next_token
 
 from ringcore.errors import EngineDeadError
-from ringcore.executor.base import EncodedCall, Executor
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_request, decode_value, encode_value
 from ringcore.protocol.messages import RankHealth
 from ringcore.worker.rpc import call_rpc, rpc_methods

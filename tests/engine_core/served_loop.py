@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, channel_pair
-from ringcore.executor.base import EncodedCall
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_value, encode_request
 from ringcore.protocol.messages import EngineHealth, EngineReady, EngineRecovering, RpcCall, RpcResult, Shutdown
 from ringcore.protocol.output_reader import output_columns
@@ -195,8 +195,8 @@ class ScriptedCore:
         self.calls.append((call, future))
         return future
 
-    def submit_operation(self, name, args, kwargs, timeout):
-        self.operations.append((name, args, kwargs, timeout))
+    def submit_operation(self, operation, timeout):
+        self.operations.append((operation, timeout))
         future = ScriptedFuture(self.outcomes.popleft())
         self.calls.append((None, future))
         return future

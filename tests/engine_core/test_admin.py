@@ -24,11 +24,11 @@ from admin_peers import (
 
 from ringcore.engine_core.admin import endpoint as admin
 from ringcore.engine_core.admin.endpoint import MAX_CALLS_IN_FLIGHT, AdminEndpoint
-from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
+from ringcore.protocol.operations import OPERATIONS
 from ringcore.protocol.scopes import SCOPES
 from ringcore.protocol.wire_errors import wire_error
 

@@ -21,7 +21,7 @@ from ringcore.errors import (
     WorkerDiedError,
     error_from_wire,
 )
-from ringcore.executor.base import EncodedCall
+from ringcore.executor.rpc_call import WorkerCall
 from ringcore.protocol.requests import EngineCoreRequest
 
 PAGE = 256  # bytes of a block of 4 tokens in both layers
@@ -372,11 +372,11 @@ class TestCalls:
 
     def test_forwarded_unread(self, folder):
         core = make_core(folder)
-        future = core.forward_rpc(EncodedCall.of("echo", ("x",)))
+        future = core.forward_rpc(WorkerCall("echo", ("x",)).encoded())
         assert future.result() == ["0:x"]
         assert [len(parts) for parts in future.encoded_result()] == [1]
         core._executor.die()
-        assert core.forward_rpc(EncodedCall.of("echo", ("x",))).result() == ["0:x"]
+        assert core.forward_rpc(WorkerCall("echo", ("x",)).encoded()).result() == ["0:x"]
 
     def test_an_error_of_a_call_is_that_calls_alone(self, folder):
         core = make_core(folder)

@@ -13,7 +13,7 @@ from ringcore import LLM, AdminClient, AsyncEngine, EngineConfig, EngineCore, Sa
 from ringcore.cli.app import make_app
 from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.errors import InvalidRequestError, PermissionDeniedError
-from ringcore.executor.base import EncodedCall
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall
@@ -99,11 +99,10 @@ def test_nor_does_an_async_engine(folder):
 @pytest.mark.parametrize("claimed", ["stats", "echo", None])
 def test_a_forged_frame_of_the_engines_client(llm, claimed, asked):
     """It names a method that may be called and has the arguments of another; None: it names that one."""
-    for by_engine in (False, True):
-        forged = EncodedCall(claimed or asked, encode_request(asked, [], None), timeout=60.0, by_engine=by_engine)
-        result, _ = llm._client._exchange("workers", forged, None)
-        assert result.error.type == "InvalidRequestError"
-        assert serves(llm)
+    forged = RpcCall(next(llm._client._call_ids), "workers", claimed or asked, timeout_s=60.0)
+    result, _ = llm._client._exchange(forged, encode_request(asked, [], None), None)
+    assert result.error.type == "InvalidRequestError"
+    assert serves(llm)
 
 
 def test_a_forged_frame_of_an_admin_client(llm, keys):

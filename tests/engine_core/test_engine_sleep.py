@@ -17,6 +17,7 @@ from ringcore.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from ringcore.protocol.operations import Sleep, WakeUp, operation_of
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.testing import FakeExecutor
 
@@ -148,7 +149,7 @@ class TestRequests:
         assert not core.is_idle
         core.finish_weight_update()
         assert core.is_idle
-        operation = core.submit_operation("sleep", [1])
+        operation = core.submit_operation(Sleep(1))
         assert not core.is_idle
         operation.result()
 
@@ -170,7 +171,7 @@ class TestRequests:
     def test_those_that_come_while_others_are_waited_for_are_refused(self, folder):
         core = make_core(folder, holds=True)
         add_all(core)
-        operation = core.submit_operation("sleep", (1, "wait"))
+        operation = core.submit_operation(Sleep(1, "wait"))
         assert not operation.done()
         with pytest.raises(SleepingError, match="about to sleep"):
             core.add_request(request("late", [1]))
@@ -265,7 +266,22 @@ class TestStates:
     def test_wrong_arguments(self, folder, name, args, match):
         core = make_core(folder)
         with pytest.raises(InvalidRequestError, match=match):
-            core.submit_operation(name, args)
+            core.collective_rpc(name, args)
+        with pytest.raises(InvalidRequestError, match=match):
+            operation_of(name, args, {})
+        check_serves(core)
+
+    def test_wrong_arguments_of_the_methods(self, folder):
+        core = make_core(folder)
+        for call, match in (
+            (lambda: core.sleep(True), "level=True: give 0"),
+            (lambda: core.sleep(0, "now"), "mode='now'"),
+            (lambda: core.wake_up("weights"), "tags='weights'"),
+            (lambda: core.start_weight_update("never"), "mode='never'"),
+            (lambda: core.reload_weights(""), "path=''"),
+        ):
+            with pytest.raises(InvalidRequestError, match=match):
+                call()
         check_serves(core)
 
     def test_without_the_option(self, folder):
@@ -294,7 +310,7 @@ class TestStates:
         core = make_core(folder, holds=True)
         add_all(core)
         steps(core, 1)
-        operations = [core.submit_operation(*what) for what in [("sleep", (1, "keep")), ("wake_up",), ("sleep", (2,))]]
+        operations = [core.submit_operation(what) for what in (Sleep(1, "keep"), WakeUp(), Sleep(2))]
         drain(core)
         assert [operation.result().states["weights"] for operation in operations] == [
             "offloaded",
@@ -305,7 +321,7 @@ class TestStates:
     def test_a_caller_may_give_up(self, folder):
         core = make_core(folder, holds=True)
         add_all(core)
-        operation = core.submit_operation("sleep", (1, "wait"), timeout=0.0)
+        operation = core.submit_operation(Sleep(1, "wait"), timeout=0.0)
         with pytest.raises(RpcTimeoutError, match=r"'sleep' took longer than 0.0 s; the engine still finishes it"):
             operation.result()
         drain(core)
@@ -589,7 +605,7 @@ class TestDeaths:
                 executor.die(noticed=noticed)
 
         worker._called = die_in
-        operation = core.submit_operation(what, (1, "keep") if what == "sleep" else ())
+        operation = core.submit_operation(operation_of(what, (1, "keep") if what == "sleep" else (), {}))
         with pytest.raises(WorkerDiedError):
             operation.result()
         core.check_workers()

@@ -14,6 +14,7 @@ from ringcore.engine_core import grammar_gate
 from ringcore.engine_core.grammar_compiler import CompileResult
 from ringcore.errors import CapacityError, EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
 from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.protocol.operations import Sleep
 from ringcore.protocol.requests import EngineCoreRequest
 
 
@@ -297,7 +298,7 @@ def test_sleep_that_waits_waits_for_them_too(make):
     core, compiler = make(enable_sleep_mode=True)
     core.add_request(request("a", "x"))
     step(core)
-    operation = core.submit_operation("sleep", (), {"mode": "wait"})
+    operation = core.submit_operation(Sleep(mode="wait"))
     for _ in range(3):
         step(core)
     assert not operation.done()

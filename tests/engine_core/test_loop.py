@@ -16,17 +16,20 @@ from ringcore.engine_core import loop as loop_module
 from ringcore.engine_core.transport.channel import FrameLimits, StreamClosed
 from ringcore.engine_core.transport.framing import encode_frame
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
-from ringcore.executor.base import EncodedCall, Executor
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.messages import (
     AbortRequests,
     AddRequests,
     EngineReady,
     EngineRecovering,
+    Operate,
     RpcCall,
     RpcResult,
     Shutdown,
 )
+from ringcore.protocol.operations import Sleep, WakeUp
 from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, OutputColumns
 from ringcore.worker.rpc import call_rpc, rpc_methods
@@ -362,7 +365,7 @@ def test_arguments_and_values_pass_through_unread():
         wait_until(lambda: core.calls)
         call, _ = core.calls[0]
         assert [bytes(p) for p in call.parts] == [bytes(p) for p in parts]
-        assert (call.method, call.is_callable, call.timeout, call.unique_reply_rank) == ("echo", False, 3.5, 1)
+        assert (call.method, call.is_callable, call.timeout_s, call.unique_reply_rank) == ("echo", False, 3.5, 1)
         core.settle()
         result, buffers = served.receive()
         assert result == RpcResult(5, [2, 1])
@@ -434,6 +437,20 @@ def test_what_the_engine_answers_itself():
         assert served.core.paused is None
 
 
+def test_an_operation_of_a_client_and_its_refusal():
+    with serve() as served:
+        served.core.outcomes.append([encode_value({"states": {}})])
+        served.client.send(Operate(1, WakeUp(["weights"]), timeout_s=2.5))
+        served.call(3, "health", target="engine", buffers=[])
+        assert value_of(served.receive())["step"] == 7  # it is not waited for
+        served.core.settle()
+        served.core.do(lambda: None)
+        assert value_of(served.receive()) == {"states": {}}
+        assert served.core.operations == [(WakeUp(["weights"]), 2.5)]
+        served.client.send(Operate(2, Sleep(2)))  # the core refuses it: there is no outcome for it
+        assert served.receive().message.error.message == "IndexError: pop from an empty deque"
+
+
 def test_an_operation_is_answered_when_it_is_over():
     with serve() as served:
         core = served.core
@@ -441,7 +458,7 @@ def test_an_operation_is_answered_when_it_is_over():
         served.call(1, "sleep", 1, "keep", target="engine")
         served.call(2, "is_sleeping", target="engine", buffers=[])
         assert value_of(served.receive()) is True  # it is not waited for
-        assert core.operations == [("sleep", [1, "keep"], {}, None)]
+        assert core.operations == [(Sleep(1, "keep"), None)]
         core.settle()
         core.do(lambda: None)
         assert value_of(served.receive()) == {"states": {}}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
-from ringcore.engine_core.memory.states import MemoryStates, check_level, check_tags
+from ringcore.engine_core.memory.methods import MemoryMethods
+from ringcore.engine_core.memory.states import MemoryStates
 from ringcore.errors import InvalidRequestError, SleepingError
+from ringcore.protocol.codec import decoder, encoder
+from ringcore.protocol.messages import ClientMessage, Operate
+from ringcore.protocol.operations import OPERATIONS, Sleep, UpdateWeights, WakeUp, operation_of
 
 
 def states_after(*changes):
@@ -122,14 +127,28 @@ def test_weights_need_their_memory():
 @pytest.mark.parametrize("level", [-1, 3, 1.0, "1", None, True])
 def test_a_level_that_is_none(level):
     with pytest.raises(InvalidRequestError, match="level="):
-        check_level(level)
+        operation_of("sleep", [level], {})
 
 
 @pytest.mark.parametrize("tags", [[], "weights", ["weight"], ["weights", "graphs"], 3, [None]])
 def test_tags_that_are_none(tags):
     with pytest.raises(InvalidRequestError, match="'weights', 'kv_cache'"):
-        check_tags(tags)
+        operation_of("wake_up", [tags], {})
 
 
 def test_no_tags_are_all():
-    assert list(check_tags(None)) == BOTH
+    assert operation_of("wake_up", [], {}) == operation_of("wake_up", [None], {}) == WakeUp()
+    assert list(states_after(2, []).wake_target(None)) == BOTH
+
+
+def test_each_operation_is_a_method_of_every_front_end():
+    methods = {name for name, member in vars(MemoryMethods).items() if callable(member) and name[0] != "_"}
+    assert set(OPERATIONS) == methods - {"is_sleeping"}
+
+
+@pytest.mark.parametrize("operation", [Sleep(2, "wait"), WakeUp(["weights"]), UpdateWeights({"kind": "x", "n": b"1"})])
+def test_an_operation_arrives_as_it_was_sent_and_is_checked(operation):
+    sent = encoder().encode(Operate(1, operation, 2.5))
+    assert decoder(ClientMessage).decode(sent) == Operate(1, operation, 2.5)
+    with pytest.raises(msgspec.ValidationError, match=r"\$.operation"):
+        decoder(ClientMessage).decode(encoder().encode(Operate(1, Sleep(7))))

@@ -142,7 +142,7 @@ class FakeWorker:
             raise ConnectionError("the connection was closed by rank 1")
         if trouble == HANGS:
             _hang_in_here()
-        if trouble == RETURNS_NOTHING or self.rank != 0:
+        if trouble == RETURNS_NOTHING or self.rank != self.config.parallel.layout.output_rank:
             return None
         return ModelRunnerOutput(scheduler_output.step, scheduler_output.rows, scheduler_output.rows * 10)
 

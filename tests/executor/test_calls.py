@@ -36,7 +36,7 @@ def clock():
 
 @pytest.fixture
 def table(clock):
-    return CallTable(3, clock)
+    return CallTable(3, clock=clock)
 
 
 @pytest.fixture

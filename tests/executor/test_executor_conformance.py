@@ -20,12 +20,12 @@ from ringcore.errors import (
     RpcTimeoutError,
     WorkerError,
 )
-from ringcore.executor import calls, executor_class, uniproc
-from ringcore.executor.base import EncodedCall, Executor
+from ringcore.executor import executor_class, futures
+from ringcore.executor.base import Executor
+from ringcore.executor.rpc_call import EncodedCall, WorkerCall
 from ringcore.executor.value_codec import decode_value, encode_request, encode_value
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.testing import fake_futures
 
 EXECUTORS = ["multiproc", "uniproc", "ringcore.testing:FakeExecutor"]
 
@@ -65,7 +65,7 @@ def test_values_become_builtins_and_arrays(executor):
 
 def test_values_are_the_callers_own(executor):
     """The worker goes on to change what it returned, and the caller may change what it got."""
-    futures = [executor.submit("changing_array") for _ in range(3)]
+    futures = [executor.submit_rpc("changing_array") for _ in range(3)]
     first, second, third = (future.result()[0] for future in futures)
     first[:] = 0
     assert (second - futures[0].result()[0]).tolist() == [1.0] * 4096
@@ -74,7 +74,7 @@ def test_values_are_the_callers_own(executor):
 
 def test_arguments_may_change_as_soon_as_they_are_sent(executor):
     array = np.ones(4096)
-    future = executor.submit("echo", [array])
+    future = executor.submit_rpc("echo", [array])
     array[:] = 2
     assert future.result()[0].tolist() == [1.0] * 4096
 
@@ -83,7 +83,7 @@ def test_one_rank_may_reply_for_all(executor):
     assert executor.collective_rpc("add", [1], {"y": 2}, unique_reply_rank=0) == 3
     for rank in (1, -1, True, "0"):
         with pytest.raises(InvalidRequestError, match=r"unique_reply_rank=.*: give None, or a rank from 0 to 0"):
-            executor.submit("add", [1], unique_reply_rank=rank)
+            executor.submit_rpc("add", [1], unique_reply_rank=rank)
 
 
 def test_a_call_may_be_forwarded_undecoded(executor):
@@ -93,7 +93,7 @@ def test_a_call_may_be_forwarded_undecoded(executor):
     assert all(type(part) is bytes for part in parts)
     assert decode_value(parts).tolist() == array.tolist() == future.result()[0].tolist()
     with pytest.raises(WorkerError, match="KeyError"):
-        executor.submit("fail", ["x"]).encoded_result()
+        executor.submit_rpc("fail", ["x"]).encoded_result()
     step_parts = executor.execute_model(step(5)).encoded_result()[0]
     assert decoder(ModelRunnerOutput).decode(step_parts[0]).step == 5
 
@@ -135,7 +135,7 @@ def test_what_is_the_engines_no_call_from_outside_reaches(executor, method):
         with pytest.raises(InvalidRequestError, match="only the engine itself" if claimed == method else "asks for"):
             executor.forward(call).result()
     assert executor.collective_rpc("peek_inside") == executor.collective_rpc("tune") == before
-    assert executor.forward(EncodedCall.of("tune", by_engine=True)).result() == before
+    assert executor.forward(WorkerCall("tune").encoded(by_engine=True)).result() == before
 
 
 def test_it_tells_what_the_workers_declare(executor):
@@ -151,9 +151,8 @@ def test_it_tells_what_the_workers_declare(executor):
 
 
 def test_a_value_that_cannot_be_decoded_is_that_calls_error(executor, monkeypatch):
-    future = executor.submit("echo", [1])
-    for module in (calls, uniproc, fake_futures):
-        monkeypatch.setattr(module, "decode_value", lambda parts: decode_value([b"\xc1"]))
+    future = executor.submit_rpc("echo", [1])
+    monkeypatch.setattr(futures, "decode_value", lambda parts: decode_value([b"\xc1"]))
     with pytest.raises(WorkerError, match="DecodeError in 'echo' on rank 0"):
         future.result()
     assert future.encoded_result()
@@ -204,12 +203,12 @@ def test_arguments_become_what_the_annotations_say(executor):
 
 def test_calls_are_performed_in_order(executor):
     start = executor.collective_rpc("count", [0])[0]
-    futures = [executor.submit("count") for _ in range(200)]
+    futures = [executor.submit_rpc("count") for _ in range(200)]
     assert [future.result() for future in futures] == [[start + i] for i in range(1, 201)]
 
 
 def test_futures_may_be_asked_in_any_order_and_again(executor):
-    futures = [executor.submit("echo", [i]) for i in range(20)]
+    futures = [executor.submit_rpc("echo", [i]) for i in range(20)]
     for i in reversed(range(20)):
         assert futures[i].result(timeout=30) == [i]
         assert futures[i].done()

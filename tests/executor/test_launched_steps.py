@@ -113,7 +113,11 @@ def test_an_error_of_a_launched_step_is_that_steps_error(executor, device, troub
 
 def test_a_call_between_two_steps_waits_for_the_one_before_it(device):
     with started("multiproc", device) as executor:
-        first, call, last = executor.execute_model(step(1)), executor.submit("count"), executor.execute_model(step(2))
+        first, call, last = (
+            executor.execute_model(step(1)),
+            executor.submit_rpc("count"),
+            executor.execute_model(step(2)),
+        )
         device.wait_for("launched 1.0")
         assert executor.collective_rpc("peek")[0]["counter"] == 0, "the side thread goes on"
         time.sleep(SOON_S)
@@ -127,7 +131,7 @@ def test_a_call_between_two_steps_waits_for_the_one_before_it(device):
 def test_a_call_finishes_the_steps_before_it(executor, device):
     futures = [executor.execute_model(step(1, fake_worker.RAISES)), executor.execute_model(step(2))]
     device.end(1, 2)
-    assert executor.submit("count").result(BOUND_S) == [1]
+    assert executor.submit_rpc("count").result(BOUND_S) == [1]
     assert device.has("taken 1.0")
     assert device.has("taken 2.0")
     assert all(future.done() for future in futures)

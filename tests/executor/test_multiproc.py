@@ -78,7 +78,7 @@ def test_one_rank_replies_and_all_execute(pair, tmp_path):
     assert pair.num_late_replies == late, "the others encode and send nothing"
     for rank in (2, -1, 1.0):
         with pytest.raises(InvalidRequestError, match="give None, or a rank from 0 to 1"):
-            pair.submit("who", unique_reply_rank=rank)
+            pair.submit_rpc("who", unique_reply_rank=rank)
 
 
 def test_the_error_of_a_rank_that_owes_no_reply_does_not_wait_for_the_one_that_does(pair, tmp_path):
@@ -93,7 +93,7 @@ def test_the_error_of_a_rank_that_owes_no_reply_does_not_wait_for_the_one_that_d
 def test_read_only_calls_are_answered_in_the_middle_of_another(pair, tmp_path):
     """Both ranks: one is in the middle of a call, the other has nothing to do."""
     gate = tmp_path / "gate"
-    busy, behind = pair.submit("wait_for_file", [str(gate), 0]), pair.submit("who")
+    busy, behind = pair.submit_rpc("wait_for_file", [str(gate), 0]), pair.submit_rpc("who")
     for _ in range(20):
         answers = pair.collective_rpc("peek", timeout=BOUND_S)
         assert [answer["rank"] for answer in answers] == [0, 1]
@@ -109,7 +109,7 @@ def test_read_only_calls_are_answered_in_the_middle_of_another(pair, tmp_path):
 
 
 def test_read_only_calls_with_large_arguments_and_many_at_once(pair):
-    futures = [pair.submit("large_peek", [i << 10]) for i in range(200)]
+    futures = [pair.submit_rpc("large_peek", [i << 10]) for i in range(200)]
     assert [len(future.result(BOUND_S)[0]) for future in futures] == [i << 10 for i in range(200)]
     with pytest.raises(InvalidRequestError, match="Expected `int`"):
         pair.collective_rpc("large_peek", [bytes(3 << 20)])  # above the side ring's half
@@ -143,7 +143,7 @@ def test_a_timeout_names_the_missing_ranks_and_no_late_reply_answers_another_cal
 
 def test_asking_with_a_timeout_does_not_give_the_call_up(pair, tmp_path):
     gate = tmp_path / "gate"
-    future = pair.submit("wait_for_file", [str(gate), 0])
+    future = pair.submit_rpc("wait_for_file", [str(gate), 0])
     with pytest.raises(RpcTimeoutError):
         future.result(timeout=0.01)
     assert not future.done()
@@ -153,7 +153,7 @@ def test_asking_with_a_timeout_does_not_give_the_call_up(pair, tmp_path):
 
 def test_a_call_past_its_deadline_is_done(pair, tmp_path):
     gate = tmp_path / "gate"
-    future = pair.submit("wait_for_file", [str(gate), 0], timeout=0.02)
+    future = pair.submit_rpc("wait_for_file", [str(gate), 0], timeout=0.02)
     deadline = time.monotonic() + BOUND_S
     while not future.done():
         assert time.monotonic() < deadline
@@ -165,13 +165,13 @@ def test_a_call_past_its_deadline_is_done(pair, tmp_path):
 
 def test_done_by_descriptor(pair):
     """As an event loop waits: sleep on the descriptors, ask, sleep again; they fall silent when all is taken."""
-    future = pair.submit("nap", [0.02])
+    future = pair.submit_rpc("nap", [0.02])
     while not future.done():
         assert select.select(pair.wait_fds(), [], [], BOUND_S)[0]
     assert future.result() == [0, 1]
-    idle = pair.submit("echo")
+    idle = pair.submit_rpc("echo")
     assert idle.result(BOUND_S) == [None, None]
-    slow = pair.submit("nap", [0.05])
+    slow = pair.submit_rpc("nap", [0.05])
     while select.select(pair.wait_fds(), [], [], 0)[0]:
         assert not slow.done() or slow.result() == [0, 1]
     assert slow.result(BOUND_S) == [0, 1]
@@ -179,7 +179,7 @@ def test_done_by_descriptor(pair):
 
 def test_many_large_calls_at_once_do_not_block_each_other(pair):
     """More replies than the reply rings hold, more calls than the call ring holds, and nobody asks meanwhile."""
-    futures = [pair.submit("echo", [bytes([i]) * (3 << 20)]) for i in range(40)]
+    futures = [pair.submit_rpc("echo", [bytes([i]) * (3 << 20)]) for i in range(40)]
     for i, future in enumerate(futures):
         assert future.result(BOUND_S) == [bytes([i]) * (3 << 20)] * 2
 
@@ -201,7 +201,7 @@ def test_rings_of_any_configured_size():
     with running(2, call_ring_bytes=70_000, reply_ring_bytes=65_537) as executor:
         for size in (0, 30_000, 40_000, 1 << 20):
             assert executor.collective_rpc("echo", [bytes(size)]) == [bytes(size)] * 2
-        futures = [executor.submit("echo", [bytes([i]) * 20_000]) for i in range(50)]
+        futures = [executor.submit_rpc("echo", [bytes([i]) * 20_000]) for i in range(50)]
         for i, future in enumerate(futures):
             assert future.result(BOUND_S) == [bytes([i]) * 20_000] * 2
 

@@ -79,7 +79,7 @@ class Watched:
 
     def __init__(self, **limits) -> None:
         self.now = 0.0
-        self.table, self.group = CallTable(1, lambda: self.now), PaperGroup()
+        self.table, self.group = CallTable(1, clock=lambda: self.now), PaperGroup()
         self.watch = StallWatch(self.table, self.group, ParallelConfig(**limits))
         self.watch.stop()  # its own thread looks no more
         self.watch._is_stopping = False
@@ -213,7 +213,7 @@ def test_steps_that_are_slow_together_but_not_alone_live(tmp_path):
     with running(1, step_timeout_s=4.0) as executor:
         futures = []
         for number in range(6):
-            futures += [executor.submit("nap", [0.8]), executor.execute_model(step(number))]
+            futures += [executor.submit_rpc("nap", [0.8]), executor.execute_model(step(number))]
         assert futures[-1].result(BOUND_S).step == 5
 
 
@@ -240,7 +240,7 @@ def test_native_code_that_holds_the_gil_is_diagnosed(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with running(1) as executor:
-        future = executor.submit("hold_the_gil", [str(fifo)])
+        future = executor.submit_rpc("hold_the_gil", [str(fifo)])
         wait_until(lambda: executor.health()[0].heartbeat_age_s > 1.5)
         assert executor.health()[0].method == "hold_the_gil"
         report = executor.diagnose()
@@ -257,7 +257,7 @@ def test_a_stopped_worker_is_seen_without_being_asked():
         os.kill(pid, signal.SIGSTOP)
         try:
             wait_until(lambda: executor.health()[1].process_state == "stopped")
-            future = executor.submit("echo", [1])
+            future = executor.submit_rpc("echo", [1])
             wait_until(lambda: executor.health()[1].heartbeat_age_s > 1.5)
             started = time.monotonic()
             report = executor.diagnose()
@@ -278,7 +278,7 @@ def test_a_stopped_worker_is_seen_without_being_asked():
 def test_a_failed_call_wakes_who_sleeps_on_the_descriptors(tmp_path):
     """Its grace ends while no reply comes: somebody has to say so."""
     with running(2) as executor:
-        future = executor.submit("wait_for_file", [str(tmp_path / "gate"), 0, 1])
+        future = executor.submit_rpc("wait_for_file", [str(tmp_path / "gate"), 0, 1])
         while not future.done():
             assert select.select(executor.wait_fds(), [], [], BOUND_S)[0]
         with pytest.raises(WorkerError):
@@ -294,7 +294,7 @@ def test_the_watch_keeps_no_executor_alive_and_ends_with_it():
     before = names().count("stall watch")
     executor = MultiprocExecutor(fake_config(stall_warning_s=0.2), worker_factory=FACTORY)
     executor.start()
-    executor.submit("nap", [600.0])
+    executor.submit_rpc("nap", [600.0])
     pids, alive = executor.pids(), weakref.ref(executor)
     assert names().count("stall watch") == before + 1
     del executor

@@ -12,6 +12,7 @@ from ringcore.executor.wire import (
     CallHead,
     pack_call,
     pack_reply,
+    pack_step,
     unpack_call,
     unpack_reply,
 )
@@ -31,20 +32,20 @@ def views(*parts: bytes) -> list[memoryview]:
 )
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_a_call_there_and_back(head, method, by_engine):
-    call_id, kind, rank = head
-    packed = pack_call(call_id, kind, [b"body", b"buffer"], method, rank, by_engine)
+    sent = CallHead(*head, method, by_engine)
+    packed = pack_call(sent, [b"body", b"buffer"])
     assert len(packed) == 2
     found, request = unpack_call(views(*packed))
-    assert found == CallHead(call_id, kind, rank, method, by_engine)
+    assert found == sent
     assert [bytes(part) for part in request] == [b"body", b"buffer"]
 
 
 def test_a_step_names_no_method():
-    assert unpack_call(views(*pack_call(5, STEP, [b""])))[0] == CallHead(5, STEP, None, "execute_model")
+    assert unpack_call(views(*pack_step(5, b"")))[0] == CallHead(5, STEP, None, "execute_model")
 
 
 def test_a_long_name_is_cut():
-    head, _ = unpack_call(views(*pack_call(5, CALLABLE, [b""], "x" * 5000)))
+    head, _ = unpack_call(views(*pack_call(CallHead(5, CALLABLE, None, "x" * 5000), [b""])))
     assert head.method == "x" * 200
 
 
@@ -55,8 +56,8 @@ def test_a_long_name_is_cut():
         [b""],
         [b"short", b"x"],
         [b"x" * 1000],
-        pack_call(1, 9, [b"x"], "m"),
-        [pack_call(1, CALL, [b""], "abc")[0][:-1]],
+        pack_call(CallHead(1, 9, None, "m"), [b"x"]),
+        [pack_call(CallHead(1, CALL, None, "abc"), [b""])[0][:-1]],
     ],
 )
 def test_what_is_no_call(parts):

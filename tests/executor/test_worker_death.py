@@ -48,7 +48,11 @@ def test_an_idle_workers_death_ends_every_later_call(num_ranks):
 def test_a_death_in_a_call_ends_every_call_under_way(how, signal_name, exit_code):
     with running() as executor:
         assert executor.collective_rpc("echo", ["before"]) == ["before"]
-        futures = [executor.submit("echo", [1]), executor.submit("leave", [how]), executor.submit("echo", [2])]
+        futures = [
+            executor.submit_rpc("echo", [1]),
+            executor.submit_rpc("leave", [how]),
+            executor.submit_rpc("echo", [2]),
+        ]
         with pytest.raises(EngineDeadError) as caught:
             futures[1].result(BOUND_S)
         details = caught.value.details
@@ -80,7 +84,7 @@ def test_an_error_that_a_death_explains_is_told_as_the_death():
 
 def test_the_ranks_that_are_left_are_ended_at_once(tmp_path):
     with running(2) as executor:
-        executor.submit("wait_for_file", [str(tmp_path / "never"), 0])
+        executor.submit_rpc("wait_for_file", [str(tmp_path / "never"), 0])
         os.kill(executor.pids()["worker 1"], signal.SIGKILL)
         assert select.select(executor.wait_fds(), [], [], BOUND_S)[0]
         with pytest.raises(EngineDeadError, match="worker 1"):
@@ -99,7 +103,7 @@ def test_a_restart_after_a_kill(num_ranks, private_tmp):
         num_fds = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             old_pids, old_fds = executor.pids(), set(executor.wait_fds())
-            under_way = [executor.submit("nap", [600.0]), executor.execute_model(step(1))]
+            under_way = [executor.submit_rpc("nap", [600.0]), executor.execute_model(step(1))]
             os.kill(old_pids["worker 0"], signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 under_way[0].result(BOUND_S)
@@ -121,7 +125,7 @@ def test_a_restart_after_a_kill(num_ranks, private_tmp):
 
 def test_a_restart_with_calls_under_way_fails_them():
     with running() as executor:
-        future = executor.submit("nap", [600.0])
+        future = executor.submit_rpc("nap", [600.0])
         executor.restart()
         with pytest.raises(EngineDeadError, match="replaced under this call"):
             future.result()
@@ -135,7 +139,7 @@ def test_a_death_in_a_restart_is_its_error_and_the_next_one_works(tmp_path):
         with pytest.raises(EngineDeadError, match="exit code 3"):
             executor.restart()
         with pytest.raises(EngineDeadError, match="exit code 3"):
-            executor.submit("echo")
+            executor.submit_rpc("echo")
         trouble.unlink()
         executor.restart()
         assert executor.collective_rpc("echo", [1]) == [1]
@@ -169,7 +173,7 @@ def test_a_factory_that_is_not_there():
 
 def test_shutdown_lets_calls_under_way_finish_but_not_be_asked():
     with running() as executor:
-        future = executor.submit("nap", [0.05])
+        future = executor.submit_rpc("nap", [0.05])
         pids = executor.pids()
         executor.shutdown()
         assert future.done()
@@ -181,7 +185,7 @@ def test_shutdown_lets_calls_under_way_finish_but_not_be_asked():
 def test_shutdown_from_another_thread_ends_a_wait(monkeypatch):
     monkeypatch.setattr(worker_group, "GRACE_S", 0.05)  # the worker sleeps: no patience helps
     with running() as executor:
-        future = executor.submit("nap", [600.0])
+        future = executor.submit_rpc("nap", [600.0])
         timer = threading.Timer(0.05, executor.shutdown)
         timer.start()
         with pytest.raises(EngineDeadError, match="shut down"):
@@ -192,7 +196,7 @@ def test_shutdown_from_another_thread_ends_a_wait(monkeypatch):
 def test_shutdown_in_a_signal_handler_ends_the_wait_below_it(monkeypatch):
     monkeypatch.setattr(worker_group, "GRACE_S", 0.05)
     with running() as executor:
-        future = executor.submit("nap", [600.0])
+        future = executor.submit_rpc("nap", [600.0])
         old = signal.signal(signal.SIGALRM, lambda *_: executor.shutdown())
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         try:
@@ -214,7 +218,7 @@ def test_nothing_is_left_of_an_executor_that_was_dropped():
     executor = MultiprocExecutor(fake_config(2), worker_factory=FACTORY)
     executor.start()
     pids = executor.pids()
-    executor.submit("echo")
+    executor.submit_rpc("echo")
     del executor
     gc.collect()
     assert all(map(is_gone, pids.values()))
@@ -240,7 +244,7 @@ SCRIPT = """
     executor = MultiprocExecutor(fake_config(2), worker_factory=FACTORY)
     executor.start()
     if {busy}:
-        executor.submit("nap", [600.0])
+        executor.submit_rpc("nap", [600.0])
     print(*executor.pids().values(), flush=True)
     {then}
 """

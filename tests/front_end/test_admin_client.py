@@ -87,7 +87,8 @@ def test_the_methods_that_can_be_called(client):
         "fail", "workers", "call", False, "() -> None", "Raises an error of rank 1."
     )
     assert methods["engine", "pause"].signature == "(mode: PauseMode = 'new') -> None"
-    assert methods["engine", "sleep"].signature == "(level: int = 1, mode: SleepMode = 'abort') -> MemoryReport"
+    signature = "(level: Literal[0, 1, 2] = 1, mode: SleepMode = 'abort') -> MemoryReport"
+    assert methods["engine", "sleep"].signature == signature
     assert methods["engine", "sleep"].summary.startswith("Releases device memory")
     assert ("workers", "shutdown") not in methods
 
@@ -141,10 +142,17 @@ def test_what_cannot_be_sent_is_said_before_anything_is(client, engine):
     assert client.health() == HEALTH
 
 
-@pytest.mark.parametrize("timeout", [None, -1, float("inf"), float("nan"), True, "1"])
+@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), True, "1"])
 def test_every_call_has_a_deadline(client, timeout):
     with pytest.raises(InvalidRequestError, match=r"^timeout=.*: give seconds, from 0 to 86400"):
         client.collective_rpc("echo", timeout=timeout)
+
+
+def test_a_call_without_a_deadline_has_the_clients_own(client, monkeypatch):
+    monkeypatch.setattr("ringcore.front_end.admin_client._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("ringcore.front_end.admin_client._REPLY_GRACE_S", 0.1)
+    with pytest.raises(RpcTimeoutError, match=r"slow: no answer of the engine within 0\.2 s"):
+        client.collective_rpc("slow", timeout=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------

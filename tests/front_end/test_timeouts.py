@@ -15,6 +15,7 @@ from ringcore.engine_core.core import EngineCore
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.params.field_checks import MAX_TIMEOUT_S, check_timeout, is_timeout
+from ringcore.protocol.operations import Sleep
 from ringcore.serve import ServiceOptions
 
 WRONG = [math.inf, -math.inf, math.nan, -1, -0.5, True, False, "1", b"1", [1], 1e7]
@@ -96,7 +97,7 @@ def test_of_an_engine_in_this_process(folder, executor):
                 assert_refused(call, value)
             if executor is FakeMultiproc:  # a future of the other is done when it is there
                 assert_refused(core.submit_rpc("echo", ("x",)).result, value)
-            assert_refused(core.submit_operation("sleep", (0,)).result, value)
+            assert_refused(core.submit_operation(Sleep(0)).result, value)
         assert core.collective_rpc("echo", ("x",), timeout=SOON_S) == ["0:x"]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 from step_driver import admit, engine_call, execute, make_config, make_step, plan, start
 
+from ringcore.config import RankLayout
+from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.methods import RpcMethod
 from ringcore.testing.fake_worker import FakeWorker
 from ringcore.testing.hardware import find_hardware
+from ringcore.worker import entry
+from ringcore.worker import worker as worker_module
 from ringcore.worker.entry import create_worker
+from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.rpc import call_rpc, find_rpc, rpc, rpc_methods
 from ringcore.worker.worker import Worker
 
@@ -274,6 +280,48 @@ def test_threads_are_shared_among_the_ranks(
     monkeypatch.delenv("OMP_NUM_THREADS")
     create_worker(config, 0, None)
     assert torch.get_num_threads() == 3
+
+
+def test_device_memory_and_cores_are_those_of_the_ranks_host(
+    tiny_llama: tuple[str, Any], keep_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two of three ranks are on another host than the first."""
+    config = make_config(tiny_llama[0], device="cpu", tensor_parallel_size=2, enable_sleep_mode=True)
+    layout = RankLayout(hosts=("a", "b", "b"))
+    config = replace(config, parallel=replace(config.parallel, ranks=layout))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    indices: list[int] = []
+    shares: list[int] = []
+
+    def choose(device: str, rank: int, *options: Any) -> CpuPlatform:
+        indices.append(rank)
+        return CpuPlatform(enable_sleep_mode=True)
+
+    monkeypatch.setattr(worker_module, "choose_platform", choose)
+    monkeypatch.setattr(CpuPlatform, "shared_memory_bytes", lambda self, num_ranks: shares.append(num_ranks) or 1 << 30)
+    for rank, num_ranks in enumerate((1, 2, 2)):
+        worker = create_worker(config, rank, None)
+        assert torch.get_num_threads() == 6 // num_ranks
+        monkeypatch.setattr(worker, "_connect", lambda platform: SingleRank())
+        start(worker)
+        worker.determine_available_memory()
+        assert worker._host_store is not None
+        assert (shares[-1], worker._host_store._budget.num_ranks) == (num_ranks, num_ranks)
+        worker.shutdown()
+    assert indices == [0, 0, 1]
+
+
+def test_the_gpu_context_is_that_of_the_ranks_own_device(
+    tiny_llama: tuple[str, Any], keep_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_llama[0], device="auto", tensor_parallel_size=2)
+    config = replace(config, parallel=replace(config.parallel, ranks=RankLayout(hosts=("a", "b", "b"))))
+    indices: list[int] = []
+    monkeypatch.setattr(entry, "begin_gpu_context", indices.append)
+    for rank in range(3):
+        create_worker(config, rank, None)
+    assert indices == [0, 0, 1]
 
 
 def test_two_ranks_without_a_rendezvous_are_refused(tiny_llama: tuple[str, Any]) -> None:

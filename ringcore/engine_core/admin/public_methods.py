@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from ringcore.engine_core.memory.control import MemoryControl
-from ringcore.engine_core.memory.methods import OPERATIONS, MemoryMethods
+from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
-from ringcore.protocol.methods import RpcMethod, engine_only, unknown_method
+from ringcore.protocol.methods import RpcMethod, engine_only, signature_text, unknown_method
+from ringcore.protocol.operations import OPERATIONS, MemoryOperation
 from ringcore.protocol.scopes import Scope
 from ringcore.protocol.wire_errors import invalid_call
 
@@ -36,7 +37,7 @@ class PublicMethods:
 
     def __init__(self, engine: type[Any], of_workers: Callable[[], Mapping[str, RpcMethod]]) -> None:
         self._of_workers = of_workers
-        self._operations = {name: _operation(name) for name in OPERATIONS}
+        self._operations = {name: _operation(name, kind) for name, kind in OPERATIONS.items()}
         self._of_engine = self._operations | {
             name: RpcMethod.of(getattr(engine, name), "engine", scope, scope == "read")
             for name, scope in ENGINE_CALLS.items()
@@ -78,10 +79,10 @@ class PublicMethods:
         return [*(self._of_engine[name] for name in sorted(self._of_engine)), *self._of_public_workers()]
 
 
-def _operation(name: str) -> RpcMethod:
-    """The method as called by name: with the arguments of `MemoryControl`'s method, which has no timeout."""
-    taken, described = (
-        RpcMethod.of(getattr(owner, name), "engine", "lifecycle", False) for owner in (MemoryControl, MemoryMethods)
-    )
-    signature = f"{taken.signature.removesuffix(' -> Steps')} -> MemoryReport"
-    return msgspec.structs.replace(described, signature=signature)
+def _operation(name: str, kind: type[MemoryOperation]) -> RpcMethod:
+    """The method as called by name: with the fields of the operation, which has no timeout."""
+    described = RpcMethod.of(getattr(MemoryMethods, name), "engine", "lifecycle", False)
+    signature = inspect.signature(kind)
+    fields = [p.replace(annotation=kind.__annotations__[p.name]) for p in signature.parameters.values()]
+    text = signature_text(signature.replace(parameters=fields), "MemoryReport")
+    return msgspec.structs.replace(described, signature=text)

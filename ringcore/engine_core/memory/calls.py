@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from ringcore.engine_core.memory.control import MemoryControl
-from ringcore.engine_core.memory.methods import OPERATIONS
 from ringcore.engine_core.memory.operations import Steps
-from ringcore.errors import InvalidRequestError
-from ringcore.executor.base import EncodedCall, check_reply_rank
 from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.rpc_call import EncodedCall, check_reply_rank
 from ringcore.executor.value_codec import decode_request
 from ringcore.protocol.messages import MemoryReport
-from ringcore.protocol.wire_errors import invalid_call
+from ringcore.protocol.operations import MemoryOperation, operation_of, wrong_arguments
 
-__all__ = ["arguments_of", "steps_by_rank", "steps_of", "wrong_arguments"]
-
-
-def steps_of(control: MemoryControl, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Steps:
-    """One of `OPERATIONS`. Raises `InvalidRequestError` for another name, and for invalid arguments."""
-    if name not in OPERATIONS:
-        raise invalid_call("method", name, list(OPERATIONS))
-    method = vars(MemoryControl)[name]
-    try:
-        inspect.signature(method).bind(control, *args, **kwargs)
-    except TypeError as error:
-        raise wrong_arguments(name, error) from error
-    steps: Steps = method(control, *args, **kwargs)
-    return steps
+__all__ = ["arguments_of", "by_rank", "decoded_operation"]
 
 
-def steps_by_rank(control: MemoryControl, call: EncodedCall, num_ranks: int) -> Steps:
+def decoded_operation(method: str, parts: Sequence[Buffer]) -> MemoryOperation:
+    """The operation of a call by name. Raises `InvalidRequestError`."""
+    return operation_of(method, *arguments_of(method, parts))
+
+
+def by_rank(steps: Steps, call: EncodedCall, num_ranks: int) -> Steps:
     """As if it were a method of the workers: one value per rank, or that of the `unique_reply_rank`."""
     only = call.unique_reply_rank
     check_reply_rank(only, num_ranks)
-    steps = steps_of(control, call.method, *arguments_of(call.method, call.parts))
 
-    def by_rank() -> Steps:
+    def values() -> Steps:
         report: MemoryReport = yield from steps
-        values = report.ranks or [{} for _ in range(num_ranks)]
-        return values if only is None else values[only]
+        ranks = report.ranks or [{} for _ in range(num_ranks)]
+        return ranks if only is None else ranks[only]
 
-    return by_rank()
+    return values()
 
 
 def arguments_of(method: str, parts: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
@@ -53,9 +40,5 @@ def arguments_of(method: str, parts: Sequence[Buffer]) -> tuple[list[Any], dict[
     try:
         _, args, kwargs = decode_request(parts) if parts else (method, [], {})
     except msgspec.DecodeError as error:
-        raise wrong_arguments(method, error) from error
+        raise wrong_arguments(method, str(error)) from error
     return args, kwargs
-
-
-def wrong_arguments(method: str, error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"{method}: its arguments are wrong: {error}", field="args", value=method)

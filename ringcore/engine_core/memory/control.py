@@ -12,17 +12,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from ringcore.engine_core.memory.operations import Steps
-from ringcore.engine_core.memory.states import KV_CACHE, WEIGHTS, MemoryStates, check_level, check_tags
+from ringcore.engine_core.memory.states import KV_CACHE, WEIGHTS, MemoryStates
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError, SleepingError
-from ringcore.executor.base import RpcFuture
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.messages import MemoryReport, MemoryState, SleepMode
+from ringcore.protocol.operations import (
+    FinishWeightUpdate,
+    MemoryOperation,
+    ReloadWeights,
+    Sleep,
+    StartWeightUpdate,
+    UpdateWeights,
+    WakeUp,
+)
 
 __all__ = ["MemoryControl", "Requests"]
 
-_MODES = ("abort", "wait", "keep")
 
 RankReports = list[dict[str, float]]
 
@@ -80,16 +88,33 @@ class MemoryControl:
     # -----------------------------------------------------------------------------------------------------------
     # Sleep and wake-up.
 
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Steps:
-        """Raises `InvalidRequestError`."""
-        if check_level(level) and not self._can_sleep:
+    def steps(self, operation: MemoryOperation) -> Steps:
+        """What the engine does for an operation. Raises `InvalidRequestError`."""
+        match operation:
+            case Sleep(level, mode):
+                self._check_can_sleep(level)
+                return self._sleep(level, mode)
+            case WakeUp(tags):
+                return self._wake_up(tags)
+            case StartWeightUpdate(mode):
+                return self._start_update(mode)
+            case UpdateWeights(source):
+                return self._update(source, time.monotonic())
+            case FinishWeightUpdate():
+                return self._finish_update(time.monotonic())
+            case ReloadWeights(path, mode):
+                return self._reload(path, mode)
+            case _:
+                assert_never(operation)
+
+    def _check_can_sleep(self, level: int) -> None:
+        if level and not self._can_sleep:
             raise InvalidRequestError(
                 f"level={level}: this engine cannot release its memory; construct it with enable_sleep_mode=True, "
                 "or give level=0",
                 field="level",
                 value=level,
             )
-        return self._sleep(level, self._checked_mode(mode))
 
     def _sleep(self, level: int, mode: SleepMode) -> Steps:
         started = time.monotonic()
@@ -103,11 +128,7 @@ class MemoryControl:
             self._thaw_if_serving()
         return self._report(started, ranks)
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> Steps:
-        """Raises `InvalidRequestError`."""
-        return self._wake_up(check_tags(tags))
-
-    def _wake_up(self, tags: Sequence[str]) -> Steps:
+    def _wake_up(self, tags: Sequence[str] | None) -> Steps:
         started = time.monotonic()
         ranks = yield from self._change(self.states.wake_target(tags))
         if not self.states.not_resident():
@@ -167,19 +188,8 @@ class MemoryControl:
     def _report(self, started: float, ranks: RankReports) -> MemoryReport:
         return MemoryReport(self.states.as_dict(), time.monotonic() - started, ranks)
 
-    def _checked_mode(self, mode: SleepMode) -> SleepMode:
-        if mode not in _MODES:
-            raise InvalidRequestError(
-                f"mode={mode!r}: give one of {', '.join(map(repr, _MODES))}", field="mode", value=repr(mode)
-            )
-        return mode
-
     # -----------------------------------------------------------------------------------------------------------
     # New weights.
-
-    def start_weight_update(self, mode: SleepMode = "keep") -> Steps:
-        """Raises `InvalidRequestError`."""
-        return self._start_update(self._checked_mode(mode))
 
     def _start_update(self, mode: SleepMode) -> Steps:
         started = time.monotonic()
@@ -206,16 +216,10 @@ class MemoryControl:
         self._has_new_weights, self._path = True, None
         self.states.begin_update()
 
-    def update_weights(self, source: Mapping[str, Any]) -> Steps:
-        """One chunk. source: see `Worker.update_weights`."""
-        return self._update(dict(source), time.monotonic())
-
     def _update(self, source: dict[str, Any], started: float) -> Steps:
+        """One chunk. source: see `Worker.update_weights`."""
         ranks = yield from self._in_update("update_weights", source)
         return self._report(started, ranks)
-
-    def finish_weight_update(self) -> Steps:
-        return self._finish_update(time.monotonic())
 
     def _finish_update(self, started: float) -> Steps:
         ranks = yield from self._in_update("finish_weight_update", self._needs_all)
@@ -239,15 +243,8 @@ class MemoryControl:
             self.states.fail_update()
             raise _with_remedy(error) from error
 
-    def reload_weights(self, path: str, mode: SleepMode = "keep") -> Steps:
-        """A whole update from one folder or file; it replaces one in progress. Raises `InvalidRequestError`."""
-        if not isinstance(path, str) or not path:
-            raise InvalidRequestError(
-                f"path={path!r}: give a folder with safetensors files, or one such file", field="path", value=repr(path)
-            )
-        return self._reload(path, self._checked_mode(mode))
-
     def _reload(self, path: str, mode: SleepMode) -> Steps:
+        """A whole update from one folder or file; it replaces one in progress."""
         started = time.monotonic()
         self.states.check_takes_weights()
         yield from self._begin(mode)

@@ -6,23 +6,22 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from ringcore.protocol.messages import MemoryReport, SleepMode
+from ringcore.protocol.operations import (
+    FinishWeightUpdate,
+    MemoryOperation,
+    ReloadWeights,
+    Sleep,
+    StartWeightUpdate,
+    UpdateWeights,
+    WakeUp,
+    checked_operation,
+)
 from ringcore.weights import weight_source
 
-__all__ = ["OPERATIONS", "MemoryMethods"]
-
-# The methods that take several iterations of the engine's loop. They can also be called like an `@rpc` method of the
-# workers (`collective_rpc`): the engine executes them, and each rank's report is that rank's value.
-OPERATIONS = (
-    "sleep",
-    "wake_up",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "reload_weights",
-)
+__all__ = ["MemoryMethods"]
 
 
 class MemoryMethods(ABC):
@@ -33,8 +32,8 @@ class MemoryMethods(ABC):
     """
 
     @abstractmethod
-    def _operate(self, name: str, kwargs: Mapping[str, Any], timeout: float | None) -> MemoryReport:
-        """Has the engine execute one of `OPERATIONS`."""
+    def _operate(self, operation: MemoryOperation, timeout: float | None) -> MemoryReport:
+        """Has the engine execute an operation, whose fields are checked already."""
 
     @abstractmethod
     def is_sleeping(self) -> bool:
@@ -54,7 +53,7 @@ class MemoryMethods(ABC):
         one, repeating one changes nothing. A failure on any rank, such as too little host memory, rolls all ranks back:
         `CapacityError`.
         """
-        return self._operate("sleep", {"level": level, "mode": mode}, timeout)
+        return self._operate(checked_operation(Sleep(cast(Any, level), mode)), timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> MemoryReport:
         """Maps the memory again: all of it, or that of the named tags, "weights" and "kv_cache", in any order.
@@ -62,7 +61,7 @@ class MemoryMethods(ABC):
         Once all memory is resident requests are computed again. Waking a resident tag changes nothing. If the device
         has too little free memory nothing changes on any rank; the `CapacityError` has the bytes needed and free.
         """
-        return self._operate("wake_up", {"tags": None if tags is None else list(tags)}, timeout)
+        return self._operate(checked_operation(WakeUp(cast(Any, tags))), timeout)
 
     def start_weight_update(self, mode: SleepMode = "keep", timeout: float | None = None) -> MemoryReport:
         """Begins to overwrite the weights in place. mode: as for `sleep`; by default running requests are preempted and
@@ -70,7 +69,7 @@ class MemoryMethods(ABC):
 
         Until `finish_weight_update` the weights are stale: requests raise `SleepingError`. The prefix cache is emptied.
         """
-        return self._operate("start_weight_update", {"mode": mode}, timeout)
+        return self._operate(checked_operation(StartWeightUpdate(mode)), timeout)
 
     def update_weights(
         self,
@@ -87,7 +86,7 @@ class MemoryMethods(ABC):
         the error says so.
         """
         with _as_source(weights) as source:
-            return self._operate("update_weights", {"source": source}, timeout)
+            return self._operate(checked_operation(UpdateWeights(source)), timeout)
 
     def finish_weight_update(self, timeout: float | None = None) -> MemoryReport:
         """Ends an update; requests are then computed with the new weights.
@@ -95,13 +94,13 @@ class MemoryMethods(ABC):
         If the weights were stale before the update, it must have supplied every one: else `InvalidRequestError` names
         the missing ones, and the update has failed.
         """
-        return self._operate("finish_weight_update", {}, timeout)
+        return self._operate(FinishWeightUpdate(), timeout)
 
     def reload_weights(
         self, path: str | os.PathLike[str], mode: SleepMode = "keep", timeout: float | None = None
     ) -> MemoryReport:
         """A whole update from a safetensors folder (or file) of the same model; it replaces one in progress."""
-        return self._operate("reload_weights", {"path": os.fspath(path), "mode": mode}, timeout)
+        return self._operate(checked_operation(ReloadWeights(os.fspath(path), mode)), timeout)
 
 
 def _as_source(weights: Any) -> AbstractContextManager[dict[str, Any]]:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from ringcore.errors import RpcTimeoutError
-from ringcore.executor.base import RpcFuture
 from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.rpc_call import RpcFuture
 from ringcore.executor.value_codec import encode_value
 from ringcore.params.field_checks import check_timeout
 

@@ -12,38 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ringcore.errors import InvalidRequestError, SleepingError
+from ringcore.errors import SleepingError
 from ringcore.protocol.messages import MemoryState
 
-__all__ = ["KV_CACHE", "WEIGHTS", "MemoryStates", "check_level", "check_tags"]
+__all__ = ["KV_CACHE", "WEIGHTS", "MemoryStates"]
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 _TAGS = (WEIGHTS, KV_CACHE)
 _NOT_RESIDENT = ("offloaded", "discarded")
-
-
-def check_level(level: object) -> int:
-    """Raises `InvalidRequestError` for an invalid sleep level."""
-    if type(level) is not int or not 0 <= level <= 2:
-        raise InvalidRequestError(
-            f"level={level!r}: give 0 (no steps), 1 (weights to host memory, KV cache discarded) or 2 (both discarded)",
-            field="level",
-            value=repr(level),
-        )
-    return level
-
-
-def check_tags(tags: object) -> Sequence[str]:
-    """The tags to wake: all for None. Raises `InvalidRequestError` for an unknown tag, and for an empty list."""
-    if tags is None:
-        return _TAGS
-    if not isinstance(tags, list | tuple) or not tags or not all(tag in _TAGS for tag in tags):
-        raise InvalidRequestError(
-            f"tags={tags!r}: give a list with one or both of {', '.join(map(repr, _TAGS))}, or None for both",
-            field="tags",
-            value=repr(tags),
-        )
-    return tags
 
 
 class MemoryStates:
@@ -90,9 +66,11 @@ class MemoryStates:
                 target[WEIGHTS] = "discarded"
         return target
 
-    def wake_target(self, tags: Sequence[str]) -> dict[str, MemoryState]:
-        """The changes for a wake-up; weights first."""
-        return {tag: "resident" for tag in _TAGS if tag in tags and self._states[tag] in _NOT_RESIDENT}
+    def wake_target(self, tags: Sequence[str] | None) -> dict[str, MemoryState]:
+        """The changes for a wake-up of these tags (None: of all); weights first."""
+        return {
+            tag: "resident" for tag in _TAGS if (tags is None or tag in tags) and self._states[tag] in _NOT_RESIDENT
+        }
 
     def confirm(self, target: Mapping[str, MemoryState]) -> None:
         """Every rank has made the changes of `target`."""

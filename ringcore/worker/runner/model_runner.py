@@ -37,12 +37,12 @@ class ModelRunner:
         loaded: LoadedModel,
         kv_cache_config: KVCacheConfig,
         platform: Platform,
-        rank: int,
+        is_output_rank: bool,
         launcher: type[StepLauncher],
     ) -> None:
         """Allocates the pages. Raises `CapacityError` or `ConfigError`."""
         spec, device = config.model.spec, platform.device
-        self._is_output_rank = rank == 0
+        self._is_output_rank = is_output_rank
         self.paged = PagedModel.allocate(loaded.model, config.device.attention_backend, kv_cache_config, platform)
         self.adjustments = RowAdjustments(config, device, loaded.dtype, launcher.adjustment_ops)
         prompt_logprobs = PromptLogprobRows(spec.vocab_size, loaded.model.compute_logits, self._is_output_rank)

@@ -133,7 +133,8 @@ def intercept_steps(config: EngineConfig, platform: Platform, tp: TensorParallel
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
-        runner = ModelRunner(config, loaded, plan, memory, tp.rank, DeviceLauncher)
+        is_output_rank = tp.rank == config.parallel.layout.output_rank
+        runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher)
         for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()

@@ -81,6 +81,7 @@ def memory_table(
     dtype: str,
     weights_bytes: int,
     peaks: StepPeaks | None = None,
+    rank: int = 0,
 ) -> dict[str, int]:
     """The table of one rank, called after its weights are loaded; `available_kv_cache_bytes` is the result.
 
@@ -102,7 +103,7 @@ def memory_table(
     if config.cache.kv_cache_bytes is not None:
         return table | needs | {"available_kv_cache_bytes": config.cache.kv_cache_bytes}
     share = config.cache.gpu_memory_utilization or platform.default_memory_share
-    shared = platform.shared_memory_bytes(config.parallel.tensor_parallel_size)
+    shared = platform.shared_memory_bytes(config.parallel.layout.num_local_ranks(rank))
     asked = int(shared * share)
     budget = platform.memory_budget_bytes(asked)
     left = max(0, budget - sum(needs.values()))
