@@ -20,26 +20,14 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
+from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.array_bytes import bytes_of_tensor, torch_name
 from ringcore.executor.ring_memory import seal, shared_memory
 
 __all__ = ["SharedTensors", "WeightGroup", "ipc_handles", "weight_source"]
 
-# By the dtype's name in torch, its name in the safetensors format.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-}
+_CODES = {name: code for code, name in DTYPE_NAMES.items()}  # by the dtype's name in torch
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NUM_WRITERS = 8  # threads: a few saturate the host's memory bandwidth
 
@@ -130,7 +118,7 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[bytes, dict[str, int], int]:
     for name, tensor in tensors.items():
         _checked(name, tensor)
         end = begin + tensor.numel() * tensor.element_size()
-        dtype = _DTYPES[torch_name(tensor.dtype)]
+        dtype = _CODES[torch_name(tensor.dtype)]
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -242,8 +230,8 @@ def _checked(name: str, tensor: Any) -> Any:
     """The tensor, if it can be a weight. Raises `InvalidRequestError`."""
     if not isinstance(tensor, _torch().Tensor):
         raise _refused(name, f"is a {type(tensor).__name__}; give a torch tensor")
-    if torch_name(tensor.dtype) not in _DTYPES:
-        raise _refused(name, f"is {torch_name(tensor.dtype)}; give it in {', '.join(_DTYPES)}")
+    if torch_name(tensor.dtype) not in _CODES:
+        raise _refused(name, f"is {torch_name(tensor.dtype)}; give it in {', '.join(_CODES)}")
     if not tensor.ndim:
         raise _refused(name, "is a single number; no weight is")
     return tensor

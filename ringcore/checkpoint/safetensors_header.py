@@ -17,7 +17,7 @@ import msgspec
 from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 
-__all__ = ["DTYPE_BYTES", "TensorEntry", "TensorIndex", "read_safetensors_header"]
+__all__ = ["DTYPE_BYTES", "DTYPE_NAMES", "TensorEntry", "TensorIndex", "read_safetensors_header"]
 
 HEADER_MAX_BYTES = 100_000_000  # the format's own cap
 DTYPE_BYTES = {
@@ -36,6 +36,20 @@ DTYPE_BYTES = {
     "U16": 2,
     "U8": 1,
     "BOOL": 1,
+}
+# The names in torch of those that weights may have.
+DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
 }
 
 

@@ -1,4 +1,4 @@
-"""The floating-point types of models and KV caches, by name."""
+"""The dtypes of models, KV caches and checkpoints, by their names in torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import torch
 __all__ = ["TORCH_DTYPES"]
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    )
 }

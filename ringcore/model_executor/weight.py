@@ -11,24 +11,14 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
+from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.upload import upload
 
 __all__ = ["CHECKPOINT_DTYPES", "Derived", "Tensors", "Uniform", "Weight", "WeightPart", "WeightedLayer", "is_readable"]
 
 # By their names in safetensors.
-CHECKPOINT_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
+CHECKPOINT_DTYPES: Mapping[str, torch.dtype] = {code: TORCH_DTYPES[name] for code, name in DTYPE_NAMES.items()}
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # numbers as they are
 
 

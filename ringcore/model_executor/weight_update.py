@@ -14,14 +14,13 @@ import torch
 
 from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
 from ringcore.errors import InvalidRequestError
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.model_executor.loader import Readers
 from ringcore.model_executor.tensor_source import TensorSource
-from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Uniform, Weight, WeightPart, is_readable
+from ringcore.model_executor.weight import Uniform, Weight, WeightPart, is_readable
 
-__all__ = ["DTYPES", "WeightUpdate", "row_pieces"]
+__all__ = ["WeightUpdate", "row_pieces"]
 
-# Dtypes of a checkpoint, by their names in torch.
-DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in CHECKPOINT_DTYPES.values()}
 _PIECE_BYTES = 64 << 20  # of a tensor that are sliced, converted and reordered at a time
 
 
@@ -86,7 +85,7 @@ class WeightUpdate:
                 f"has the shape {list(shape)}, the model's is {list(target.shape)}; give it whole, as in a checkpoint",
             )
         if dtype is not None and not is_readable(dtype, target.dtype):
-            fitting = [key for key, given in DTYPES.items() if is_readable(given, target.dtype)]
+            fitting = [key for key, given in TORCH_DTYPES.items() if is_readable(given, target.dtype)]
             raise _refused(name, f"is {str(dtype).removeprefix('torch.')}; give it in {', '.join(fitting)}")
         return True
 

@@ -45,8 +45,7 @@ from ringcore.attention.backends.torch_sdpa_plan import (
 )
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]
 
@@ -76,7 +75,7 @@ class TorchSdpaBackend(AttentionBackend):
     ) -> str | None:
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.type}"
-        if spec.dtype not in TORCH_DTYPES:
+        if spec.dtype not in DTYPE_BYTES:
             return f"it has no dtype {spec.dtype}"
         if not all(PageLayout.can_share(spec, other) for other in sharing_specs):
             return "layers that share its memory have other shares of keys and values in a block"

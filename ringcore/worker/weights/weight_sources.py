@@ -14,8 +14,9 @@ import torch
 
 from ringcore.checkpoint.model_files import safetensors_files
 from ringcore.errors import InvalidRequestError, ModelLoadError
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.model_executor.tensor_source import SafetensorsSource
-from ringcore.model_executor.weight_update import DTYPES, WeightUpdate
+from ringcore.model_executor.weight_update import WeightUpdate
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.weights.weight_group import BroadcastGroup
@@ -31,7 +32,7 @@ class FilesSource(msgspec.Struct, frozen=True, tag="files", tag_field="kind", fo
 
 class GroupTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    dtype: str  # a key of `DTYPES`
+    dtype: str  # a key of `TORCH_DTYPES`
     shape: list[int]
 
 
@@ -258,8 +259,8 @@ def _release_handle(tensor: IpcTensor, device: torch.device) -> None:
 
 
 def _dtype(name: str, dtype: str) -> torch.dtype:
-    if dtype not in DTYPES:
+    if dtype not in TORCH_DTYPES:
         raise InvalidRequestError(
-            f"tensor {name!r} is {dtype}; give it in {', '.join(DTYPES)}", field="tensor", value=name
+            f"tensor {name!r} is {dtype}; give it in {', '.join(TORCH_DTYPES)}", field="tensor", value=name
         )
-    return DTYPES[dtype]
+    return TORCH_DTYPES[dtype]
