@@ -279,19 +279,20 @@ def test_a_trainer_and_two_workers_in_threads(
     monkeypatch.setattr("ringcore.worker.weights.weight_group._PIECE_BYTES", 1500)
     state = {name: tensor.bfloat16() for name, tensor in trained[0].state_dict().items()}
     source = {"kind": "group", "tensors": WeightGroup.describe(state)}
-    workers = [Worker(make_config(tiny_llama[0], device="cpu", enable_sleep_mode=True), rank, None) for rank in (0, 1)]
+    workers = [Worker(make_config(tiny_llama[0], device="cpu", enable_sleep_mode=True), 0, None) for _ in range(2)]
     with WeightGroup("127.0.0.1", 0, 3, "gloo", 20) as group, ThreadPoolExecutor(2) as threads:
 
-        def serve(worker: Worker) -> dict[str, torch.Tensor]:
+        def serve(worker: Worker, rank: int) -> dict[str, torch.Tensor]:
             worker.init_device()
             worker.load_model()
+            worker.rank = rank  # of an engine of two; both have the whole model here, to be compared
             worker.join_weight_group("127.0.0.1", group.port, 3, 1, "gloo", 20)
             update(worker, source)
             update(worker, source)
             assert worker._loaded is not None
             return dict(worker._loaded.tensors or {})
 
-        served = [threads.submit(serve, worker) for worker in workers]
+        served = [threads.submit(serve, worker, rank) for rank, worker in enumerate(workers)]
         group.broadcast(state)
         group.broadcast(state)
         first, second = (one.result(60) for one in served)
