@@ -1,10 +1,15 @@
-"""The architecture parameters of a model, normalized from config.json or a GGUF header."""
+"""What is known of a model before a worker starts, from config.json or a GGUF header.
+
+CommonSpec          what the engine needs to know of any model
+├── ModelSpec         with a model class here: every size of its layers, normalized
+└── TransformersSpec  run by transformers' class: the configuration as it is, which transformers alone understands
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_SIZES", "ModelSpec", "RopeSpec"]
+__all__ = ["MAX_SIZES", "AnySpec", "CommonSpec", "ModelSpec", "RopeSpec", "TransformersSpec"]
 
 # By field of `ModelSpec`: several times those of any published model. A file that claims more is broken; the limits
 # bound loops and tables such as the names of all layers or the permutation of a head's rows.
@@ -37,27 +42,62 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncate: bool = True  # yarn
 
 
-class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A dense decoder-only transformer, in the units of its checkpoint."""
-
-    architecture: str  # of a family in ringcore.families
+class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    architecture: str  # as `architectures` of config.json has it
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
+    hidden_size: int
+    max_position_embeddings: int
+    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+    bos_token_id: int | None
+    eos_token_ids: list[int]  # any of them ends a completion
+
+
+class ModelSpec(CommonSpec, frozen=True, tag="native"):
+    """A dense decoder-only transformer of a family in `ringcore.families`, in the units of its checkpoint."""
+
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
     rope: RopeSpec
     tie_word_embeddings: bool
     attention_bias: bool  # on q, k and v (and o where `attention_out_bias`)
     attention_out_bias: bool
     mlp_bias: bool
-    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
-    bos_token_id: int | None
-    eos_token_ids: list[int]  # any of them ends a completion
     sliding_windows: dict[int, int] = {}  # layer: window in tokens, the token itself included; absent: full attention
     sliding_rope: RopeSpec | None = None  # of sliding-window layers, where it differs from `rope`
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim
+
+    def few_layers(self) -> ModelSpec:
+        """The first layers, enough for one of every kind."""
+        kinds = [self.sliding_windows.get(index) for index in range(self.num_layers)]
+        num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+        windows = {index: window for index, window in self.sliding_windows.items() if index < num_layers}
+        return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
+
+
+class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
+    """A model of a type that transformers has. Its heads, layers and tensors are known once a worker has built it."""
+
+    model_type: str
+    config: str  # config.json, as JSON
+    layers_field: str  # the name of `num_layers` in it
+    layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
+
+    def few_layers(self) -> TransformersSpec:
+        """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that
+        some mixtures of experts begin with. Lists with an entry per layer are cut too."""
+        config = msgspec.json.decode(self.config)
+        kinds = config.get("layer_types") or []
+        num_layers = 1 + max([kinds.index(kind) for kind in kinds], default=0)
+        num_layers = min(self.num_layers, max(num_layers, 1 + (config.get("first_k_dense_replace") or 0)))
+        for name, value in config.items():
+            if isinstance(value, list) and len(value) == self.num_layers:
+                config[name] = value[:num_layers]
+        config[self.layers_field] = num_layers
+        return msgspec.structs.replace(self, num_layers=num_layers, config=msgspec.json.encode(config).decode())
+
+
+AnySpec = ModelSpec | TransformersSpec

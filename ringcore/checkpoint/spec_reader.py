@@ -1,70 +1,64 @@
-"""Reads a `ModelSpec` from a model's files: from config.json here, from a GGUF header in `gguf_spec`."""
+"""Reads the spec of a model from its files: of a native one from config.json here and from a GGUF header in
+`gguf_spec`, of any other in `transformers_spec`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids, refuse_quantized
 from ringcore.checkpoint.family import Activation, BiasRule, Families, Family
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
-from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec
-from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.checkpoint.model_spec import MAX_SIZES, AnySpec, CommonSpec, ModelSpec
 from ringcore.checkpoint.sliding_windows import read_windows
+from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.errors import ModelLoadError
 
 __all__ = ["read_model_spec"]
 
-_DTYPES = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}
 # The names that config.json has for an activation.
 _ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
-def read_model_spec(files: ModelFiles, families: Families) -> ModelSpec:
-    """The model's spec.
+def read_model_spec(files: ModelFiles, families: Families, model_impl: str = "auto") -> AnySpec:
+    """The model's spec. model_impl: the engine option; "auto" is native where the architecture has a family.
 
-    Raises `ModelLoadError` for an architecture without a family, a missing or invalid field (naming it and the file),
-    and for what the model classes do not implement: sliding windows where the architecture has none,
-    partial rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
+    Raises `ModelLoadError` for an architecture that there is no model for, a missing or invalid field (naming it and
+    the file), and for what the model classes do not implement: sliding windows where the architecture has none, partial
+    rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
-        spec = read_gguf_spec(files.path, families)
-        source = files.path
-    else:
-        spec = _from_config(files, families)
-        source = files.config_path
-    _check_sizes(spec, source)
+        if model_impl == "transformers":
+            raise ModelLoadError(
+                f"{files.path}: model_impl='transformers' reads no .gguf files; give its safetensors folder"
+            )
+        return _checked(read_gguf_spec(files.path, families), files.path)
+    config = Metadata(read_json(files.config_path), files.config_path)
+    found = None if model_impl == "transformers" else families.native(_architectures(config))
+    if found is not None:
+        return _checked(_from_config(config, files, *found), files.config_path)
+    if model_impl == "native":
+        known = ", ".join(sorted(families.architectures))
+        architecture = _architectures(config)[0]
+        raise ModelLoadError(
+            f"{config.path}: the architecture {architecture!r} has no native model; known: {known}; "
+            "give model_impl='auto' for transformers' own",
+            path=config.path,
+            architecture=architecture,
+        )
+    spec = read_transformers_spec(config, files)
+    _check_eos(spec, config.path)
     return spec
 
 
-def _family(config: Metadata, families: Families) -> tuple[str, Family]:
-    """(its name in `architectures`, the family)."""
+def _architectures(config: Metadata) -> list[str]:
     names = config.required("architectures")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
         raise config.error("architectures", f"is {names!r}, a list of one name is needed")
-    if (found := families.native(names)) is not None:
-        return found
-    known = ", ".join(sorted(families.architectures))
-    raise ModelLoadError(
-        f"{config.path}: the architecture {names[0]!r} is not known; known: {known}",
-        path=config.path,
-        architecture=names[0],
-    )
+    return names
 
 
-def _from_config(files: ModelFiles, families: Families) -> ModelSpec:
-    assert files.config_path is not None
-    raw = read_json(files.config_path)
-    architecture, family = _family(Metadata(raw, files.config_path), families)
-    config = Metadata({**family.defaults, **raw}, files.config_path)
+def _from_config(given: Metadata, files: ModelFiles, architecture: str, family: Family) -> ModelSpec:
+    config = Metadata({**family.defaults, **given.values}, given.path)
     _refuse_unsupported(config, architecture, family)
     num_layers = _size(config, "num_hidden_layers", "num_layers")
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads", "num_heads")
@@ -88,9 +82,9 @@ def _from_config(files: ModelFiles, families: Families) -> ModelSpec:
         attention_bias=_has_bias(config, family.attention_bias),
         attention_out_bias=_has_bias(config, family.attention_out_bias),
         mlp_bias=_has_bias(config, family.mlp_bias),
-        dtype=_dtype(config, files),
-        bos_token_id=_bos_token_id(config),
-        eos_token_ids=_eos_token_ids(config, files),
+        dtype=read_dtype(config, files),
+        bos_token_id=read_bos_token_id(config),
+        eos_token_ids=read_eos_token_ids(config, files),
         sliding_windows=read_windows(config, architecture, family, num_layers),
         sliding_rope=sliding_rope,
         query_pre_attn_scalar=_attention_scale(config, family),
@@ -111,8 +105,7 @@ def _attention_scale(config: Metadata, family: Family) -> float | None:
 
 
 def _refuse_unsupported(config: Metadata, architecture: str, family: Family) -> None:
-    if "quantization_config" in config:
-        raise config.error("quantization_config", "is present: quantized safetensors are not read; a .gguf file is")
+    refuse_quantized(config)
     field, known = family.activation_field, _ACTIVATION_NAMES[family.activation]
     if (activation := config.text(field, known[0])) not in known:
         raise config.error(field, f"is {activation!r}; {architecture} computes {known[0]!r}")
@@ -121,54 +114,21 @@ def _refuse_unsupported(config: Metadata, architecture: str, family: Family) -> 
             raise config.error(field, f"is {config.get(field)!r}, which is not computed; give a model without it")
 
 
-def _dtype(config: Metadata, files: ModelFiles) -> str:
-    """From config.json (`torch_dtype` before transformers 5), else the dtype of most tensors."""
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            name = config.text(key).removeprefix("torch.")
-            if name not in ("float32", "float16", "bfloat16"):
-                raise config.error(key, f"is {name!r}; float32, float16 and bfloat16 are known")
-            return name
-    found = [_DTYPES[e.dtype] for e in TensorIndex(files.weight_files).values() if e.dtype in _DTYPES]
-    return max(set(found), key=found.count) if found else "float32"
-
-
-def _bos_token_id(config: Metadata) -> int | None:
-    value = config.get("bos_token_id")
-    if isinstance(value, list):  # a few checkpoints have a list of one
-        value = value[0] if value else None
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise config.error("bos_token_id", f"is {value!r}, a token id is needed")
-    return value
-
-
-def _eos_token_ids(config: Metadata, files: ModelFiles) -> list[int]:
-    """The ids that end a completion: those of generation_config.json, then those of config.json."""
-    sources = [config]
-    generation = Path(files.path) / "generation_config.json"
-    if path_exists(generation):
-        sources.insert(0, Metadata(read_json(generation), str(generation)))
-    ids: list[int] = []
-    for source in sources:
-        value = source.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise source.error("eos_token_id", f"is {value!r}, a token id or a list of them is needed")
-            if token_id >= 0 and token_id not in ids:  # some files have -1 for none
-                ids.append(token_id)
-    return ids
-
-
-def _check_sizes(spec: ModelSpec, source: str) -> None:
-    """Checks the sizes against each other."""
-
-    def bad(what: str) -> ModelLoadError:
-        return ModelLoadError(f"{source}: {what}", path=source, architecture=spec.architecture)
-
+def _checked(spec: ModelSpec, source: str) -> ModelSpec:
+    """The spec, its sizes checked against each other."""
     if spec.num_heads % spec.num_kv_heads:
-        raise bad(f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} attention heads")
+        raise _bad(spec, source, f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} attention heads")
     if spec.head_dim % 2:
-        raise bad(f"head_dim {spec.head_dim} is odd; a rotary embedding rotates pairs")
+        raise _bad(spec, source, f"head_dim {spec.head_dim} is odd; a rotary embedding rotates pairs")
+    _check_eos(spec, source)
+    return spec
+
+
+def _check_eos(spec: CommonSpec, source: str) -> None:
     for token_id in spec.eos_token_ids:
         if token_id >= spec.vocab_size:
-            raise bad(f"eos_token_id {token_id} is outside the vocabulary of {spec.vocab_size}")
+            raise _bad(spec, source, f"eos_token_id {token_id} is outside the vocabulary of {spec.vocab_size}")
+
+
+def _bad(spec: CommonSpec, source: str, what: str) -> ModelLoadError:
+    return ModelLoadError(f"{source}: {what}", path=source, architecture=spec.architecture)

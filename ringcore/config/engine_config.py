@@ -70,7 +70,7 @@ class EngineConfig:
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
-        spec = read_model_spec(files, FAMILIES)
+        spec = read_model_spec(files, FAMILIES, options["model_impl"])
         parts: dict[str, Any] = {
             name: part(
                 **{f.name: options[f.name] for f in fields(part) if f.name in options},

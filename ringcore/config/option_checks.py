@@ -16,6 +16,7 @@ from ringcore.config.options import (
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
+    MODEL_IMPLS,
     SCHEDULING_POLICIES,
     STRUCTURED_OUTPUTS_BACKENDS,
     ModelConfig,
@@ -30,6 +31,7 @@ __all__ = ["bad_value", "check_together", "check_values"]
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
+    "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
     "device": DEVICES,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -155,6 +157,11 @@ def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: Par
         )
     if parallel.executor == "uniproc" and size != 1:
         raise bad_value("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
+    if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what cannot be split
+        _check_split(spec, size)
+
+
+def _check_split(spec: ModelSpec, size: int) -> None:
     if spec.num_heads % size:
         divisors = [n for n in range(1, spec.num_heads + 1) if _divides(spec, n)]
         raise bad_value(

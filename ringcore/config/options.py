@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ringcore.checkpoint import ModelFiles, ModelSpec
+from ringcore.checkpoint import AnySpec, ModelFiles
 from ringcore.config.rank_layout import RankLayout
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+MODEL_IMPLS = ("auto", "native", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -32,6 +33,9 @@ class ModelConfig:
     tokenizer: str | None = _option(None, "a folder or file with the tokenizer; None means the model's own")
     dtype: str = _option("auto", f"one of {', '.join(DTYPES)}; auto is the checkpoint's where the device is fast at it")
     load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
+    model_impl: str = _option(
+        "auto", f"one of {', '.join(MODEL_IMPLS)}; auto is native where the architecture has a model of its own here"
+    )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
     )
@@ -41,7 +45,7 @@ class ModelConfig:
     logits_processors: list[str] = _option([], "'module:Class' of each custom LogitsProcessor, or the class itself")
     # resolved
     files: ModelFiles
-    spec: ModelSpec
+    spec: AnySpec
 
     @property
     def context_len(self) -> int:

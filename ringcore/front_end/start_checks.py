@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 
+from ringcore.checkpoint import ModelSpec, TensorIndex
 from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
 from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
@@ -21,7 +23,7 @@ from ringcore.host.resources import Host
 from ringcore.kv_cache.capacity import budget_text
 from ringcore.kv_cache.layer_specs import layer_specs
 from ringcore.kv_cache.planner import plan_without_limit
-from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
+from ringcore.kv_cache.spec import DTYPE_BYTES
 
 __all__ = ["check_host_memory", "check_start"]
 
@@ -35,7 +37,8 @@ def check_start(config: EngineConfig) -> None:
     check_tokenizer_files(config.model.files)
     if config.parallel.executor not in EXECUTORS:
         return
-    check_checkpoint(config.model.files, config.model.spec, FAMILIES)
+    if isinstance(config.model.spec, ModelSpec):  # of any other the worker that builds it knows the tensors
+        check_checkpoint(config.model.files, config.model.spec, FAMILIES)
     host = Host()
     if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
         check_host_memory(config.on_device("cpu"), host)
@@ -46,17 +49,15 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
     `CapacityError`. This is a lower bound: activations are not included."""
     dtype = host.resolve_dtype(config.model.dtype, config.model.spec.dtype)
     is_fitted, context_len = config.model.max_model_len == "auto", config.model.context_len
-    weights, plan, free = _weights_bytes(config, dtype), _plan(config, dtype), host.free_memory_bytes()
+    weights, free = _weights_bytes(config, dtype), host.free_memory_bytes()
     least = min(2, context_len) if is_fitted else context_len
-    cache = _cache_bytes(config, plan, least)
-    angles = _angles_bytes(config, context_len)
+    cache_bytes, angles_bytes = _context_bytes(config, dtype)
+    cache, angles = cache_bytes(least), angles_bytes(context_len)
     needed = weights + angles + cache
     if needed <= free:
         return
     fits = bisect.bisect_right(
-        range(1, context_len + 1),
-        free - weights,
-        key=lambda tokens: _cache_bytes(config, plan, tokens) + _angles_bytes(config, tokens),
+        range(1, context_len + 1), free - weights, key=lambda tokens: cache_bytes(tokens) + angles_bytes(tokens)
     )
     shorter = f"lower max_model_len to {fits}, " if fits >= 2 else ""
     table = {
@@ -81,6 +82,9 @@ def check_host_memory(config: EngineConfig, host: Host) -> None:
 def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     """In the CPU kernels' layouts: see `model_executor.linear_schemes.cpu_packing`."""
     spec = config.model.spec
+    if not isinstance(spec, ModelSpec):
+        sizes = (math.prod(entry.shape) for entry in TensorIndex(config.model.files.weight_files).values())
+        return _share_of_host(config, sum(sizes) * DTYPE_BYTES[dtype])
     shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
     if config.device.enable_sleep_mode:
@@ -98,20 +102,19 @@ def _share_of_host(config: EngineConfig, num_bytes: int) -> int:
     return num_bytes * layout.num_ranks_on(LOCALHOST) // layout.world_size
 
 
-def _angles_bytes(config: EngineConfig, num_tokens: int) -> int:
+def _context_bytes(config: EngineConfig, dtype: str) -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """(the KV cache, the RoPE tables) of this host's ranks in bytes, by the tokens of one request."""
     spec = config.model.spec
+    if not isinstance(spec, ModelSpec):  # its layers are not known yet: the worker's memory table checks them
+        return (lambda _: 0), (lambda _: 0)
+    ranks, local = config.parallel.tensor_parallel_size, config.parallel.layout.num_ranks_on(LOCALHOST)
     num_tables = 1 if spec.sliding_rope is None else 2
-    return config.parallel.layout.num_ranks_on(LOCALHOST) * num_tables * num_tokens * spec.head_dim // 2 * _ANGLE_BYTES
-
-
-def _plan(config: EngineConfig, dtype: str) -> KVCacheConfig:
-    ranks = config.parallel.tensor_parallel_size
-    return plan_without_limit(
-        layer_specs(config.model.spec, ranks, config.cache.block_size, dtype),
+    plan = plan_without_limit(
+        layer_specs(spec, ranks, config.cache.block_size, dtype),
         max_model_len=config.model.context_len,
         max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
     )
-
-
-def _cache_bytes(config: EngineConfig, plan: KVCacheConfig, num_tokens: int) -> int:
-    return config.parallel.layout.num_ranks_on(LOCALHOST) * (plan.blocks_needed(num_tokens) + 1) * plan.block_bytes
+    return (
+        lambda tokens: local * (plan.blocks_needed(tokens) + 1) * plan.block_bytes,
+        lambda tokens: local * num_tables * tokens * spec.head_dim // 2 * _ANGLE_BYTES,
+    )

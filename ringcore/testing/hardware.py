@@ -10,7 +10,16 @@ from ringcore.errors import ConfigError
 from ringcore.kv_cache.layer_specs import layer_specs
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec
 
-__all__ = ["HARDWARE", "Hardware", "ModelSize", "find_hardware", "kv_cache_spec", "memory_table", "model_dtype"]
+__all__ = [
+    "HARDWARE",
+    "Hardware",
+    "ModelSize",
+    "find_hardware",
+    "kv_cache_spec",
+    "memory_table",
+    "model_dtype",
+    "native_spec",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,19 @@ class ModelSize:
         return int((self.layer_params + self.head_params + self.embedding_params) * self.dtype_bytes)
 
 
+def native_spec(config: EngineConfig) -> ModelSpec:
+    """The sizes of the model's layers. Raises `ConfigError` for a model that only transformers knows."""
+    spec = config.model.spec
+    if isinstance(spec, ModelSpec):
+        return spec
+    raise ConfigError(
+        f"model={config.model.model!r}: the sizes of a {spec.architecture} are known to transformers alone, and a "
+        "simulation builds no model; give a model of the same size that has a native class",
+        option="model",
+        value=config.model.model,
+    )
+
+
 def model_dtype(config: EngineConfig) -> str:
     """The dtype to compute in: the option's, or the checkpoint's."""
     return config.model.spec.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -84,7 +106,7 @@ def model_dtype(config: EngineConfig) -> str:
 def kv_cache_spec(config: EngineConfig) -> dict[str, KVCacheSpec]:
     """The KV cache spec of each attention layer on one rank, by layer name."""
     ranks = config.parallel.tensor_parallel_size
-    return layer_specs(config.model.spec, ranks, config.cache.block_size, model_dtype(config))
+    return layer_specs(native_spec(config), ranks, config.cache.block_size, model_dtype(config))
 
 
 def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:
@@ -93,7 +115,7 @@ def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:
     Capped at the useful size: twice the KV cache of max_num_seqs requests of maximum length, once for the running
     requests and once for cached prefixes.
     """
-    spec, dtype = config.model.spec, model_dtype(config)
+    spec, dtype = native_spec(config), model_dtype(config)
     weights = ModelSize.of(spec, dtype, config.parallel.tensor_parallel_size).weights_bytes
     wide = max(4 * spec.hidden_size, 3 * spec.intermediate_size // config.parallel.tensor_parallel_size)
     activations = config.scheduler.token_budget * (4 * spec.hidden_size + wide) * DTYPE_BYTES[dtype]

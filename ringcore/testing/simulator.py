@@ -16,7 +16,7 @@ import numpy as np
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.testing.hardware import Hardware, find_hardware, model_dtype
+from ringcore.testing.hardware import Hardware, find_hardware, model_dtype, native_spec
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.replica import MAX_STEPS, Records, Replica, ReplicaTotals
 from ringcore.testing.routing import ReplicaLoads, Router, make_router, route_all
@@ -73,7 +73,7 @@ class Simulator:
         )
         self.hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
         self.cost = cost or StepCost.from_model(
-            config.model.spec,
+            native_spec(config),
             self.hardware,
             dtype=model_dtype(config),
             tensor_parallel_size=config.parallel.tensor_parallel_size,

@@ -101,8 +101,7 @@ def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
 
 
 def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
-    spec = config.model.spec
-    return build_model(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+    return build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
 
 
 @torch.inference_mode()
@@ -143,12 +142,8 @@ def intercept_steps(config: EngineConfig, platform: Platform, tp: TensorParallel
 
 def _few_layers(config: EngineConfig) -> EngineConfig:
     """The first layers, enough for one of every kind; no CUDA graphs, since nothing is executed."""
-    spec = config.model.spec
-    kinds = [spec.sliding_windows.get(index) for index in range(spec.num_layers)]
-    num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
-    windows = {index: window for index, window in spec.sliding_windows.items() if index < num_layers}
-    few = msgspec.structs.replace(spec, num_layers=num_layers, sliding_windows=windows)
-    model = replace(config.model, spec=few, logits_processors=[])  # user code is not called in a dummy run
+    # User code is not called in a dummy run.
+    model = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
     return replace(config, model=model, device=replace(config.device, enforce_eager=True))
 
 

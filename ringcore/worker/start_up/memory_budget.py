@@ -25,7 +25,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint import AnySpec, ModelSpec
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
@@ -46,6 +46,7 @@ _FIRST_GRAPH_BYTES = 70 << 20
 _GRAPH_WORKSPACE_BYTES = 32 << 20  # cuBLAS's workspace of the capture stream
 _GRAPH_NODE_BYTES = 3500
 _NODES_PER_LAYER = 12
+_NODES_PER_UNFUSED_LAYER = 110  # of transformers' models
 _OTHER_NODES = 30
 
 _ROUNDING_BYTES = 64 << 20  # torch's allocator reserves segments of 2 MiB, or 20 MiB for larger tensors
@@ -61,11 +62,14 @@ class StepPeaks:
     num_graphs: int  # that will be captured
 
 
-def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype: str) -> int:
+def activation_bytes(spec: AnySpec, config: EngineConfig, dtype: str) -> int:
     """An upper bound of a step's memory beside weights and KV cache, on one rank."""
     num_tokens, ranks = config.scheduler.token_budget, config.parallel.tensor_parallel_size
-    heads = 2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)
-    inner = max(3 * spec.intermediate_size, heads * spec.head_dim) // ranks
+    if isinstance(spec, ModelSpec):
+        heads = 2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)
+        inner = max(3 * spec.intermediate_size, heads * spec.head_dim) // ranks
+    else:
+        inner = spec.layer_width  # on every rank: what is not in the model's plan is not split
     layer = num_tokens * (4 * spec.hidden_size + inner) * DTYPE_BYTES[dtype]
     mask = min(_MASK_ROWS, num_tokens) * config.model.context_len * DTYPE_BYTES[dtype]
     num_sampled = min(config.scheduler.max_num_seqs, num_tokens)
@@ -133,7 +137,9 @@ def _needs(
 def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
     if not peaks.num_graphs:
         return 0
-    nodes = _NODES_PER_LAYER * config.model.spec.num_layers + _OTHER_NODES
+    spec = config.model.spec
+    nodes_per_layer = _NODES_PER_LAYER if isinstance(spec, ModelSpec) else _NODES_PER_UNFUSED_LAYER
+    nodes = nodes_per_layer * spec.num_layers + _OTHER_NODES
     entries = peaks.num_graphs * nodes * _GRAPH_NODE_BYTES
     return _FIRST_GRAPH_BYTES + _GRAPH_WORKSPACE_BYTES + entries + peaks.decode_bytes
 

@@ -1,0 +1,123 @@
+"""A model's tensors in terms of the checkpoint's: names and layouts by transformers' own conversion mapping.
+
+transformers converts a checkpoint when it loads it (experts of a layer stacked into one tensor, gate and up
+concatenated, names changed), and back when it saves one. The way back is taken here, on meta, with copies replaced by
+views: a checkpoint's tensor is then a view of the model's, and its offset and strides say which slice it fills.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ringcore.model_executor.models.transformers.attention_calls import Refused
+from ringcore.model_executor.weight import Init, Weight, WeightPart
+
+__all__ = ["TensorLayout", "read_layouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    checkpoint_name: str
+    shape: tuple[int, ...]
+    offset: int  # of its first row in the model's tensor, in rows of `TensorLayout.row_shape`
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor of the model: the checkpoint's tensors that it consists of, each a run of its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one tensor of the checkpoint as it is, so that a slice of it can be read."""
+        return len(self.pieces) == 1 and self.pieces[0].shape == self.shape
+
+    def weight(self) -> Weight:
+        """All of it."""
+        if not self.shape:  # a number, which is read as one row
+            name = self.pieces[0].checkpoint_name
+            return Weight(self.name, (1,), self.dtype, (WeightPart(name, (), 0, 0, 1),), "norm")
+        if self.is_whole:
+            return self.slice(0, 0, self.shape[0])
+        last = self.pieces[0].shape[1:]
+        rows = math.prod(self.shape) // math.prod(last)
+        parts = tuple(
+            WeightPart(piece.checkpoint_name, piece.shape, 0, 0, piece.shape[0], piece.offset) for piece in self.pieces
+        )
+        return Weight(self.name, (rows, *last), self.dtype, parts, self._init)
+
+    def slice(self, dim: int, start: int, length: int) -> Weight:
+        """Entries `start` to `start` + `length` along dim; of a whole tensor only."""
+        assert self.is_whole, self
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        part = WeightPart(self.pieces[0].checkpoint_name, self.shape, dim, start, length)
+        return Weight(self.name, shape, self.dtype, (part,), self._init)
+
+    @property
+    def _init(self) -> Init:
+        if len(self.shape) > 1:
+            return "matrix"
+        return "bias" if self.name.endswith("bias") else "norm"
+
+
+def read_layouts(model: PreTrainedModel) -> dict[str, TensorLayout]:
+    """By name, of every tensor of a model on meta that a checkpoint has: not of those tied to another one. Raises
+    `Refused`."""
+    tied = set(model.all_tied_weights_keys)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise Refused(f"its tensor {name!r} is of {tensor.dtype}, which is not loaded")
+    with _ViewsForCopies():  # type: ignore[no-untyped-call]
+        saved = revert_weight_conversion(model, dict(tensors))
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    pieces: dict[str, list[_Piece]] = {name: [] for name in tensors}
+    for checkpoint_name, view in saved.items():
+        owner = owners.get(view.untyped_storage()._cdata)
+        if owner is None or not view.is_contiguous() or not _has_rows_of(view, tensors[owner]):
+            raise Refused(f"the checkpoint's tensor {checkpoint_name!r} has another layout than a slice of the model's")
+        rows = view.storage_offset() // math.prod(view.shape[1:])
+        pieces[owner].append(_Piece(checkpoint_name, tuple(view.shape), rows))
+    return {name: _checked(name, tensor, pieces[name]) for name, tensor in tensors.items()}
+
+
+def _has_rows_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether the view consists of rows of the tensor: its last dimensions but the first are the tensor's."""
+    num_inner = max(0, view.dim() - 1)
+    return view.shape[view.dim() - num_inner :] == tensor.shape[tensor.dim() - num_inner :]
+
+
+def _checked(name: str, tensor: torch.Tensor, pieces: Iterable[_Piece]) -> TensorLayout:
+    """Its pieces in order; they must fill it."""
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.offset))
+    same_rows = len({piece.shape[1:] for piece in ordered}) == 1
+    end = 0
+    for piece in ordered:
+        same_rows = same_rows and piece.offset == end
+        end += math.prod(piece.shape[:1])
+    if not same_rows or end * math.prod(ordered[0].shape[1:]) != tensor.numel():
+        raise Refused(f"the checkpoint's tensors do not fill the model's {name!r}")
+    return TensorLayout(name, tuple(tensor.shape), tensor.dtype, ordered)
+
+
+class _ViewsForCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+    """A copy (of `contiguous`) is the tensor itself: nothing here has values."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten.clone:
+            return torch.ops.aten.alias(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,99 @@
+"""Builds a model of transformers on the meta device from its configuration, and afterwards the buffers that no
+checkpoint has (the frequencies of a rotary embedding).
+
+Nothing global is changed, since the kernel warm-up builds models on another thread at the same time: transformers' own
+way to a dtype is torch's global default dtype, so a mode of this thread stands in for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+__all__ = ["build_on_meta", "make_buffers", "module_of"]
+
+_FACTORIES = frozenset(
+    {
+        *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye),
+        *(torch.tensor, torch.as_tensor, torch.arange, torch.linspace),
+    }
+)
+
+
+class _DefaultDtype(TorchFunctionMode):
+    """On this thread new float tensors have `dtype` where the caller names none."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and (kwargs or {}).get("dtype") is None and result.dtype == torch.float32:
+            return result.to(self._dtype)
+        return result
+
+
+def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model of a config.json, in evaluation mode, without memory. attention: a name in transformers' interface."""
+    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    with torch.device("meta"), _DefaultDtype(dtype):
+        # float32, the default dtype already: transformers sets what is given here as the default of all threads.
+        model = AutoModelForCausalLM.from_config(parsed, attn_implementation=attention, dtype=torch.float32)
+    model.config.dtype = dtype
+    parsed.pad_token_id = None  # no token is padding here; some models look for it among the ids, on the host
+    _keep_float32(model, dtype)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """The parameters that a model class wants in float32 whatever the dtype."""
+    names = set() if dtype == torch.float32 else set(model._keep_in_fp32_modules_strict)
+    if dtype == torch.float16:
+        names |= set(model._keep_in_fp32_modules)
+    for name, parameter in list(model.named_parameters()):
+        if any(re.search(rf"(^|\.){wanted}($|\.)", name) for wanted in names):
+            module, leaf = module_of(model, name)
+            module._parameters[leaf] = nn.Parameter(parameter.float(), requires_grad=False)
+
+
+def module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Computes on the CPU every buffer that is still on meta, by the initializer of its model class, as transformers'
+    own loading does; then moves all to the device."""
+    for owner, module in _with_owners(model, model):
+        on_meta = {leaf: buffer for leaf, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        if not on_meta:
+            continue
+        for leaf, buffer in on_meta.items():
+            module._buffers[leaf] = torch.full_like(buffer, _UNSET[buffer.is_floating_point()], device="cpu")
+        owner._init_weights(module)
+        for leaf in on_meta:
+            made = module._buffers[leaf]
+            assert made is not None, leaf
+            module._buffers[leaf] = made.to(device)
+
+
+_UNSET = {True: float("nan"), False: -(1 << 20)}  # by is_floating_point: what an initializer forgets is not silent
+
+
+def _with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Every module, with the nearest model class around it, whose initializer knows it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield owner, module
+    for child in module.children():
+        yield from _with_owners(child, owner)
