@@ -167,7 +167,7 @@ def test_uniproc_has_one_rank(folder):
 def test_an_unknown_architecture_lists_the_known(folder, tmp_path):
     other = edited(folder, tmp_path, architectures=["BertForMaskedLM"])
     with pytest.raises(ModelLoadError, match=r"BertForMaskedLM.*LlamaForCausalLM.*Qwen2ForCausalLM"):
-        make(other)
+        make(other, model_impl="native")
 
 
 def test_a_missing_folder(tmp_path):

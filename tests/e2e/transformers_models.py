@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "head_dim": 16,
     },
+    "gemma3_text": {"sliding_window": 8, "head_dim": 16},  # scaled embeddings, norms of 1 + weight, two bases of RoPE
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, **_EXPERTS},  # experts that the checkpoint has one by one
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # and under other names
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head

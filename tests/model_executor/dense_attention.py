@@ -53,7 +53,9 @@ class DenseRun:
 
     adapter_of_seq: Sequence[int] | None = None
 
-    def __init__(self, model, max_len: int, num_seqs: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, model, max_len: int, num_seqs: int, dtype: str = "float32", device: torch.device | None = None
+    ) -> None:
         self.model, self.max_len = model, max_len
         layers = model.attention_layers
         specs = [layer.kv_cache_spec(max_len, dtype) for layer in layers]
@@ -61,7 +63,7 @@ class DenseRun:
         self.group_of_layer = tuple(groups.index(spec) for spec in specs)
         self.backends = [DenseAttention(spec, [layers[0].spec]) for spec in groups]
         shape = self.backends[0].kv_cache_shape(num_seqs)
-        self.device = model.embed_tokens.table.device
+        self.device = device or model.embed_tokens.table.device
         self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _ in layers)
         self.num_computed = [0] * num_seqs
 

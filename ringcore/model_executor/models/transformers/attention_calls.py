@@ -144,13 +144,19 @@ AttentionMaskInterface.register(RECORD, _recording_mask)
 AttentionInterface.register(f"{RECORD}_unmasked", _recording_attention)
 
 
+_OVER_ONE_DIM = frozenset({"_softmax", "cumsum", "cumprod", "logcumsumexp", "slice", "select", "unbind"})
+_OVER_DIMS = frozenset({"max", "min", "amax", "amin", "argmax", "sum", "mean", "var", "any", "all", "flip", "roll"})
+
+
 class _TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Refuses operations that mix the tokens of a pass outside attention: those over a dimension of its length, a prime
     that is no size of the model."""
 
-    def __init__(self, num_tokens: int, positions: torch.Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, num_tokens: int, positions: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
+        kept = [*model.parameters(), *model.buffers()]
+        self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
         self._positions = positions.untyped_storage()._cdata
         self.reads_positions = self.counts_positions = False
 
@@ -159,30 +165,34 @@ class _TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     ) -> Any:
         name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if self._positions in [tensor.untyped_storage()._cdata for tensor in tensors]:
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        if self._positions in storages:
             self.reads_positions = True
+        if func._schema.is_mutable and storages and storages[0] in self._kept:
+            raise Refused("a pass changes the model itself, by the tokens that happen to be in it")
         if name == "arange" and out.numel() == self._num_tokens:
             self.counts_positions = True
         if self._mixes(name, tensors, args, out):
-            raise Refused(
-                f"its tokens meet outside attention, in {name}: it has a state that the KV cache does not hold"
-            )
+            raise Refused(f"its tokens meet outside attention, in {name}, of which the KV cache holds nothing")
         return out
 
     def _mixes(self, name: str, tensors: list[torch.Tensor], args: tuple[Any, ...], out: Any) -> bool:
+        if not tensors:
+            return False
+        shape = tensors[0].shape
         if name == "convolution":
             return True
         if name in ("mm", "bmm", "baddbmm", "addmm"):
             return tensors[-1].shape[-2] == self._num_tokens
-        if name in ("_softmax", "cumsum", "cumprod", "logcumsumexp", "slice", "select", "unbind"):
+        if name in _OVER_ONE_DIM and len(shape) > 1:
             dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-            whole = name == "slice" and out.shape == tensors[0].shape
-            return bool(tensors) and tensors[0].dim() > 1 and tensors[0].shape[dim] == self._num_tokens and not whole
-        if name in ("flip", "roll"):
-            dims = args[-1] or range(tensors[0].dim())
-            return any(tensors[0].shape[dim] == self._num_tokens for dim in dims)
+            return shape[dim] == self._num_tokens and not (name == "slice" and out.shape == shape)
+        if name in _OVER_DIMS:
+            given = args[1] if len(args) > 1 and isinstance(args[1], int | list) else None
+            dims = range(len(shape)) if given in (None, []) else [given] if isinstance(given, int) else given
+            return any(shape[dim] == self._num_tokens for dim in dims or ())
         if name == "constant_pad_nd":
-            return any(a == self._num_tokens != b for a, b in zip(tensors[0].shape, out.shape, strict=True))
+            return any(a == self._num_tokens != b for a, b in zip(shape, out.shape, strict=True))
         return False
 
 
@@ -205,7 +215,7 @@ def record(
         inputs["attention_mask"] = torch.ones(1, num_tokens, dtype=torch.long, device="meta")
     model.config._experts_implementation = "batched_mm"  # the others ask for the chosen experts on the host
     model.config._attn_implementation = RECORD if is_masked else f"{RECORD}_unmasked"
-    mixing = _TokenMixing(num_tokens, positions)
+    mixing = _TokenMixing(model, num_tokens, positions)
     try:
         with torch.device("meta"), mixing:
             model.base_model(**inputs)

@@ -1,5 +1,5 @@
-"""Builds a model of transformers on the meta device from its configuration, and afterwards the buffers that no
-checkpoint has (the frequencies of a rotary embedding).
+"""Builds a model of transformers on the meta device from its configuration, and then the buffers that no checkpoint has
+(the frequencies of a rotary embedding).
 
 Nothing global is changed, since the kernel warm-up builds models on another thread at the same time: transformers' own
 way to a dtype is torch's global default dtype, so a mode of this thread stands in for it.
@@ -49,7 +49,8 @@ def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) ->
         # float32, the default dtype already: transformers sets what is given here as the default of all threads.
         model = AutoModelForCausalLM.from_config(parsed, attn_implementation=attention, dtype=torch.float32)
     model.config.dtype = dtype
-    parsed.pad_token_id = None  # no token is padding here; some models look for it among the ids, on the host
+    # No token is padding here. Some models look for it among the ids, on the host; some would refuse to be told.
+    object.__setattr__(parsed, "pad_token_id", None)
     _keep_float32(model, dtype)
     model.eval().requires_grad_(False)
     return model
@@ -72,23 +73,21 @@ def module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes on the CPU every buffer that is still on meta, by the initializer of its model class, as transformers'
-    own loading does; then moves all to the device."""
+def make_buffers(model: PreTrainedModel) -> None:
+    """Computes every buffer on the CPU, by the initializer of its model class, as transformers' own loading does. The
+    parameters must be on meta still: the same initializer would fill them with random numbers."""
     for owner, module in _with_owners(model, model):
-        on_meta = {leaf: buffer for leaf, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        if not on_meta:
-            continue
-        for leaf, buffer in on_meta.items():
-            module._buffers[leaf] = torch.full_like(buffer, _UNSET[buffer.is_floating_point()], device="cpu")
-        owner._init_weights(module)
-        for leaf in on_meta:
-            made = module._buffers[leaf]
-            assert made is not None, leaf
-            module._buffers[leaf] = made.to(device)
+        buffers = [leaf for leaf, buffer in module._buffers.items() if buffer is not None]
+        for leaf in buffers:
+            module._buffers[leaf] = _unset(module._buffers[leaf])
+        if buffers:
+            owner._init_weights(module)
 
 
-_UNSET = {True: float("nan"), False: -(1 << 20)}  # by is_floating_point: what an initializer forgets is not silent
+def _unset(buffer: torch.Tensor | None) -> torch.Tensor:
+    """On the CPU, with contents that cannot go unnoticed where an initializer forgets them."""
+    assert buffer is not None
+    return torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -(1 << 20), device="cpu")
 
 
 def _with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:

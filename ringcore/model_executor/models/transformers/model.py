@@ -84,6 +84,7 @@ class TransformersModel(CausalLM):
         self._check_head(spec)
         for share in shares.values():
             share.tp = tp  # while the passes were recorded no other rank took part
+        make_buffers(model)
         model.config._attn_implementation = _ATTENTION
         self._weights = []
         for name, layout in layouts.items():
@@ -111,7 +112,9 @@ class TransformersModel(CausalLM):
         for name, source in self._model.all_tied_weights_keys.items():
             module, leaf = module_of(self._model, name)
             module._parameters[leaf] = self._model.get_parameter(source)
-        make_buffers(self._model, device)
+        for module in self._model.modules():
+            for leaf, buffer in module._buffers.items():
+                module._buffers[leaf] = None if buffer is None else buffer.to(device)
         # The reference loops over the experts that were chosen, which asks for them on the host: not in a CUDA graph.
         self._model.config._experts_implementation = "eager" if device.type == "cpu" else "batched_mm"
 

@@ -1,0 +1,120 @@
+"""Reading config.json of models that transformers computes, and refusing what no transformers has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ringcore.checkpoint import AnySpec, ModelSpec, TransformersSpec, find_model, read_model_spec
+from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.protocol.codec import decoder, encoder
+
+OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "dtype": "bfloat16",
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    **{"vocab_size": 100, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    **{"bos_token_id": 1, "eos_token_id": 1, "dtype": "float32"},
+}
+LLAMA = OLMO2 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e4}
+
+
+def read(folder, config, model_impl="auto") -> AnySpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model_spec(find_model(folder, "dummy"), FAMILIES, model_impl)
+
+
+def test_what_the_engine_needs_to_know_is_read(tmp_path):
+    spec = read(tmp_path, OLMO2)
+    assert isinstance(spec, TransformersSpec)
+    assert (spec.architecture, spec.model_type, spec.dtype) == ("Olmo2ForCausalLM", "olmo2", "bfloat16")
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (100, 32, 4, 64)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, [2, 3])
+    assert json.loads(spec.config) == OLMO2
+
+
+def test_older_names_of_the_sizes(tmp_path):
+    spec = read(tmp_path, GPT2)
+    assert (spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (32, 3, 64)
+
+
+@pytest.mark.parametrize("config", [OLMO2, LLAMA])
+def test_either_kind_of_spec_reaches_the_worker(tmp_path, config):
+    spec = read(tmp_path, config)
+    assert decoder(AnySpec).decode(encoder().encode(spec)) == spec
+
+
+def test_model_impl_chooses(tmp_path):
+    assert isinstance(read(tmp_path, LLAMA), ModelSpec)
+    assert isinstance(read(tmp_path, LLAMA, "native"), ModelSpec)
+    assert isinstance(read(tmp_path, LLAMA, "transformers"), TransformersSpec)
+    with pytest.raises(
+        ModelLoadError, match=r"'Olmo2ForCausalLM' has no native model; known: Gemma3.*model_impl='auto'"
+    ):
+        read(tmp_path, OLMO2, "native")
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"model_type": "olmo22"}, "config.json: the model_type 'olmo22' is not one that .* did you mean 'olmo2'"),
+        ({"model_type": None}, "'model_type' is missing"),
+        (
+            {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "modeling_theirs.Theirs"}},
+            "'auto_map' names code of the folder for 'theirs'. There is no trust_remote_code: no code",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config' is present"),
+        ({"text_config": {"vocab_size": 3}}, "'text_config' is present"),
+        ({"vocab_size": None}, "'vocab_size' is missing"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
+        ({"num_hidden_layers": "4"}, "'num_hidden_layers' is '4', an integer is needed"),
+        ({"max_position_embeddings": None}, "'max_position_embeddings' is missing"),
+        ({"eos_token_id": 100}, "eos_token_id 100 is outside the vocabulary of 100"),
+        ({"dtype": "float8"}, "'dtype' is 'float8'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changed, match):
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        read(tmp_path, OLMO2 | changed)
+    assert caught.value.details["path"] == str(tmp_path / "config.json")
+
+
+def test_code_of_the_folder_is_not_needed_where_transformers_has_the_type(tmp_path):
+    assert read(tmp_path, OLMO2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}).model_type == "olmo2"
+
+
+def test_few_layers_have_one_of_every_kind_and_lists_as_long_as_they_are(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    few = read(tmp_path, OLMO2 | {"layer_types": kinds, "eos_token_id": 2}).few_layers()
+    config = json.loads(few.config)
+    assert (few.num_layers, config["num_hidden_layers"], config["layer_types"]) == (2, 2, kinds[:2])
+    assert read(tmp_path, OLMO2).few_layers().num_layers == 1
+    assert read(tmp_path, OLMO2 | {"first_k_dense_replace": 2}).few_layers().num_layers == 3
+    assert json.loads(read(tmp_path, GPT2).few_layers().config)["n_layer"] == 1
+
+
+def test_reading_imports_no_torch(tmp_path):
+    read(tmp_path, OLMO2)
+    code = f"""
+import sys
+from ringcore import EngineConfig
+config = EngineConfig.from_options(model={str(tmp_path)!r}, load_format="dummy")
+assert config.model.spec.model_type == "olmo2" and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,265 @@
+"""Models of transformers over our attention: what is built, what is loaded, what is refused and why."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import DenseRun
+from thread_tp import on_all_ranks
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import build_model
+
+VOCABULARY, CPU = 97, torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+def config_of(model_type: str, **options: Any):
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**SIZES | options)
+
+
+def theirs(folder, model_type: str, **options: Any):
+    """A random model of transformers, saved in the folder."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **options), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def built(folder, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    spec = read_model_spec(find_model(folder, "dummy"), FAMILIES, "transformers")
+    return build_model(spec, tp or SingleRank(), dtype, 64)
+
+
+def loaded(folder, tp: TensorParallel | None = None, load_format: str = "auto") -> Any:
+    model = built(folder, tp)
+    model.bind(load_weights(model.weights(), find_model(folder, load_format), 0, CPU))
+    return model
+
+
+def written(folder, model_type: str, **options: Any):
+    config_of(model_type, **options).save_pretrained(folder)
+    return folder
+
+
+def logits_of(model, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+PROMPTS = [[5, 9, 14, 3, 77, 21, 8], [40], [6, 5, 4, 90, 12, 13, 60, 33, 2, 17, 54]]
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "granite"])
+def test_sequences_of_one_step_are_those_of_transformers_and_not_those_of_wrong_boundaries(tmp_path, model_type):
+    reference = torch.cat([logits_of(theirs(tmp_path, model_type), ids) for ids in PROMPTS])
+    model = loaded(tmp_path)
+    together = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
+    torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
+    as_one = DenseRun(model, 64, 1, device=CPU).step({0: sum(PROMPTS, [])})
+    assert (as_one - reference).abs().max() > 0.1
+
+
+def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
+    hf = theirs(tmp_path, "qwen3_moe", **EXPERTS)
+    ids = PROMPTS[2]
+
+    def run(tp: TensorParallel) -> tuple[Any, torch.Tensor]:
+        model = loaded(tmp_path, tp)
+        return model, DenseRun(model, 64, 1, device=CPU).step({0: ids})
+
+    for model, logits in on_all_ranks(2, run):
+        torch.testing.assert_close(logits, logits_of(hf, ids), atol=1e-4, rtol=1e-4)
+        assert {(layer.num_heads, layer.num_kv_heads) for layer in model.attention_layers} == {(2, 1)}
+        shapes = {weight.name: weight.shape for weight in model.weights()}
+        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (16, 32)
+        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (32, 16)
+        assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 16, 32)
+
+
+class Rank(TensorParallel):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor):
+        raise AssertionError("nothing is sent while a model is built")
+
+    all_gather_last_dim = all_reduce
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path):
+    with pytest.raises(ModelLoadError, match="llama: .*(cannot be split over 4 ranks|pass without values fails)"):
+        built(written(tmp_path, "llama", num_key_value_heads=1), Rank(0, 4))
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+REFUSED = {
+    "gemma2": ({"head_dim": 8}, "caps its scores"),
+    "gpt_oss": ({"head_dim": 8, "num_local_experts": 4}, "sinks"),
+    "deepseek_v3": ({"num_key_value_heads": 4, **LATENT}, "values have 8 numbers a head, its keys 12"),
+    "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution"),
+    "bloom": ({"max_position_embeddings": 64}, "softmax"),
+    "falcon": ({}, "its own code"),
+    "roberta": ({"is_decoder": True}, "cumsum"),
+    "bert": ({}, "looks at later tokens|neither causal"),
+    "stablelm": ({}, "does not pass its keyword arguments on"),
+    "diffllama": ({}, "4 attention calls in 2 layers"),
+    "phi3": ({"rope_parameters": LONG, "original_max_position_embeddings": 32}, "in max|changes the model itself"),
+    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2}, "cumsum|neither causal nor a sliding window"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_model_that_would_be_computed_wrongly_is_refused_with_the_reason(tmp_path, model_type):
+    options, reason = REFUSED[model_type]
+    with pytest.raises(ModelLoadError, match=f"^{model_type}: .*({reason}).*cannot be served yet"):
+        built(written(tmp_path, model_type, **options))
+
+
+def test_windows_are_read_from_the_masks(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    options = {"head_dim": 8, "sliding_window": 5, "layer_types": kinds, "num_hidden_layers": 3}
+    layers = built(written(tmp_path, "cohere2", **options)).attention_layers
+    assert [layer.sliding_window for layer in layers] == [5, None, 5]
+    assert [layer.index for layer in layers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        ("gpt_neox", {}),
+        ("gpt2", GPT2),
+        ("gemma3_text", {"head_dim": 8}),
+        ("granite", {}),
+        ("qwen3_moe", EXPERTS),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_and_dtypes_are_those_of_a_model_that_transformers_builds(tmp_path, model_type, options, dtype):
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_config(config_of(model_type, **options), dtype=dtype)
+    model = built(written(tmp_path, model_type, **options), dtype=dtype)
+    model.bind(load_weights(model.weights(), find_model(tmp_path, "dummy"), 0, CPU))
+    ours = model._model
+    assert {n: p.dtype for n, p in ours.named_parameters()} == {n: p.dtype for n, p in hf.named_parameters()}
+    buffers = dict(ours.named_buffers())
+    assert buffers.keys() == dict(hf.named_buffers()).keys()
+    for name, buffer in hf.named_buffers():
+        if name not in hf.state_dict():
+            torch.testing.assert_close(buffers[name], buffer, atol=0, rtol=0)
+    assert not [name for name, tensor in [*ours.named_parameters(), *ours.named_buffers()] if tensor.is_meta]
+
+
+def test_building_changes_nothing_that_another_thread_sees(tmp_path):
+    """The kernel warm-up builds models while the main thread does."""
+    written(tmp_path, "olmo2")
+    seen: set[torch.dtype] = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(torch.get_default_dtype())
+            seen.add(torch.empty(1).dtype)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    builders = [threading.Thread(target=built, args=(tmp_path, None, torch.bfloat16)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    done.set()
+    watcher.join()
+    assert seen == {torch.float32}
+    assert not hasattr(torch.nn.Module, "smart_apply") or "ringcore" not in torch.nn.Module.smart_apply.__module__
+
+
+def test_experts_of_the_checkpoint_fill_one_tensor(tmp_path):
+    hf = theirs(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    weights = {weight.name: weight for weight in built(tmp_path).weights()}
+    parts = weights["model.layers.1.mlp.experts.gate_up_proj"].parts
+    assert [part.checkpoint_name.split("experts.")[1] for part in parts[:3]] == [
+        "0.w1.weight",
+        "0.w3.weight",
+        "1.w1.weight",
+    ]
+    assert [part.offset for part in parts[:3]] == [0, 48, 96]
+    experts = loaded(tmp_path)._model.model.layers[1].mlp.experts
+    torch.testing.assert_close(experts.gate_up_proj, hf.model.layers[1].mlp.experts.gate_up_proj, atol=0, rtol=0)
+    torch.testing.assert_close(experts.down_proj, hf.model.layers[1].mlp.experts.down_proj, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, "tensor 'model.layers.1.mlp.up_proj.weight' is missing"),
+        ({"model.norm.weight": torch.ones(7)}, r"safetensors: tensor 'model.norm.weight' has the shape \[7\].*\[32\]"),
+        ({"model.layers.0.extra": torch.ones(3)}, "safetensors: tensor 'model.layers.0.extra' has no place"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_tensor_and_file(tmp_path, changed, match):
+    from safetensors.torch import load_file, save_file
+
+    theirs(tmp_path, "olmo2")
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in (load_file(file) | changed).items() if tensor is not None}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=match):
+        loaded(tmp_path)
+
+
+def test_tensors_with_a_place_of_their_own_are_computed_from_where_they_are(tmp_path):
+    """As sleep and weight updates need it: new contents at the same addresses are the model's."""
+    theirs(tmp_path, "olmo2", tie_word_embeddings=True)
+    model = built(tmp_path)
+    tensors = load_weights(model.weights(), find_model(tmp_path), 0, CPU)
+    kept = dict(tensors)
+    model.bind(tensors, updatable=True)
+    assert not tensors
+    before = DenseRun(model, 64, 1, device=CPU).step({0: PROMPTS[0]})
+    kept["model.embed_tokens.weight"].mul_(2)
+    model.refresh()
+    after = DenseRun(model, 64, 1, device=CPU).step({0: PROMPTS[0]})
+    assert not torch.allclose(before, after)
+    assert "lm_head.weight" not in kept  # it is the embedding's
+
+
+def test_a_configuration_that_says_another_vocabulary_is_refused(tmp_path):
+    written(tmp_path, "olmo2")
+    spec = read_model_spec(find_model(tmp_path, "dummy"), FAMILIES, "transformers")
+    raw = json.loads(spec.config) | {"vocab_size": VOCABULARY + 1}
+    other = type(spec)(**{f: getattr(spec, f) for f in spec.__struct_fields__} | {"config": json.dumps(raw)})
+    with pytest.raises(ModelLoadError, match=re.escape("it has 98 logits, but its configuration says vocab_size 97")):
+        build_model(other, SingleRank(), torch.float32, 64)
