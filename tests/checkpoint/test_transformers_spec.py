@@ -29,8 +29,14 @@ OLMO2 = {
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
-    **{"vocab_size": 100, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
-    **{"bos_token_id": 1, "eos_token_id": 1, "dtype": "float32"},
+    "vocab_size": 100,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "dtype": "float32",
 }
 LLAMA = OLMO2 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e4}
 

@@ -40,6 +40,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "head_dim": 16},  # scaled embeddings, norms of 1 + weight, two bases of RoPE
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, **_EXPERTS},  # experts that the checkpoint has one by one
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # and under other names
+    "gemma2": {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "head_dim": 16, "num_experts_per_tok": 2},  # sinks
+    "deepseek_v3": {  # latent attention with its heads expanded: values narrower than keys; a dense layer, then experts
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        **_EXPERTS,
+    },
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},  # learned positions, transposed linears
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import re
 import threading
 from typing import Any
@@ -34,7 +36,6 @@ SIZES: dict[str, Any] = {
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def config_of(model_type: str, **options: Any):
@@ -86,7 +87,7 @@ def test_sequences_of_one_step_are_those_of_transformers_and_not_those_of_wrong_
     model = loaded(tmp_path)
     together = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
     torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
-    as_one = DenseRun(model, 64, 1, device=CPU).step({0: sum(PROMPTS, [])})
+    as_one = DenseRun(model, 64, 1, device=CPU).step({0: functools.reduce(operator.iadd, PROMPTS, [])})
     assert (as_one - reference).abs().max() > 0.1
 
 
@@ -118,15 +119,12 @@ class Rank(TensorParallel):
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path):
-    with pytest.raises(ModelLoadError, match="llama: .*(cannot be split over 4 ranks|pass without values fails)"):
+    with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
         built(written(tmp_path, "llama", num_key_value_heads=1), Rank(0, 4))
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED = {
-    "gemma2": ({"head_dim": 8}, "caps its scores"),
-    "gpt_oss": ({"head_dim": 8, "num_local_experts": 4}, "sinks"),
-    "deepseek_v3": ({"num_key_value_heads": 4, **LATENT}, "values have 8 numbers a head, its keys 12"),
     "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution"),
     "bloom": ({"max_position_embeddings": 64}, "softmax"),
     "falcon": ({}, "its own code"),
@@ -135,7 +133,10 @@ REFUSED = {
     "stablelm": ({}, "does not pass its keyword arguments on"),
     "diffllama": ({}, "4 attention calls in 2 layers"),
     "phi3": ({"rope_parameters": LONG, "original_max_position_embeddings": 32}, "in max|changes the model itself"),
-    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2}, "cumsum|neither causal nor a sliding window"),
+    "llama4_text": (
+        {"attention_chunk_size": 8, "num_local_experts": 2},
+        "depends on more than positions|neither causal nor a sliding window",
+    ),
 }
 
 

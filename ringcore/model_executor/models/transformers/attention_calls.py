@@ -10,6 +10,7 @@ refused too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,10 @@ class _Mask:
 
     def _row(self, query: int, length: int) -> torch.Tensor:
         zero = torch.zeros((), dtype=torch.long)
-        allowed = self.allows(zero, zero, torch.tensor(query), torch.arange(length))
+        try:
+            allowed = self.allows(zero, zero, torch.tensor(query), torch.arange(length))
+        except Exception as error:  # a rule that closes over tensors of the pass, which have no values
+            raise Refused("its attention has a mask that depends on more than positions") from error
         return torch.as_tensor(allowed).expand(length)
 
 
@@ -86,6 +90,9 @@ class _Recorded:
             raise Refused(f"its attention is given {unknown[0]!r}, which is not computed")
         if given.get("is_causal") is False or (given.get("is_causal") is None and not _is_causal(self.module)):
             raise Refused("its attention looks at later tokens")
+        sinks = given.get("s_aux")
+        if sinks is not None and sinks.shape != self.query.shape[1:2]:
+            raise Refused(f"its attention has {sinks.numel()} sinks for {self.query.shape[1]} heads")
         head_size, scale = self.query.shape[-1], given.get("scaling")
         return AttentionCall(
             self.module,
@@ -96,7 +103,7 @@ class _Recorded:
             scale=head_size**-0.5 if scale is None else float(scale),
             sliding_window=self._window(num_positions, is_masked),
             softcap=given.get("softcap"),
-            has_sinks=given.get("s_aux") is not None,
+            has_sinks=sinks is not None,
         )
 
     def _window(self, num_positions: int, is_masked: bool) -> int | None:
@@ -215,16 +222,17 @@ def record(
         inputs["attention_mask"] = torch.ones(1, num_tokens, dtype=torch.long, device="meta")
     model.config._experts_implementation = "batched_mm"  # the others ask for the chosen experts on the host
     model.config._attn_implementation = RECORD if is_masked else f"{RECORD}_unmasked"
-    mixing = _TokenMixing(model, num_tokens, positions)
+    # Masks are made from positions, by operations over all of them; what mixes tokens is seen in the passes without.
+    mixing = None if is_masked else _TokenMixing(model, num_tokens, positions)
     try:
-        with torch.device("meta"), mixing:
+        with torch.device("meta"), mixing or nullcontext():
             model.base_model(**inputs)
     except Refused:
         raise
     except Exception as error:  # whatever the model's own code raises where it meets something without a value
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise Refused(f"a pass without values fails: {type(error).__name__}: {reason[:160]}") from error
-    if has_positions and mixing.counts_positions and not mixing.reads_positions:
+    if mixing is not None and has_positions and mixing.counts_positions and not mixing.reads_positions:
         raise Refused("it counts the positions of its tokens itself")
     return [one.call(num_positions, is_masked) for one in recorded]
 

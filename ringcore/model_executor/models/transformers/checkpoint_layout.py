@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ringcore.model_executor.models.transformers.attention_calls import Refused
-from ringcore.model_executor.weight import Init, Weight, WeightPart
+from ringcore.model_executor.weight import Uniform, Weight, WeightPart
 
 __all__ = ["TensorLayout", "read_layouts"]
 
@@ -48,7 +48,7 @@ class TensorLayout:
         """All of it."""
         if not self.shape:  # a number, which is read as one row
             name = self.pieces[0].checkpoint_name
-            return Weight(self.name, (1,), self.dtype, (WeightPart(name, (), 0, 0, 1),), "norm")
+            return Weight(self.name, (1,), self.dtype, (WeightPart(name, (), 0, 0, 1),), self._init)
         if self.is_whole:
             return self.slice(0, 0, self.shape[0])
         last = self.pieces[0].shape[1:]
@@ -66,10 +66,10 @@ class TensorLayout:
         return Weight(self.name, shape, self.dtype, (part,), self._init)
 
     @property
-    def _init(self) -> Init:
+    def _init(self) -> Uniform:
         if len(self.shape) > 1:
-            return "matrix"
-        return "bias" if self.name.endswith("bias") else "norm"
+            return Uniform.of_fan_in(self.shape[-1])
+        return Uniform(-0.05, 0.05) if self.name.endswith("bias") else Uniform(0.8, 1.2)
 
 
 def read_layouts(model: PreTrainedModel) -> dict[str, TensorLayout]:

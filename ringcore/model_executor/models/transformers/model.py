@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ringcore.attention.context import ForwardContext
+from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import TransformersSpec
 from ringcore.distributed.parallel import TensorParallel
@@ -42,15 +42,16 @@ def _attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_size]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_size]
-    value: torch.Tensor,  # as key
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, v_head_size]
     attention_mask: None,
     *,
     ringcore: _Pass,
+    s_aux: torch.Tensor | None = None,  # [num_heads], sinks
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """-> [1, num_tokens, num_heads, head_size]."""
+    """-> [1, num_tokens, num_heads, v_head_size]."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return ringcore.layers[module](q, k, v, ringcore.ctx)[None], None
+    return ringcore.layers[module](q, k, v, ringcore.ctx, s_aux)[None], None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -129,8 +130,11 @@ class TransformersModel(CausalLM):
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, equal on every rank; in `out` where given."""
+    def compute_logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT
+    ) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, equal on every rank; in `out` where given.
+        tokens: nothing here depends on it."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.float().contiguous() if out is None else out.copy_(logits)
 
@@ -181,19 +185,11 @@ def _head_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
-    """Raises `Refused` where the KV cache does not hold all that a later token needs, or a backend cannot compute
-    it."""
+    """Raises `Refused` where the KV cache does not hold all that a later token needs."""
     if len(calls) != num_layers:
         raise Refused(f"it has {len(calls)} attention calls in {num_layers} layers, and the others have another state")
     if len({call.module for call in calls}) != num_layers:
         raise Refused("a layer is computed more than once")
-    for call in calls:
-        if call.softcap is not None:
-            raise Refused("its attention caps its scores (softcap)")
-        if call.has_sinks:
-            raise Refused("its attention has sinks")
-        if call.v_head_size != call.head_size:
-            raise Refused(f"its values have {call.v_head_size} numbers a head, its keys {call.head_size}")
 
 
 def _attention_layers(calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int) -> list[Attention]:
@@ -206,5 +202,16 @@ def _attention_layers(calls: Sequence[AttentionCall], on_rank: Sequence[Attentio
             raise Refused(
                 f"{call.num_heads} attention and {call.num_kv_heads} KV heads cannot be split over {ranks} ranks"
             )
-        layers.append(Attention(index, *heads, call.head_size, call.scale, call.sliding_window))
+        layers.append(
+            Attention(
+                index,
+                *heads,
+                call.head_size,
+                call.scale,
+                call.sliding_window,
+                v_head_size=call.v_head_size,
+                softcap=call.softcap,
+                has_sinks=call.has_sinks,
+            )
+        )
     return layers
