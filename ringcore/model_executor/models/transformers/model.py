@@ -95,6 +95,11 @@ class TransformersModel(CausalLM):
             elif leaf == "weight":
                 self._weights += shares[module].weights(layout, layouts.get(f"{module}.bias"))
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether the model says how its linears are split over ranks."""
+        return bool(self._model.tp_plan)
+
     def weights(self) -> Sequence[Weight]:
         return self._weights
 

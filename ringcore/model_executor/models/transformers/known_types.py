@@ -1,0 +1,94 @@
+"""What can be done with each type of causal LM that the installed transformers has, by building it on meta.
+
+A program of its own, which `ringcore models` runs: `python -m ... [TYPE ...]` writes a JSON object a line, a type each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ringcore.attention.layer import Attention
+from ringcore.checkpoint import ModelFiles, TransformersSpec
+from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.transformers_spec import read_transformers_spec
+from ringcore.distributed.parallel import SingleRank
+from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.model_executor.models.transformers.model import TransformersModel
+
+__all__ = ["KnownType", "known_type"]
+
+_PATH = "the default configuration"  # in place of a file, in errors
+
+
+class KnownType(msgspec.Struct, frozen=True):
+    model_type: str
+    architecture: str
+    model_impl: str  # what "auto" takes: "native", "transformers", or "refused"
+    reason: str = ""  # of a refusal
+    attention: list[str] = []  # what its layers have beside causal attention
+    tensor_parallel: bool = False  # whether there is a plan that splits its linears; without, each rank has all of it
+
+
+def known_type(model_type: str) -> KnownType:
+    """By the default configuration of the type, cut to a few layers."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    architecture = name if isinstance(name, str) else name[0]
+    is_native = FAMILIES.native([architecture]) is not None
+    try:
+        model = TransformersModel(_spec(model_type).few_layers(), SingleRank(), torch.bfloat16, 1)
+    except ModelLoadError as error:
+        reason = str(error.details.get("reason") or error)
+        return KnownType(model_type, architecture, "native" if is_native else "refused", "" if is_native else reason)
+    return KnownType(
+        model_type,
+        architecture,
+        "native" if is_native else "transformers",
+        attention=sorted({kind for layer in model.attention_layers for kind in _kinds(layer)}),
+        tensor_parallel=is_native or model.has_plan,
+    )
+
+
+def _kinds(layer: Attention) -> list[str]:
+    given = {
+        "sliding window": layer.sliding_window is not None,
+        "softcap": layer.softcap is not None,
+        "sinks": layer.has_sinks,
+        "values of another width": layer.v_head_size is not None,
+    }
+    return [kind for kind, has in given.items() if has]
+
+
+def _spec(model_type: str) -> TransformersSpec:
+    try:
+        config = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    except Exception as error:  # some configurations have no defaults that pass their own checks
+        reason = f"it has no default configuration: {type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ModelLoadError(f"{model_type}: {reason}", reason=reason) from error
+    files = ModelFiles("dummy", _PATH, None, [], _PATH)
+    return read_transformers_spec(Metadata({**config, "model_type": model_type}, _PATH), files)
+
+
+def main(types: Sequence[str]) -> None:
+    logging.disable(logging.WARNING)  # transformers warns of its own default configurations
+    warnings.simplefilter("ignore")
+    for model_type in types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            row = KnownType(model_type, "", "refused", "transformers has no causal LM of this type")
+        else:
+            row = known_type(model_type)
+        sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
