@@ -84,9 +84,14 @@ def check_checkpoint(files: ModelFiles, spec: ModelSpec, families: Families) -> 
 
 
 def check_tensors(
-    expected: Mapping[str, Shape], found: Mapping[str, Shape], path: str, file_of: Callable[[str], str]
+    expected: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    path: str,
+    file_of: Callable[[str], str],
+    may_ignore: Callable[[str], bool] = is_dispensable,
 ) -> None:
-    """Checks that every tensor exists in the right shape, and none is unused. file_of: a tensor's file, for errors.
+    """Checks that every tensor exists in the right shape, and none is unused but those that the model may ignore.
+    file_of: a tensor's file, for errors.
 
     Raises `ModelLoadError` that names the tensor, the file and both shapes.
     """
@@ -107,7 +112,7 @@ def check_tensors(
                 path=file,
                 tensor=name,
             )
-    unused = [name for name in found if name not in expected and not is_dispensable(name)]
+    unused = [name for name in found if name not in expected and not may_ignore(name)]
     if unused:
         file = file_of(unused[0])
         raise ModelLoadError(

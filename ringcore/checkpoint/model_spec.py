@@ -83,6 +83,7 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
 
     model_type: str
     config: str  # config.json, as JSON
+    weight_files: list[str]  # whose tensors may have older names than those that transformers saves
     layers_field: str  # the name of `num_layers` in it
     layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
 

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from ringcore.checkpoint import ModelFiles
-from ringcore.checkpoint.expected_tensors import check_tensors
+from ringcore.checkpoint.expected_tensors import check_tensors, is_dispensable
 from ringcore.model_executor.staging import CopyEvent, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Uniform, Weight, WeightPart
@@ -47,17 +47,23 @@ def load_weights(
 
 @contextmanager
 def pending_weights(
-    weights: Sequence[Weight], files: ModelFiles, seed: int, device: torch.device, allocate: Allocate | None = None
+    weights: Sequence[Weight],
+    files: ModelFiles,
+    seed: int,
+    device: torch.device,
+    allocate: Allocate | None = None,
+    may_ignore: Callable[[str], bool] = is_dispensable,
 ) -> Iterator[PendingWeights | PrefetchedWeights]:
     """The weights by name, each to be popped once. `seed` matters to dummy weights only.
 
     Without `allocate` each weight is allocated and read when it is popped: a model that packs its weights as it pops
     them never holds all of them twice. With it, all weights share one allocation and are prefetched by several threads
     from now on, and `pop` waits for the weight in question. Only this rank's slices are read. Raises `ModelLoadError`,
-    here and not later, if a tensor is missing, has another shape than the model's, or has no place in the model.
+    here and not later, if a tensor is missing, has another shape than the model's, or has no place in the model and is
+    none that it may ignore.
     """
     with open_source(files, seed) as source:
-        _check(weights, files, source)
+        _check(weights, files, source, may_ignore)
         if allocate is None:
             yield PendingWeights(weights, source, device)
             return
@@ -154,8 +160,10 @@ def _carved(weights: Sequence[Weight], device: torch.device, allocate: Allocate)
     }
 
 
-def _check(weights: Sequence[Weight], files: ModelFiles, source: TensorSource) -> None:
+def _check(
+    weights: Sequence[Weight], files: ModelFiles, source: TensorSource, may_ignore: Callable[[str], bool]
+) -> None:
     """Before anything is read: every tensor exists in the right shape, and none is left over."""
     if source.shapes is not None:
         expected = {part.checkpoint_name: part.checkpoint_shape for weight in weights for part in weight.parts}
-        check_tensors(expected, source.shapes, files.path, source.file_of)
+        check_tensors(expected, source.shapes, files.path, source.file_of, may_ignore)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from reference import Entry
 
-VOCABULARY, NEW_TOKENS = 199, 8
+VOCABULARY, NEW_TOKENS = 198, 8
 # Around the edges of blocks of 4 tokens and chunks of 16, and several chunks.
 PROMPTS = [[3 + (7 * i + j * j + j // 5) % 190 for j in range(n)] for i, n in enumerate([1, 4, 15, 16, 17, 40])]
 

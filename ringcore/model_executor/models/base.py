@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
@@ -32,6 +33,10 @@ class CausalLM(ABC):
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """Every tensor of this rank: its final (fused, sharded) shape and the checkpoint slices that fill it."""
+
+    def may_ignore(self, checkpoint_name: str) -> bool:
+        """Whether a checkpoint may have this tensor though the model does not use it."""
+        return is_dispensable(checkpoint_name)
 
     @abstractmethod
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:

@@ -48,7 +48,7 @@ class LoadedModel:
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
         allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
-        with pending_weights(weights, files, seed, platform.device, allocate) as tensors:
+        with pending_weights(weights, files, seed, platform.device, allocate, model.may_ignore) as tensors:
             final = tensors.final
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()

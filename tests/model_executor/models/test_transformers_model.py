@@ -57,13 +57,15 @@ def theirs(folder, model_type: str, **options: Any):
     return model
 
 
-def built(folder, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    spec = read_model_spec(find_model(folder, "dummy"), FAMILIES, "transformers")
+def built(
+    folder, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32, load_format: str = "dummy"
+) -> Any:
+    spec = read_model_spec(find_model(folder, load_format), FAMILIES, "transformers")
     return build_model(spec, tp or SingleRank(), dtype, 64)
 
 
 def loaded(folder, tp: TensorParallel | None = None, load_format: str = "auto") -> Any:
-    model = built(folder, tp)
+    model = built(folder, tp, load_format=load_format)
     model.bind(load_weights(model.weights(), find_model(folder, load_format), 0, CPU))
     return model
 
@@ -108,6 +110,20 @@ def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
         assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 16, 32)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_two_ranks_share_the_vocabulary(tmp_path, is_tied):
+    hf = theirs(tmp_path, "olmo2", tie_word_embeddings=is_tied, vocab_size=96)
+
+    def run(tp: TensorParallel) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+        model = loaded(tmp_path, tp)
+        tables = [weight.shape for weight in model.weights() if "embed" in weight.name or "head" in weight.name]
+        return tables, DenseRun(model, 64, 1, device=CPU).step({0: PROMPTS[0]})
+
+    for tables, logits in on_all_ranks(2, run):
+        assert tables == [(48, 32)] * (1 if is_tied else 2)
+        torch.testing.assert_close(logits, logits_of(hf, PROMPTS[0]), atol=1e-4, rtol=1e-4)
+
+
 class Rank(TensorParallel):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -126,7 +142,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path):
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED = {
     "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution"),
-    "bloom": ({"max_position_embeddings": 64}, "softmax"),
+    "bloom": ({"max_position_embeddings": 64}, "in _softmax|in cumsum"),
     "falcon": ({}, "its own code"),
     "roberta": ({"is_decoder": True}, "cumsum"),
     "bert": ({}, "looks at later tokens|neither causal"),
@@ -220,6 +236,24 @@ def test_experts_of_the_checkpoint_fill_one_tensor(tmp_path):
     experts = loaded(tmp_path)._model.model.layers[1].mlp.experts
     torch.testing.assert_close(experts.gate_up_proj, hf.model.layers[1].mlp.experts.gate_up_proj, atol=0, rtol=0)
     torch.testing.assert_close(experts.down_proj, hf.model.layers[1].mlp.experts.down_proj, atol=0, rtol=0)
+
+
+def test_names_without_that_of_the_body_are_read(tmp_path):
+    """As the files of models that were saved without their head have them."""
+    from safetensors.torch import load_file, save_file
+
+    hf, file = theirs(tmp_path, "gpt2", **GPT2), tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    assert "wte.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+    logits = DenseRun(loaded(tmp_path), 64, 1, device=CPU).step({0: PROMPTS[0]})
+    torch.testing.assert_close(logits, logits_of(hf, PROMPTS[0]), atol=1e-4, rtol=1e-4)
+
+
+def test_what_transformers_leaves_out_of_a_checkpoint_may_be_left_out(tmp_path):
+    model = built(written(tmp_path, "glm4_moe", n_routed_experts=4, head_dim=8, num_experts_per_tok=2))
+    assert model.may_ignore("model.layers.92.eh_proj.weight")
+    assert not model.may_ignore("model.layers.0.extra")
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,20 @@ views: a checkpoint's tensor is then a view of the model's, and its offset and s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from ringcore.model_executor.models.transformers.attention_calls import Refused
 from ringcore.model_executor.weight import Uniform, Weight, WeightPart
@@ -72,9 +78,12 @@ class TensorLayout:
         return Uniform(-0.05, 0.05) if self.name.endswith("bias") else Uniform(0.8, 1.2)
 
 
-def read_layouts(model: PreTrainedModel) -> dict[str, TensorLayout]:
-    """By name, of every tensor of a model on meta that a checkpoint has: not of those tied to another one. Raises
-    `Refused`."""
+def read_layouts(model: PreTrainedModel, found: Collection[str] = ()) -> dict[str, TensorLayout]:
+    """By name, of every tensor of a model on meta that a checkpoint has: not of those tied to another one.
+
+    found: the names in the checkpoint. Where it has other ones than transformers would save (without the name of the
+    body, or older ones), those are taken that transformers would load. Raises `Refused`.
+    """
     tied = set(model.all_tied_weights_keys)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     for name, tensor in tensors.items():
@@ -90,7 +99,27 @@ def read_layouts(model: PreTrainedModel) -> dict[str, TensorLayout]:
             raise Refused(f"the checkpoint's tensor {checkpoint_name!r} has another layout than a slice of the model's")
         rows = view.storage_offset() // math.prod(view.shape[1:])
         pieces[owner].append(_Piece(checkpoint_name, tuple(view.shape), rows))
-    return {name: _checked(name, tensor, pieces[name]) for name, tensor in tensors.items()}
+    layouts = {name: _checked(name, tensor, pieces[name]) for name, tensor in tensors.items()}
+    if not found or all(name in found for name in saved):
+        return layouts
+    return layouts | _under_found_names(model, layouts, found)
+
+
+def _under_found_names(
+    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], found: Collection[str]
+) -> dict[str, TensorLayout]:
+    """The layouts of whole tensors that the checkpoint has under another name."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    state = model.state_dict()
+    renamed = {}
+    for other in found:
+        name, pattern = rename_source_key(other, renamings, converters, model.base_model_prefix, state)
+        layout = layouts.get(name)
+        if pattern is None and layout is not None and layout.is_whole and layout.pieces[0].checkpoint_name not in found:
+            renamed[name] = replace(layout, pieces=(replace(layout.pieces[0], checkpoint_name=other),))
+    return renamed
 
 
 def _has_rows_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:

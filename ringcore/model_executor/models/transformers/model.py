@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,19 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
-from ringcore.checkpoint import TransformersSpec
+from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, AttentionCall, Refused, record
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers, module_of
-from ringcore.model_executor.models.transformers.tensor_parallel import shard
+from ringcore.model_executor.models.transformers.tensor_parallel import (
+    ShardedEmbedding,
+    ShardedLinear,
+    shard,
+    weights_of,
+)
 from ringcore.model_executor.weight import Tensors, Weight
 
 __all__ = ["TransformersModel"]
@@ -75,7 +81,7 @@ class TransformersModel(CausalLM):
         model, num_positions = _on_meta(spec, dtype), spec.max_position_embeddings
         _check_calls(record(model, num_positions, has_positions=False), spec.num_layers)
         calls = record(model, num_positions, is_masked=True)
-        layouts = read_layouts(model)
+        layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
         shares = {} if tp.size == 1 else shard(model, layouts, tp.detached())
         on_rank = record(model, num_positions)
         self.vocab_size = spec.vocab_size
@@ -83,17 +89,18 @@ class TransformersModel(CausalLM):
         self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
         self._model, self._body, self._head = model, model.base_model, _head_of(model)
         self._check_head(spec)
-        for share in shares.values():
-            share.tp = tp  # while the passes were recorded no other rank took part
+        for module in model.modules():
+            if isinstance(module, ShardedLinear | ShardedEmbedding):
+                module.tp = tp  # while the passes were recorded no other rank took part
         make_buffers(model)
         model.config._attn_implementation = _ATTENTION
         self._weights = []
         for name, layout in layouts.items():
-            module, _, leaf = name.rpartition(".")
-            if module not in shares:
+            path, _, leaf = name.rpartition(".")
+            if path not in shares:
                 self._weights.append(layout.weight())
             elif leaf == "weight":
-                self._weights += shares[module].weights(layout, layouts.get(f"{module}.bias"))
+                self._weights += weights_of(shares[path], layout, layouts.get(f"{path}.bias"))
 
     @property
     def has_plan(self) -> bool:
@@ -102,6 +109,11 @@ class TransformersModel(CausalLM):
 
     def weights(self) -> Sequence[Weight]:
         return self._weights
+
+    def may_ignore(self, checkpoint_name: str) -> bool:
+        """Also what transformers leaves out by its model class: layers that only predict several tokens at once."""
+        patterns = self._model._keys_to_ignore_on_load_unexpected
+        return super().may_ignore(checkpoint_name) or any(re.search(one, checkpoint_name) for one in patterns)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Nothing is derived from the tensors: updatable or not, the model computes from them."""

@@ -1,4 +1,5 @@
-"""Tensor parallelism by the model's own plan: its linears are replaced by this rank's share of them.
+"""Tensor parallelism by the model's own plan: its linears are replaced by this rank's share of them, and so are the
+embedding and the head where they are split alike.
 
 What the plan names in a way that is not a linear's (experts), what does not divide, and what it does not name is whole
 on every rank, and computed by every rank alike. Where only one of two linears that need each other could be split,
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from ringcore.model_executor.models.transformers.checkpoint_layout import Tensor
 from ringcore.model_executor.models.transformers.construction import module_of
 from ringcore.model_executor.weight import Weight
 
-__all__ = ["ShardedLinear", "shard"]
+__all__ = ["ShardedEmbedding", "ShardedLinear", "Share", "shard", "weights_of"]
 
 Split = Literal["outputs", "inputs"]
 # By style of a plan: (what is split, whether the other side of the linear is whole on every rank). The names with "rep"
@@ -59,32 +60,87 @@ class ShardedLinear(nn.Module):
         out = self.tp.all_reduce(nn.functional.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
 
-    def weights(self, weight: TensorLayout, bias: TensorLayout | None) -> list[Weight]:
-        rank, dim = self.tp.rank, 0 if self.split == "outputs" else 1
-        length = self.weight.shape[dim]
-        shares = [weight.slice(dim, rank * length, length)]
-        if bias is not None:
-            shares.append(bias.slice(0, rank * length, length) if dim == 0 else bias.weight())
-        return shares
+    @property
+    def dim(self) -> int:
+        """Of the weight, that along which it is split."""
+        return 0 if self.split == "outputs" else 1
 
 
-def shard(model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel) -> dict[str, ShardedLinear]:
-    """Replaces the linears that can be split, with `tp`; -> the shares by the linear's name."""
+class ShardedEmbedding(nn.Module):
+    """An embedding split by its vocabulary: an equal, contiguous range of the ids on each rank."""
+
+    dim = 0
+
+    def __init__(self, embedding: nn.Embedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        rows, width = embedding.weight.shape
+        self.weight = nn.Parameter(embedding.weight.new_empty(rows // tp.size, width), requires_grad=False)
+        self.register_parameter("bias", None)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [...] int64 -> [..., hidden_size]. Each id belongs to one rank; the others add zeros."""
+        rows = input_ids - self.tp.rank * len(self.weight)
+        elsewhere = (rows < 0) | (rows >= len(self.weight))
+        hidden = nn.functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+Share = ShardedLinear | ShardedEmbedding
+
+
+def weights_of(share: Share, weight: TensorLayout, bias: TensorLayout | None) -> list[Weight]:
+    """This rank's slices; a bias over what is not split is whole, and added after the sum over ranks."""
+    rank, length = share.tp.rank, share.weight.shape[share.dim]
+    slices = [weight.slice(share.dim, rank * length, length)]
+    if bias is not None:
+        slices.append(bias.slice(0, rank * length, length) if share.dim == 0 else bias.weight())
+    return slices
+
+
+def shard(model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel) -> dict[str, Share]:
+    """Replaces the modules that can be split, with `tp`; -> the shares by the module's name."""
     plan = {re.compile(key.replace(".", r"\.").replace("*", r"\d+")): style for key, style in model.tp_plan.items()}
-    shares: dict[str, ShardedLinear] = {}
+    shares: dict[str, Share] = {}
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), "")
-        if type(module) is not nn.Linear or style not in _STYLES:
+        layout = layouts.get(f"{name}.weight")
+        if layout is None or not layout.is_whole or _is_tied(model, name):
             continue
-        split, whole = _STYLES[style]
-        size = module.out_features if split == "outputs" else module.in_features
-        layout = layouts.get(f"{name}.weight")  # none where it is tied: the other one is whole
-        if layout is not None and layout.is_whole and size % tp.size == 0 and not _is_tied(model, name):
-            shares[name] = ShardedLinear(module, split, whole, tp)
-    for name, share in shares.items():
+        if type(module) is nn.Linear and style in _STYLES:
+            split, whole = _STYLES[style]
+            size = module.out_features if split == "outputs" else module.in_features
+            if size % tp.size == 0:
+                shares[name] = ShardedLinear(module, split, whole, tp)
+        elif module is model.get_input_embeddings() and _can_split(module, tp):
+            shares[name] = ShardedEmbedding(module, tp)
+    head = _tied_vocabulary(model, layouts, tp, shares)
+    for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
         setattr(parent, leaf, share)
     return shares
+
+
+def _tied_vocabulary(
+    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel, shares: dict[str, Share]
+) -> dict[str, Share]:
+    """Embedding and head that share one table, if both can be split: the embedding is added to `shares`, the head,
+    which has no tensor of its own, is returned."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    if not _can_split(embedding, tp) or type(head) is not nn.Linear or head.bias is not None:
+        return {}
+    pair = {f"{names[head]}.weight": f"{names[embedding]}.weight"}
+    layout = layouts.get(f"{names[embedding]}.weight")
+    if dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
+        return {}
+    shares[names[embedding]] = ShardedEmbedding(embedding, tp)
+    return {names[head]: ShardedLinear(head, "outputs", True, tp)}
+
+
+def _can_split(module: nn.Module, tp: TensorParallel) -> TypeGuard[nn.Embedding]:
+    """A subclass may compute something else than an embedding."""
+    return type(module) is nn.Embedding and module.num_embeddings % tp.size == 0
 
 
 def _is_tied(model: PreTrainedModel, name: str) -> bool:
