@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine import generate, make_core, tokens
 from reference import differences, load
-from transformers_models import MODELS, NEW_TOKENS, PROMPTS, saved
+from transformers_models import MODELS, NEW_TOKENS, PROMPTS, config_of, saved
 
 from ringcore import SamplingParams
 
@@ -43,6 +43,29 @@ def test_two_ranks_give_the_tokens_of_transformers(model_type, folder):
     path, entries = saved(model_type, folder)
     with make_core(path, tensor_parallel_size=2, **OPTIONS) as core:
         assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral"])
+def test_preempted_requests_have_the_same_tokens(model_type, folder):
+    path, entries = saved(model_type, folder)
+    few = OPTIONS | {"num_blocks_override": 14, "max_model_len": 48}  # the longest request takes 12 of them
+    with make_core(path, executor="uniproc", **few) as core:
+        assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+        assert core.stats().num_preemptions > 0
+
+
+def test_asleep_and_awake_again(folder):
+    path, entries = saved("olmo2", folder)
+    with make_core(path, executor="uniproc", enable_sleep_mode=True, **OPTIONS) as core:
+        core.sleep()
+        core.wake_up()
+        assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+
+
+def test_random_weights_need_only_the_configuration(tmp_path):
+    config_of("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
+    with make_core(str(tmp_path), executor="uniproc", load_format="dummy", **OPTIONS | {"model_impl": "auto"}) as core:
+        assert [len(one) for one in tokens(generate(core, PROMPTS, GREEDY))] == [NEW_TOKENS] * len(PROMPTS)
 
 
 @pytest.mark.real_model
