@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-__all__ = ["RECORD", "AttentionCall", "Refused", "record"]
+__all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record"]
 
 RECORD = "ringcore_record"  # the name of the recording functions in transformers' interfaces
 # What attention functions are told that does not change what they compute, or that is recorded.
@@ -27,11 +27,17 @@ _KNOWN = frozenset(
     {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"}
 )
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
+_MAX_REASON = 160  # characters
 _MAX_ROW = 1 << 18  # positions of a mask that are looked at
 
 
 class Refused(Exception):
     """Why a model cannot run, in one line."""
+
+
+def in_one_line(error: Exception) -> str:
+    """Of an error that transformers or a model raises."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +236,7 @@ def record(
     except Refused:
         raise
     except Exception as error:  # whatever the model's own code raises where it meets something without a value
-        reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise Refused(f"a pass without values fails: {type(error).__name__}: {reason[:160]}") from error
+        raise Refused(f"a pass without values fails: {in_one_line(error)}") from error
     if mixing is not None and has_positions and mixing.counts_positions and not mixing.reads_positions:
         raise Refused("it counts the positions of its tokens itself")
     return [one.call(num_positions, is_masked) for one in recorded]

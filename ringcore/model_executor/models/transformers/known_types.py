@@ -9,7 +9,8 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
+from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.model import TransformersModel
 
 __all__ = ["KnownType", "known_type"]
@@ -40,12 +42,12 @@ class KnownType(msgspec.Struct, frozen=True):
 
 
 def known_type(model_type: str) -> KnownType:
-    """By the default configuration of the type, cut to a few layers."""
+    """By the default configuration of the type, cut to a few layers where that can be built."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     architecture = name if isinstance(name, str) else name[0]
     is_native = FAMILIES.native([architecture]) is not None
     try:
-        model = TransformersModel(_spec(model_type).few_layers(), SingleRank(), torch.bfloat16, 1)
+        model = _built(_spec(model_type))
     except ModelLoadError as error:
         reason = str(error.details.get("reason") or error)
         return KnownType(model_type, architecture, "native" if is_native else "refused", "" if is_native else reason)
@@ -56,6 +58,16 @@ def known_type(model_type: str) -> KnownType:
         attention=sorted({kind for layer in model.attention_layers for kind in _kinds(layer)}),
         tensor_parallel=is_native or model.has_plan,
     )
+
+
+def _built(spec: TransformersSpec) -> TransformersModel:
+    few = spec.few_layers()
+    try:
+        return TransformersModel(few, SingleRank(), torch.bfloat16, 1)
+    except ModelLoadError:  # some have more fields by layer than can be told by their length
+        if few == spec:
+            raise
+    return TransformersModel(spec, SingleRank(), torch.bfloat16, 1)
 
 
 def _kinds(layer: Attention) -> list[str]:
@@ -72,10 +84,27 @@ def _spec(model_type: str) -> TransformersSpec:
     try:
         config = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
     except Exception as error:  # some configurations have no defaults that pass their own checks
-        reason = f"it has no default configuration: {type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"it has no default configuration: {in_one_line(error)}"
         raise ModelLoadError(f"{model_type}: {reason}", reason=reason) from error
     files = ModelFiles("dummy", _PATH, None, [], _PATH)
-    return read_transformers_spec(Metadata({**config, "model_type": model_type}, _PATH), files)
+    return read_transformers_spec(Metadata(config | _left_open(config), _PATH), files)
+
+
+def _left_open(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a default configuration has as a field without a value, though the model needs one; and a model that may be
+    an encoder is to be a decoder."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    fills: dict[str, Any] = {
+        "head_dim": hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None,
+        "num_key_value_heads": heads,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    filled = {name: value for name, value in fills.items() if name in config and config[name] is None}
+    return filled | ({"is_decoder": True} if "is_decoder" in config else {})
 
 
 def main(types: Sequence[str]) -> None:

@@ -20,7 +20,13 @@ from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.models.transformers.attention_calls import RECORD, AttentionCall, Refused, record
+from ringcore.model_executor.models.transformers.attention_calls import (
+    RECORD,
+    AttentionCall,
+    Refused,
+    in_one_line,
+    record,
+)
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers, module_of
 from ringcore.model_executor.models.transformers.tensor_parallel import (
@@ -160,9 +166,7 @@ class TransformersModel(CausalLM):
         try:
             shape = tuple(self.compute_logits(hidden).shape)
         except Exception as error:  # whatever the model's own code raises
-            raise Refused(
-                f"its logits need more than the last hidden states: {type(error).__name__}: {error}"
-            ) from error
+            raise Refused(f"its logits need more than the last hidden states: {in_one_line(error)}") from error
         if shape != (3, spec.vocab_size):
             raise Refused(f"it has {shape[-1]} logits, but its configuration says vocab_size {spec.vocab_size}")
 
@@ -173,7 +177,7 @@ def _on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # transformers' checks of a configuration raise many types
         if isinstance(error, KeyError) and RECORD in error.args:
             raise Refused("its attention is its own code, which nothing can replace") from error
-        raise Refused(f"transformers cannot build it: {type(error).__name__}: {error}") from error
+        raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
 
 
 class _BodyOutput(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not type-checked
