@@ -120,5 +120,5 @@ def test_its_gguf_file_is_read(tmp_path, plus_one):
 
 def test_only_the_table_that_has_it_knows_it(pebble):
     _, folder = pebble
-    with pytest.raises(ModelLoadError, match="'PebbleForCausalLM' is not known; known: Gemma3ForCausalLM, Llama"):
-        read_model_spec(find_model(folder), FAMILIES)
+    with pytest.raises(ModelLoadError, match="'PebbleForCausalLM' has no native model; known: Gemma3ForCausalLM, Ll"):
+        read_model_spec(find_model(folder), FAMILIES, "native")
