@@ -195,6 +195,23 @@ def test_several_steps_are_as_many_single_ones(worker: Worker) -> None:
     assert list(after) == [2, 0, 5], "the rows go on where the message ended"
 
 
+def test_the_first_of_several_steps_may_compute_a_prompt(worker: Worker, reference: Reference) -> None:
+    """The counts are the first step's; each later one computes what the one before it sampled."""
+    new = [admit(0, LONG, range(1, 7)), admit(1, SHORT, range(7, 10))]
+    output = run(worker, {0: 15, 1: 3}, new=new, num_steps=4)
+    assert output.token_ids.reshape(2, 4).tolist() == [reference(LONG, 4), reference(SHORT, 4)]
+
+
+def test_more_steps_in_one_message_than_the_ring_has_slots(worker: Worker, reference: Reference) -> None:
+    """The step after them is launched before the first of them is read by whoever waits for the message."""
+    expected = reference(SHORT, 72)
+    assert sampled(run(worker, {0: 3}, new=[admit(0, SHORT, range(1, 21))]))[0] == expected[0]
+    message = worker.execute_model(make_step({0: 1}, num_steps=70))
+    after = worker.execute_model(make_step({0: 1}))
+    outputs = [message.result(), after.result()]
+    assert [output.token_ids.tolist() for output in outputs if output] == [expected[1:71], expected[71:]]
+
+
 def test_a_worker_without_drafts_gains_one_token_where_it_may_gain_more(worker: Worker, reference: Reference) -> None:
     written = [sampled(run(worker, {0: 3}, new=[admit(0, SHORT, [7, 9, 2])]))[0]]
     for number in range(1, 5):
