@@ -1,4 +1,4 @@
-"""Graphs of mixed steps on a CPU, in two KV cache groups: what a replay reads is the step's and padding, nothing else."""
+"""Graphs of mixed steps on a CPU, in two KV cache groups: a replay reads the step and padding, nothing else."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -30,11 +28,11 @@ class Event:
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedWords]:
+def pinned(monkeypatch: pytest.MonkeyPatch) -> PinnedWords:
     """Three buffers of four words."""
     monkeypatch.setattr(pinned_words, "_BUFFERS", 3)
     monkeypatch.setattr(pinned_words, "_MIN_WORDS", 4)
-    yield PinnedWords(torch.device("cpu"))
+    return PinnedWords(torch.device("cpu"))
 
 
 def fill(pinned: PinnedWords, n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_runner import rows_on_device
-from step_driver import admit, execute, make_config, make_step, run, sampled, start
+from step_driver import admit, make_config, make_step, run, sampled, start
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import decoder, encoder
