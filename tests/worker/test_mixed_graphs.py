@@ -116,6 +116,7 @@ def test_prompts_and_decodes_side_by_side(worker: Worker, mixed_reference: Refer
     step({5: 2, 0: 1, 3: 1}, 5)  # 4, the decodes last
     step({3: 1, 5: 2})
     step({0: 1, 5: 4, 3: 1})  # 6 of 8
+    assert mixed_graphs(worker)._decode_seq_lens.count_nonzero() == 2, "the decodes have their own kernel"
     step({2: 1}, 2)  # 1 of 2
     step({4: 3, 2: 2, 0: 1}, 4)
     step({5: 7, 2: 7, 0: 1, 4: 1, 3: 1})  # 17: too large for a graph

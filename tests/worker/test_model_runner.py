@@ -264,15 +264,20 @@ def poisoned(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> int:
     return token
 
 
-def test_a_row_that_is_not_finite_ends_alone(worker: Worker, reference: Reference, poisoned: int) -> None:
-    bad = [*SHORT, poisoned, 5]
-    output = run(worker, {0: 5, 1: 15}, new=[admit(0, bad, [1, 2, 20]), admit(1, LONG, range(3, 11))])
+@pytest.mark.parametrize("scheduled", [{0: 5, 1: 15}, {1: 3, 0: 5}])
+def test_a_row_that_is_not_finite_ends_alone(
+    worker: Worker, reference: Reference, poisoned: int, scheduled: dict[int, int]
+) -> None:
+    bad, good = [*SHORT, poisoned, 5], LONG[: scheduled[1]]
+    output = run(worker, scheduled, new=[admit(0, bad, [1, 2, 20]), admit(1, good, range(3, 11))])
     assert [error.row for error in output.row_errors] == [0]
-    assert "not finite" in output.row_errors[0].message
+    assert "hidden states are not finite" in output.row_errors[0].message
+    assert worker._runner is not None
+    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches)
     assert list(sampled(output)) == [1]
     # The step after may be under way already when the error arrives: it must run, and the neighbour must go on.
     written = [sampled(output)[1], *decode(worker, [0, 1], 6)[1]]
-    assert written == reference(LONG, 7)
+    assert written == reference(good, 7)
 
 
 def test_a_row_that_breaks_amid_several_steps_is_told_once(
