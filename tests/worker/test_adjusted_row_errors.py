@@ -112,12 +112,38 @@ def test_logits_that_are_not_finite_are_no_bars(
     assert sampled(output) == {1: reference(SHORT, 2)[1]}
 
 
+def test_without_adjustments_logits_that_are_not_finite_mask_no_token(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though token 1, which a sampler finds in their place, is what a row without a token left gets."""
+    assert worker._runner is not None
+    compute = worker._runner.paged.model.compute_logits
+
+    def with_infinity(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = compute(hidden, out)
+        logits[:, 1] = math.inf
+        return logits
+
+    monkeypatch.setattr(worker._runner.paged.model, "compute_logits", with_infinity)
+    outputs = [run(worker, {0: 3}, new=[admit(0, SHORT, [5, 6])]), run(worker, {0: 1})]
+    for output in outputs:
+        assert ["logits are not finite" in error.message for error in output.row_errors] == [True]
+
+
 @pytest.mark.parametrize(("method", "error"), [("admit", "LookupError: told to"), ("apply", "ArithmeticError: told")])
 def test_a_processor_that_raises(worker: Worker, reference: Reference, method: str, error: str) -> None:
     found = beside(worker, asking(extra_args={"push": 3, "fail": method}), reference)
     assert found
     for message in found:
         assert f"the logits processor Pushed raised in {method}: {error}" in message
+
+
+def test_the_first_error_of_a_row_is_told(worker: Worker, reference: Reference) -> None:
+    """What the processor raised, of a row that has no token left besides."""
+    params = {"extra_args": {"push": 3, "fail": "apply"}, "allowed_token_ids": [5]}
+    found = beside(worker, asking([[5]], **params), reference, num_steps=2)
+    assert found
+    assert all("raised in apply" in message for message in found)
 
 
 def test_a_processor_that_raises_when_a_row_leaves_takes_no_more(worker: Worker, reference: Reference) -> None:

@@ -195,6 +195,23 @@ def test_several_steps_are_as_many_single_ones(worker: Worker) -> None:
     assert list(after) == [2, 0, 5], "the rows go on where the message ended"
 
 
+def test_the_first_of_several_steps_may_compute_a_prompt(worker: Worker, reference: Reference) -> None:
+    """The counts are the first step's; each later one computes what the one before it sampled."""
+    new = [admit(0, LONG, range(1, 7)), admit(1, SHORT, range(7, 10))]
+    output = run(worker, {0: 15, 1: 3}, new=new, num_steps=4)
+    assert output.token_ids.reshape(2, 4).tolist() == [reference(LONG, 4), reference(SHORT, 4)]
+
+
+def test_more_steps_in_one_message_than_the_ring_has_slots(worker: Worker, reference: Reference) -> None:
+    """The step after them is launched before the first of them is read by whoever waits for the message."""
+    expected = reference(SHORT, 72)
+    assert sampled(run(worker, {0: 3}, new=[admit(0, SHORT, range(1, 21))]))[0] == expected[0]
+    message = worker.execute_model(make_step({0: 1}, num_steps=70))
+    after = worker.execute_model(make_step({0: 1}))
+    outputs = [message.result(), after.result()]
+    assert [output.token_ids.tolist() for output in outputs if output] == [expected[1:71], expected[71:]]
+
+
 def test_a_worker_without_drafts_gains_one_token_where_it_may_gain_more(worker: Worker, reference: Reference) -> None:
     written = [sampled(run(worker, {0: 3}, new=[admit(0, SHORT, [7, 9, 2])]))[0]]
     for number in range(1, 5):
@@ -247,15 +264,20 @@ def poisoned(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> int:
     return token
 
 
-def test_a_row_that_is_not_finite_ends_alone(worker: Worker, reference: Reference, poisoned: int) -> None:
-    bad = [*SHORT, poisoned, 5]
-    output = run(worker, {0: 5, 1: 15}, new=[admit(0, bad, [1, 2, 20]), admit(1, LONG, range(3, 11))])
+@pytest.mark.parametrize("scheduled", [{0: 5, 1: 15}, {1: 3, 0: 5}])
+def test_a_row_that_is_not_finite_ends_alone(
+    worker: Worker, reference: Reference, poisoned: int, scheduled: dict[int, int]
+) -> None:
+    bad, good = [*SHORT, poisoned, 5], LONG[: scheduled[1]]
+    output = run(worker, scheduled, new=[admit(0, bad, [1, 2, 20]), admit(1, good, range(3, 11))])
     assert [error.row for error in output.row_errors] == [0]
-    assert "not finite" in output.row_errors[0].message
+    assert "hidden states are not finite" in output.row_errors[0].message
+    assert worker._runner is not None
+    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches)
     assert list(sampled(output)) == [1]
     # The step after may be under way already when the error arrives: it must run, and the neighbour must go on.
     written = [sampled(output)[1], *decode(worker, [0, 1], 6)[1]]
-    assert written == reference(LONG, 7)
+    assert written == reference(good, 7)
 
 
 def test_a_row_that_breaks_amid_several_steps_is_told_once(

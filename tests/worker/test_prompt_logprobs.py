@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from device_runner import rows_on_device
-from step_driver import admit, execute, make_config, make_step, run, sampled, start
+from step_driver import admit, make_config, make_step, run, sampled, start
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput
-from ringcore.worker.logits import prompt_logprobs
+from ringcore.worker.logits import prompt_logprobs, sampling_stage
 from ringcore.worker.worker import Worker
 
 VOCAB_SIZE = 97
@@ -116,10 +116,33 @@ def test_all_logprobs_of_what_is_sampled(worker: Worker, tiny_llama: tuple[str, 
         assert found.ranks == [1, *range(1, 1 + count)]
 
 
-def test_only_the_output_rank_keeps_them(tiny_llama: tuple[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_only_the_output_rank_keeps_them(
+    tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The others compute the logits, which all ranks do together, and none of what would be sent."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError
+
+    if device == "gpu":
+        rows_on_device(monkeypatch, plans_on_device=True)
+    monkeypatch.setattr(sampling_stage, "launch_logprobs", fail)
+    monkeypatch.setattr(prompt_logprobs, "logprob_tensors", fail)
     silent = start(Worker(make_config(tiny_llama[0]), 1, None))
-    assert execute(silent, make_step({0: 15}, new=[asking(0, LONG, range(1, 6), 2)])) is None
     assert silent._runner is not None
+    positions: list[int] = []
+    compute_logits = silent._runner._stages.prompt_logprobs._compute_logits
+    monkeypatch.setattr(
+        silent._runner._stages.prompt_logprobs,
+        "_compute_logits",
+        lambda hidden: positions.append(len(hidden)) or compute_logits(hidden),
+    )
+    params = SamplingParams(temperature=0, max_tokens=None, prompt_logprobs=2, logprobs=2)
+    new = admit(0, LONG, range(1, 6), params=params)
+    outputs = [silent.execute_model(make_step({0: n}, new=[new] if n == 9 else [])) for n in (9, 6, 1)]
+    assert [output.result() for output in outputs] == [None] * 3
+    assert positions == [9, 5]
     assert not silent._runner._stages.prompt_logprobs._pending
     silent.shutdown()
 

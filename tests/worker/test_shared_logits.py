@@ -91,9 +91,11 @@ def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None
     fake = FakeCuda()
     monkeypatch.setattr(torch, "cuda", fake)
     for pool in (None, "a pool"):
-        graph, result = graph_capture.capture(lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool)
+        graph, result = graph_capture.capture(
+            lambda: seen.append((fake.current, fake.is_capturing)) or "out", pool, lambda: seen.append("warm")
+        )
         assert (graph, result) == ("graph", "out")
-    assert seen == [("side", False), ("side", True)] * 2
+    assert seen == [("side", False), "warm", ("side", True)] * 2
     assert fake.pools == [None, "a pool"]
     assert fake.waits == [("side", "main"), ("main", "side")] * 2
 

@@ -25,7 +25,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 def mixed_sizes(max_tokens: int) -> list[int]:
     """The padded token counts of mixed steps (prefill chunks and decodes), ascending."""
-    return [size for size in _MIXED_SIZES if size < max_tokens] + [min(_MIXED_SIZES[-1], max_tokens)]
+    largest = min(_MIXED_SIZES[-1], max_tokens)
+    return [size for size in _MIXED_SIZES if size < largest] + [largest]
 
 
 def capture(

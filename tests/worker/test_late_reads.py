@@ -1,0 +1,106 @@
+"""Steps that are read after others were launched: what a read changes is its own request's, not that of the next in the
+row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from device_runner import rows_on_device
+from step_driver import admit, decode, make_config, make_step, run, sampled, start
+
+from ringcore.worker.worker import Worker
+
+Reference = Callable[[Sequence[int], int], list[int]]
+
+LONG = [5, 17, 80, 3, 44, 9, 61, 2, 33, 70, 12, 90, 28, 7, 55]
+SHORT = [11, 60, 23]
+POISON = 96
+
+
+@pytest.fixture
+def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """The embedding of a token is NaN."""
+    rows_on_device(monkeypatch, plans_on_device=True)
+    worker = start(Worker(make_config(tiny_llama[0]), 0, None))
+    model: Any = worker._runner.paged.model  # type: ignore[union-attr]
+    embed_tokens = model.embed_tokens
+
+    def embed(input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = embed_tokens(input_ids)
+        hidden[input_ids == POISON] = math.nan
+        return hidden
+
+    monkeypatch.setattr(model, "embed_tokens", embed)
+    yield worker
+    worker.shutdown()
+
+
+def test_the_pages_of_the_next_request_are_not_zeroed(worker: Worker, reference: Reference) -> None:
+    bad = worker.execute_model(make_step({0: 4}, new=[admit(0, [*SHORT, POISON], [1, 2])]))
+    new = admit(0, LONG, range(1, 7))
+    good = worker.execute_model(make_step({0: 15}, finished=[0], new=[new]))
+    told, first = bad.result(), good.result()
+    assert told is not None
+    assert first is not None
+    assert [error.row for error in told.row_errors] == [0]
+    assert first.row_errors == []
+    assert [*first.token_ids.tolist(), *decode(worker, [0], 5)[0]] == reference(LONG, 6)
+
+
+def test_a_row_that_has_left(worker: Worker, reference: Reference) -> None:
+    """Its blocks are no longer known; who gets them next writes them before it reads them."""
+    run(worker, {0: 3}, new=[admit(0, [*SHORT, POISON], [1, 2])])
+    bad = worker.execute_model(make_step({0: 1}))
+    left = worker.execute_model(make_step({}, finished=[0]))
+    told = bad.result()
+    assert told is not None
+    assert [error.row for error in told.row_errors] == [0]
+    assert left.result() is not None
+    first = sampled(run(worker, {0: 15}, new=[admit(0, LONG, range(1, 7))]))
+    assert [first[0], *decode(worker, [0], 3)[0]] == reference(LONG, 4)
+
+
+def test_the_tokens_of_the_next_request_are_not_overwritten(worker: Worker, reference: Reference) -> None:
+    """Both need their tokens on the host; the old one's is sampled at a position of the new one's prompt."""
+    words = [[90, 90, 90]]
+    old = worker.execute_model(make_step({0: 3}, new=[admit(0, SHORT, [1, 2], bad_words=words)]))
+    chunk = worker.execute_model(make_step({0: 2}, finished=[0], new=[admit(0, LONG, range(1, 7), bad_words=words)]))
+    for message in (old, chunk):
+        message.result()
+    first = sampled(run(worker, {0: 13}))
+    assert [first[0], *decode(worker, [0], 3)[0]] == reference(LONG, 4)
+
+
+def test_a_row_that_needs_its_tokens_waits_for_every_step_that_has_some(worker: Worker, reference: Reference) -> None:
+    """Two steps of a row each are in flight when both rows go on: the second word of either is barred."""
+    expected = {0: reference(SHORT, 2), 1: reference(LONG, 2)}
+    new = [admit(0, SHORT, [1, 2], bad_words=[expected[0]]), admit(1, LONG, range(3, 9), bad_words=[expected[1]])]
+    messages = [make_step({0: 3}, new=new[:1]), make_step({1: 15}, new=new[1:]), make_step({0: 1, 1: 1})]
+    outputs = [launched.result() for launched in [worker.execute_model(message) for message in messages]]
+    first_0, first_1, seconds = [output.token_ids.tolist() for output in outputs if output]
+    assert (first_0, first_1) == (expected[0][:1], expected[1][:1])
+    assert seconds[0] != expected[0][1]
+    assert seconds[1] != expected[1][1]
+
+
+def test_a_step_without_rows_is_written_at_once(worker: Worker) -> None:
+    """The writes of one launch have no order among them: the next message may admit another request to the row."""
+    runner: Any = worker._runner
+    state = runner.launcher._device_rows.state
+    before = state.clone()
+    worker.execute_model(make_step({}, new=[admit(0, SHORT, [1, 2])])).result()
+    assert not torch.equal(state, before)
+
+
+def test_a_rank_without_output_zeroes_its_pages_too(tiny_llama: tuple[str, Any], worker: Worker) -> None:
+    silent = start(Worker(make_config(tiny_llama[0]), 1, None))
+    assert silent._runner is not None
+    model: Any = silent._runner.paged.model
+    model.embed_tokens = worker._runner.paged.model.embed_tokens  # type: ignore[union-attr, attr-defined]
+    assert silent.execute_model(make_step({0: 4}, new=[admit(0, [*SHORT, POISON], [1, 2])])).result() is None
+    assert all(torch.isfinite(cache).all() for cache in silent._runner.paged.kv_caches)
+    silent.shutdown()
