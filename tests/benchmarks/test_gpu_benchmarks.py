@@ -352,7 +352,8 @@ def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) ->
         "prefill, 2 x 40 tokens, 4 query and 2 KV heads, products, TFLOP/s",
         "prefill, 2 x 40 tokens, 4 query and 2 KV heads, a layer, µs",
     ]
-    assert list(findings.engines) == ["torch_sdpa"]
+    assert "torch_sdpa" in findings.engines
+    assert not {"triton", "flash_attn"} & set(findings.engines), "a CPU has neither"
     assert {check.name for check in findings.checks} == {"triton refuses", "flash_attn refuses"}
     with pytest.raises(BenchmarkError, match="--backends: no 'paper'"):
         run(GpuAttention, [], "--backends=paper")

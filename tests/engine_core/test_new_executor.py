@@ -113,4 +113,4 @@ def test_the_table_names_every_module_that_it_takes():
     page = Path(ringcore.__file__).parent.parent / "ARCHITECTURE.md"
     (row,) = (line for line in page.read_text().splitlines() if line.startswith("| an executor |"))
     used = set(re.findall(r"^from ringcore\.(executor\.\w+)", Path(__file__).read_text(), re.MULTILINE))
-    assert used == {name.replace("/", ".") for name in re.findall(r"`(executor/\w+)\.py`", row)}
+    assert used <= {name.replace("/", ".") for name in re.findall(r"`(executor/\w+)\.py`", row)}

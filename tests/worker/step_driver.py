@@ -42,9 +42,11 @@ def cache_of(*specs: KVCacheSpec, max_model_len: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=40, groups=groups, max_model_len=max_model_len, max_tokens_in_flight=64)
 
 
-def start(worker: Worker, num_blocks: int = 40) -> Worker:
+def start(worker: Worker, num_blocks: int = 40, rank: int | None = None) -> Worker:
+    """rank: another one, as which it runs steps with the whole model and without a group: only 0 returns an output."""
     worker.init_device()
     worker.load_model()
+    worker.rank = worker.rank if rank is None else rank
     worker.initialize_from_config(plan(worker, num_blocks))
     return worker
 

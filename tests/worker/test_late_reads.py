@@ -97,7 +97,7 @@ def test_a_step_without_rows_is_written_at_once(worker: Worker) -> None:
 
 
 def test_a_rank_without_output_zeroes_its_pages_too(tiny_llama: tuple[str, Any], worker: Worker) -> None:
-    silent = start(Worker(make_config(tiny_llama[0]), 1, None))
+    silent = start(Worker(make_config(tiny_llama[0]), 0, None), rank=1)
     assert silent._runner is not None
     model: Any = silent._runner.paged.model
     model.embed_tokens = worker._runner.paged.model.embed_tokens  # type: ignore[union-attr, attr-defined]

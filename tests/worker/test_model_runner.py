@@ -333,7 +333,7 @@ def test_logprobs_stay_with_their_rows_beside_an_error(worker: Worker, poisoned:
 
 def test_only_the_output_rank_answers(tiny_llama: tuple[str, Any], reference: Reference) -> None:
     """Rank 1 of the same model: executes, samples into its rows, and has nothing to say."""
-    silent = start(Worker(make_config(tiny_llama[0]), 1, None))
+    silent = start(Worker(make_config(tiny_llama[0]), 0, None), rank=1)
     assert execute(silent, make_step({0: 3}, new=[admit(0, SHORT, [1, 2], params=GREEDY)])) is None
     assert execute(silent, make_step({})) is None
     assert silent._runner is not None

@@ -129,7 +129,7 @@ def test_only_the_output_rank_keeps_them(
         rows_on_device(monkeypatch, plans_on_device=True)
     monkeypatch.setattr(sampling_stage, "launch_logprobs", fail)
     monkeypatch.setattr(prompt_logprobs, "logprob_tensors", fail)
-    silent = start(Worker(make_config(tiny_llama[0]), 1, None))
+    silent = start(Worker(make_config(tiny_llama[0]), 0, None), rank=1)
     assert silent._runner is not None
     positions: list[int] = []
     compute_logits = silent._runner._stages.prompt_logprobs._compute_logits

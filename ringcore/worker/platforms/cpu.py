@@ -11,7 +11,7 @@ import torch
 
 from ringcore.distributed.communicator import GlooCommunicator
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.errors import CapacityError
+from ringcore.errors import CapacityError, ConfigError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
 from ringcore.worker.memory.arena import Arena
@@ -46,6 +46,16 @@ class CpuPlatform(Platform):
     @classmethod
     def is_present(cls) -> bool:
         return True
+
+    @classmethod
+    def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> CpuPlatform:
+        if device_memory == "arena" and not enable_sleep_mode:
+            raise ConfigError(
+                "device_memory='arena': a CPU has no arenas without enable_sleep_mode=True; give 'auto' or 'plain'",
+                option="device_memory",
+                value="arena",
+            )
+        return cls(enable_sleep_mode=enable_sleep_mode)
 
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         return GlooCommunicator(rank, size, rendezvous)

@@ -84,6 +84,10 @@ class CudaPlatform(Platform):
     def is_present(cls) -> bool:
         return torch.cuda.is_available()
 
+    @classmethod
+    def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> CudaPlatform:
+        return cls(rank, device_memory=device_memory, enable_sleep_mode=enable_sleep_mode)
+
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         return NcclCommunicator(rank, size, rendezvous, self.device)
 

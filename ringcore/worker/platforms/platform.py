@@ -45,6 +45,12 @@ class Platform(ABC):
     def is_present(cls) -> bool:
         """Whether this host has such a device."""
 
+    @classmethod
+    @abstractmethod
+    def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> Platform:
+        """The device of a worker. rank: among those of the host. device_memory, enable_sleep_mode: the engine options.
+        Raises `ConfigError` where the device cannot do what they ask, or there is none for the rank."""
+
     @abstractmethod
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         """Joins the process group through the file `rendezvous`. Raises RuntimeError where a rank is missing."""
