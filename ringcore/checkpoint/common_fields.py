@@ -7,18 +7,11 @@ from pathlib import Path
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.checkpoint.safetensors_header import DTYPE_NAMES, TensorIndex
 
 __all__ = ["read_bos_token_id", "read_dtype", "read_eos_token_ids", "refuse_quantized"]
 
-_DTYPES = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}
+_DTYPES = ("float32", "float16", "bfloat16")  # that a model is computed in
 
 
 def refuse_quantized(config: Metadata) -> None:
@@ -31,10 +24,11 @@ def read_dtype(config: Metadata, files: ModelFiles) -> str:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             name = config.text(key).removeprefix("torch.")
-            if name not in ("float32", "float16", "bfloat16"):
+            if name not in _DTYPES:
                 raise config.error(key, f"is {name!r}; float32, float16 and bfloat16 are known")
             return name
-    found = [_DTYPES[e.dtype] for e in TensorIndex(files.weight_files).values() if e.dtype in _DTYPES]
+    names = [DTYPE_NAMES.get(entry.dtype) for entry in TensorIndex(files.weight_files).values()]
+    found = [name for name in names if name in _DTYPES]
     return max(set(found), key=found.count) if found else "float32"
 
 
