@@ -138,10 +138,22 @@ def test_a_processor_that_raises(worker: Worker, reference: Reference, method: s
         assert f"the logits processor Pushed raised in {method}: {error}" in message
 
 
-def test_the_first_error_of_a_row_is_told(worker: Worker, reference: Reference) -> None:
-    """What the processor raised, of a row that has no token left besides."""
-    params = {"extra_args": {"push": 3, "fail": "apply"}, "allowed_token_ids": [5]}
-    found = beside(worker, asking([[5]], **params), reference, num_steps=2)
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_the_first_error_of_a_row_is_told(
+    worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch, is_finite: bool
+) -> None:
+    """What the processor raised, of a row that has no token left besides, or no finite logits."""
+    params: dict[str, Any] = {"extra_args": {"push": 3, "fail": "apply"}}
+    if is_finite:
+        found = beside(worker, asking([[5]], allowed_token_ids=[5], **params), reference, num_steps=2)
+    else:
+        assert worker._runner is not None
+        model: Any = worker._runner.paged.model
+        monkeypatch.setattr(
+            model, "compute_logits", lambda hidden, out=None: torch.full((len(hidden), VOCAB_SIZE), math.nan)
+        )
+        outputs = [run(worker, {0: 5}, new=[asking(**params)]), run(worker, {0: 1})]
+        found = [error.message for output in outputs for error in output.row_errors]
     assert found
     assert all("raised in apply" in message for message in found)
 

@@ -49,6 +49,17 @@ def decode_sizes(worker: Worker) -> list[int]:
     return list(runner.launcher._decode._graphs)
 
 
+def test_common_sizes_are_there_before_the_first_request(
+    tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_on_device(monkeypatch, plans_on_device=True)
+    decode_graphs_on_cpu(monkeypatch)
+    worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
+    assert decode_sizes(worker) == [1, 8, 4, 2], "but for that of the first dummy step, the largest first"
+    assert worker.stats()["num_graphs_left"] == 1
+    worker.shutdown()
+
+
 def test_one_a_call_the_largest_first(worker: Worker, reference: Reference) -> None:
     assert worker.stats()["num_graphs_left"] == 4
     written = begin(worker)
@@ -109,7 +120,9 @@ def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
     launcher = runner.launcher
     launcher._mixed = MixedGraphs(PagedModel(model, (), (), ()), launcher._device_rows, 64)
     assert worker.stats()["num_graphs_left"] == 7
-    left = [worker.capture_graph() for _ in range(7)]
+    left = [worker.capture_graph() for _ in range(4)]
+    assert lens == [], "they are captured last"
+    left += [worker.capture_graph() for _ in range(3)]
     assert left == [6, 5, 4, 3, 2, 1, 0]
     assert decode_sizes(worker) == [1, 9, 8, 4, 2]
     assert lens == [64, 32, 16]

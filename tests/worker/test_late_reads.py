@@ -75,6 +75,14 @@ def test_the_tokens_of_the_next_request_are_not_overwritten(worker: Worker, refe
     assert [first[0], *decode(worker, [0], 3)[0]] == reference(LONG, 4)
 
 
+def test_a_row_without_a_token_has_an_id_of_the_vocabulary(worker: Worker) -> None:
+    """Its next step may be in flight, and its matcher takes the id."""
+    output = run(worker, {0: 4}, new=[admit(0, [*SHORT, POISON], [1, 2], bad_words=[[90, 90]])])
+    assert [error.row for error in output.row_errors] == [0]
+    assert worker._runner is not None
+    assert worker._runner.rows.token_ids[0, 4] == 0
+
+
 def test_a_row_that_needs_its_tokens_waits_for_every_step_that_has_some(worker: Worker, reference: Reference) -> None:
     """Two steps of a row each are in flight when both rows go on: the second word of either is barred."""
     expected = {0: reference(SHORT, 2), 1: reference(LONG, 2)}
