@@ -7,7 +7,7 @@ from step_driver import admit, cache_of, make_step
 
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from ringcore.worker.rows.input_batch import InputBatch
-from ringcore.worker.rows.request_rows import RequestRows
+from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, RequestRows
 
 CPU = torch.device("cpu")
 
@@ -97,6 +97,13 @@ def test_the_next_input_is_the_rows_own_last_token(rows: RequestRows) -> None:
     batch = gather(rows, {0: 1})
     assert batch.input_ids.tolist() == [77]
     assert batch.positions.tolist() == [6]
+
+
+def test_a_token_that_only_the_device_has_is_a_valid_id(rows: RequestRows) -> None:
+    """Until a kernel puts the token in its place."""
+    rows.advance(np.array([0]), None)
+    rows.append_tokens(np.array([0]), UNKNOWN_TOKEN)
+    assert gather(rows, {1: 1, 0: 1}).input_ids.tolist() == [24, 0]
 
 
 def test_what_is_cached_is_written_to_the_null_block(rows: RequestRows) -> None:

@@ -136,13 +136,28 @@ def test_a_step_uses_the_smallest_graph_that_holds_it(worker: Worker, monkeypatc
     run(worker, {0: 5})
     assert graphs.missing == [2]
     replays: list[int] = []
+    lens: list[int] = []
+    forward = graphs.forward
+    monkeypatch.setattr(graphs, "forward", lambda batch: lens.append(len(found := forward(batch))) or found)
     for size, (graph, hidden) in list(graphs._graphs.items()):
         spy = SimpleNamespace(replay=lambda size=size, graph=graph: (replays.append(size), graph.replay()))
         graphs._graphs[size] = spy, hidden
     run(worker, {0: 3})
     run(worker, {1: 8}, new=[admit(1, OTHER, range(11, 15), range(15, 19))])
     run(worker, {0: 3, 2: 10}, new=[admit(2, OTHER, range(20, 23), range(23, 26))])
-    assert replays == [4, 8]
+    assert (replays, lens) == ([4, 8], [3, 8]), "of the step's tokens, without padding"
+
+
+def test_padding_writes_into_no_block(worker: Worker) -> None:
+    """It has the places in the static buffers at which the step before had tokens."""
+    blocks = [*range(1, 4), *range(4, 7)]
+    run(worker, {0: 8}, new=[admit(0, LONG, blocks[:3], blocks[3:])])
+    assert worker._runner is not None
+    before = [cache[:, :, blocks].clone() for cache in worker._runner.paged.kv_caches]
+    run(worker, {1: 5}, new=[admit(1, OTHER, range(11, 14), range(15, 18))])
+    assert list(mixed_graphs(worker)._graphs) == [8]
+    for cache, old in zip(worker._runner.paged.kv_caches, before, strict=True):
+        assert torch.equal(cache[:, :, blocks], old)
 
 
 def test_a_capture_sees_only_padding(worker: Worker) -> None:

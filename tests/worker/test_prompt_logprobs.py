@@ -93,8 +93,10 @@ def test_rows_that_ask_beside_rows_that_do_not(worker: Worker, tiny_llama: tuple
 def test_a_row_that_ends_or_begins_again(worker: Worker, tiny_llama: tuple[str, Any]) -> None:
     """Of one that was preempted before its first token they are made anew; of one after it they were sent."""
     run(worker, {0: 6}, new=[asking(0, LONG, range(1, 6), 1)])
-    output = run(worker, {1: 9}, finished=[0], new=[asking(1, LONG[:9], range(1, 5), 1)])
-    check(output.prompt_logprobs[0], LONG[:9], 1, tiny_llama[1])
+    new = [asking(1, LONG[:9], range(1, 5), 1), asking(0, LONG, range(6, 11), None)]
+    output = run(worker, {1: 9, 0: 15}, finished=[0], new=new)
+    (found,) = output.prompt_logprobs  # the row that left asked, not the one that has its place
+    check(found, LONG[:9], 1, tiny_llama[1])
     token = sampled(output)[1]
     again = asking(2, [*LONG[:9], token], range(1, 5), 1, num_prompt_tokens=9)
     assert run(worker, {2: 10}, finished=[1], new=[again]).prompt_logprobs == []

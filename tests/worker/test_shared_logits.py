@@ -27,8 +27,8 @@ class Replayed:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.replay = work
 
-    def pool(self) -> None:
-        return None
+    def pool(self) -> str:
+        return "the pool"
 
 
 def outputs(worker: Worker) -> list[ModelRunnerOutput]:
@@ -62,17 +62,20 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     expected = outputs(eager)
     eager.shutdown()
 
-    def captured(work: Callable[[], Any], pool: None, after_warm_up: Callable[[], object] = lambda: None) -> Any:
+    def captured(work: Callable[[], Any], pool: Any, after_warm_up: Callable[[], object] = lambda: None) -> Any:
+        pools.append(pool)
         result = work()
         after_warm_up()
         return Replayed(work), result  # what it returned itself, not a copy
 
+    pools: list[Any] = []
     monkeypatch.setattr(graph_capture, "capture", captured)
     monkeypatch.setattr(device_launcher, "DecodeStep", decode_step.DecodeGraphs)
     worker = worker_of()
     found = outputs(worker)
     assert_same(found, expected)
     assert all(output.logprobs for output in found)
+    assert pools == [None] + ["the pool"] * (len(pools) - 1), "the first graph's, for all"
     graphs: Any = worker._runner
     graphs = graphs.launcher._decode
     assert (set(graphs._graphs), set(graphs._logits_graphs)) == ({1, 2, 4}, {1, 2, 4, 5})
