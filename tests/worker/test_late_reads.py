@@ -12,6 +12,7 @@ import torch
 from device_runner import rows_on_device
 from step_driver import admit, decode, make_config, make_step, run, sampled, start
 
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
 
 Reference = Callable[[Sequence[int], int], list[int]]
@@ -84,15 +85,31 @@ def test_a_row_without_a_token_has_an_id_of_the_vocabulary(worker: Worker) -> No
 
 
 def test_a_row_that_needs_its_tokens_waits_for_every_step_that_has_some(worker: Worker, reference: Reference) -> None:
-    """Two steps of a row each are in flight when both rows go on: the second word of either is barred."""
+    """Of the step between no row that samples needs them, so that it waits for none and adds to those that are unread.
+    The second word that rows 0 and 1 would write is barred."""
     expected = {0: reference(SHORT, 2), 1: reference(LONG, 2)}
-    new = [admit(0, SHORT, [1, 2], bad_words=[expected[0]]), admit(1, LONG, range(3, 9), bad_words=[expected[1]])]
-    messages = [make_step({0: 3}, new=new[:1]), make_step({1: 15}, new=new[1:]), make_step({0: 1, 1: 1})]
-    outputs = [launched.result() for launched in [worker.execute_model(message) for message in messages]]
-    first_0, first_1, seconds = [output.token_ids.tolist() for output in outputs if output]
-    assert (first_0, first_1) == (expected[0][:1], expected[1][:1])
-    assert seconds[0] != expected[0][1]
-    assert seconds[1] != expected[1][1]
+    penalized = SamplingParams(temperature=0, max_tokens=None, frequency_penalty=0.5)
+    needs = [admit(0, SHORT, [1, 2], bad_words=[expected[0]]), admit(1, LONG, range(3, 9), bad_words=[expected[1]])]
+    messages = [
+        make_step({0: 3}, new=needs[:1]),
+        make_step({1: 5, 2: 3}, new=[needs[1], admit(2, SHORT, [9, 10], params=penalized)]),
+        make_step({0: 1, 1: 10}),
+        make_step({1: 1}),
+    ]
+    launched = [worker.execute_model(message) for message in messages]
+    first, between, second, last = [
+        output.token_ids.tolist() for output in (one.result() for one in launched) if output
+    ]
+    assert (first, between) == (expected[0][:1], expected[0][:1])
+    assert second[0] != expected[0][1]
+    assert second[1] == expected[1][0]
+    assert last[0] != expected[1][1]
+
+
+def test_a_message_is_done_before_it_is_read(worker: Worker) -> None:
+    """Asked twice: the first question may find out that a step which was never launched is not to be waited for."""
+    message = worker.execute_model(make_step({0: 3}, new=[admit(0, SHORT, [1, 2])]))
+    assert [message.done(), message.done()] == [True, True]
 
 
 def test_a_step_without_rows_is_written_at_once(worker: Worker) -> None:

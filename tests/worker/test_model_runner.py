@@ -120,6 +120,18 @@ def test_logprobs_are_of_the_raw_distribution(worker: Worker, tiny_llama: tuple[
     assert found.ranks == [int((logprobs > logprobs[token]).sum()) + 1, 1, 2, 3, 4]
 
 
+def test_logprobs_are_in_the_messages_order(worker: Worker) -> None:
+    """A prompt before two rows that decode, and so come first in the batch."""
+    params = SamplingParams(temperature=0, max_tokens=None, logprobs=0)
+    prompts = LONG, SHORT, LONG[7:]
+    new = [admit(row, prompts[row], range(6 * row + 1, 6 * row + 7), params=params) for row in range(3)]
+    run(worker, {0: 15, 1: 3}, new=new[:2])
+    output = run(worker, {2: 8, 0: 1, 1: 1}, new=new[2:])
+    assert output.logprobs is not None
+    assert [found and found.token_ids for found in output.logprobs] == [[token] for token in output.token_ids.tolist()]
+    assert len(set(output.token_ids.tolist())) == 3, "an order can be told"
+
+
 def test_min_tokens_bars_the_stop_tokens(worker: Worker, reference: Reference) -> None:
     expected = reference(SHORT, 2)
     params = SamplingParams(temperature=0, min_tokens=1, max_tokens=9)
