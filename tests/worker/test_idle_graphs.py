@@ -83,6 +83,22 @@ def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Refere
     assert written == {0: reference(PROMPTS[0], 6), 3: reference(PROMPTS[1], 6)}
 
 
+def test_a_capture_amid_requests_writes_into_no_block(worker: Worker, reference: Reference) -> None:
+    """Its dummy run has no rows: the last batch's has left, and its blocks are another row's by now."""
+    run(worker, {0: 3}, new=[admit(0, PROMPTS[1], range(1, 6))])
+    decode(worker, [0], 2)
+    prompt = [*PROMPTS[0], *PROMPTS[1], *PROMPTS[0]]
+    new = admit(1, prompt, range(1, 6), bad_words=[[90, 90, 90]])  # adjusted: the first step of its kind
+    first = sampled(run(worker, {1: 13}, finished=[0], new=[new]))
+    assert worker._runner is not None
+    caches = worker._runner.paged.kv_caches
+    before = [cache[:, :, [1, 2, 3]].clone() for cache in caches]
+    second = sampled(run(worker, {1: 1}))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[:, :, [1, 2, 3]], old)
+    assert [first[1], second[1]] == reference(prompt, 2)
+
+
 @pytest.mark.parametrize("has_run", [False, True], ids=["before it ran", "after it ran"])
 def test_a_capture_that_fails_disturbs_no_step(
     worker: Worker, reference: Reference, monkeypatch: pytest.MonkeyPatch, has_run: bool
