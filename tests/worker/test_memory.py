@@ -31,6 +31,10 @@ class FakePlatform(Platform):
     def is_present(cls) -> bool:
         return True
 
+    @classmethod
+    def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> FakePlatform:
+        return cls()
+
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
         return SingleRank()
 
