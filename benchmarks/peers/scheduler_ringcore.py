@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.peers.scheduler_loops import TOKEN_ID, VOCAB_SIZE, Load, Outcome, SchedulerChild, run
 from ringcore.config import SchedulerConfig
-from ringcore.executor.wire import STEP, pack_call
+from ringcore.executor.wire import pack_step
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from ringcore.params.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ class RingcoreScheduler(SchedulerChild):
         return self._scheduler.schedule()
 
     def send(self, step: Any) -> int:
-        return sum(map(len, pack_call(step.step, STEP, [self._encoder.encode(step)])))
+        return sum(map(len, pack_step(step.step, self._encoder.encode(step))))
 
     def execute(self, step: Any) -> bytes:
         rows, num_scheduled_tokens, _ = self._rows.apply(step)  # it checks, too, that a worker could do the step
