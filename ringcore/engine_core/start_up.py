@@ -12,7 +12,7 @@ from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol.messages import EngineReady
+from ringcore.protocol.messages import EngineReady, ModelReport
 
 __all__ = ["resolve_config", "start_up"]
 
@@ -62,8 +62,10 @@ def start_up(
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )
+    with timed(phases, "model_report"):
+        models = msgspec.convert(executor.collective_rpc("model_report"), list[ModelReport])
     num_graphs_left = max(int((report or {}).get("graphs_left", 0)) for report in reports)
-    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left), kv_cache
+    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, models[0]), kv_cache
 
 
 def _describe(
@@ -73,6 +75,7 @@ def _describe(
     phases: dict[str, float],
     worker_pids: dict[str, int],
     num_graphs_left: int,
+    model: ModelReport,
 ) -> EngineReady:
     usable = plan.num_blocks - 1  # block 0 is the null block
     needed = plan.blocks_needed(plan.max_model_len)
@@ -87,4 +90,5 @@ def _describe(
         pids={"engine": os.getpid()} | worker_pids,
         max_num_batched_tokens=config.scheduler.token_budget,
         num_graphs_left=num_graphs_left,
+        model=model,
     )

@@ -10,12 +10,13 @@ __all__ = ["Norm", "Residual"]
 
 
 class Norm(Protocol):
-    """x / sqrt(mean(x^2) + eps) * gain of every row; the sum of `partials` is added to x first, in place."""
+    """x / sqrt(mean(x^2) + eps) * gain of every row, or without a gain x itself; the sum of `partials` is added to x
+    first, in place."""
 
     eps: float
 
     @property
-    def gain(self) -> torch.Tensor: ...  # [size]
+    def gain(self) -> torch.Tensor | None: ...  # [size]
 
     def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None, /) -> torch.Tensor: ...
 

@@ -22,6 +22,7 @@ __all__ = [
     "HealthState",
     "MemoryReport",
     "MemoryState",
+    "ModelReport",
     "Operate",
     "PauseMode",
     "RankHealth",
@@ -88,6 +89,20 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_field
 ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | Shutdown
 
 
+class ModelReport(msgspec.Struct, frozen=True):
+    """What computes the model.
+
+    impl: "native", a model class of this package, or "transformers", the model's own modules there, in which layers of
+    this package replace those that compute the same: `fused` counts them, by kind ("layers", "attentions", "mlps",
+    "norms").
+    """
+
+    impl: str
+    num_layers: int
+    fused: dict[str, int] = {}
+    not_fused: list[str] = []  # why the others are not, each reason once
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """The engine's report of its start.
 
@@ -112,6 +127,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     pids: dict[str, int]  # "engine", "worker 0", ...
     max_num_batched_tokens: int  # the device's default, unless the user set it
     num_graphs_left: int = 0  # CUDA graphs of each rank that are captured while the engine is idle
+    model: ModelReport | None = None  # on rank 0
     admin_endpoint: str | None = None  # the address for AdminClients, with the port that was picked
 
 

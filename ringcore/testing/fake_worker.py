@@ -13,6 +13,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
+from ringcore.protocol.messages import ModelReport
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
@@ -66,6 +67,11 @@ class FakeWorker:
         """-> {"weights_bytes", "weights_s"}: the size that the weights would have, and 0 s."""
         self._stage = "model"
         return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "weights_s": 0.0}
+
+    @rpc(scope="engine")
+    def model_report(self) -> ModelReport:
+        """That nothing computes it."""
+        return ModelReport("fake", len(kv_cache_spec(self.config)))
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

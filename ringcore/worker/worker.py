@@ -15,6 +15,7 @@ from ringcore.host.resources import resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.protocol.messages import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform
@@ -106,6 +107,11 @@ class Worker:
         """Called before the weights are read, so that the host store is ready for the first sleep."""
         num_ranks, directory = self._layout.num_local_ranks(self.rank), self.config.device.sleep_directory
         self._host_store = begin_host_store(_require(self._platform, "init_device"), directory, num_ranks)
+
+    @rpc(scope="engine")
+    def model_report(self) -> ModelReport:
+        """What computes the model on this rank."""
+        return _require(self._loaded, "load_model").model.report()
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

@@ -44,7 +44,10 @@ class DenseAttention(AttentionBackend):
             scores.masked_fill_(ahead > 0, float("-inf"))
             if isinstance(self.spec, SlidingWindowSpec):
                 scores.masked_fill_(ahead <= -self.spec.sliding_window, float("-inf"))
-            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(out.dtype)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, last - first, 1)), -1)
+            weights = scores.softmax(-1)[..., :length]
+            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
         return out
 
 

@@ -11,7 +11,7 @@ from ringcore.model_executor import ops
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived, Tensors, Uniform, Weight, WeightedLayer, WeightPart
 
-__all__ = ["HeadNorm", "RMSNorm", "bind_rms_norm"]
+__all__ = ["AnyNorm", "HeadNorm", "QKNorm", "RMSNorm", "Unnormed", "bind_rms_norm"]
 
 _DUMMY = Uniform(0.8, 1.2)
 
@@ -100,6 +100,31 @@ class RMSNorm(WeightedLayer):
             hidden.rows.add_(self._normalise(x))
 
 
+class Unnormed(WeightedLayer):
+    """In place of a norm before a sublayer that has none: rows are rounded to `dtype`."""
+
+    gain = None
+    eps = 0.0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def weights(self) -> list[Weight]:
+        return []
+
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        pass
+
+    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
+        """As `RMSNorm`."""
+        if partials is not None:
+            x.add_(partials.sum(0))
+        return x.to(self._dtype)
+
+
+AnyNorm = RMSNorm | Unnormed
+
+
 class HeadNorm(WeightedLayer):
     """Normalises each head of q and k, concatenated in one tensor, q and k with a weight of their own (QK norm).
 
@@ -146,3 +171,58 @@ class HeadNorm(WeightedLayer):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, q heads + k heads, head_dim] -> a new tensor of that shape."""
         return self._normalise(x)
+
+
+class QKNorm(WeightedLayer):
+    """Normalises all heads of q together, and all of k, each with a weight of its own. On one rank alone: the mean is
+    over heads.
+
+    `order`: of the entries of a head, as in `WeightPart`. `plus_one`: see `bind_rms_norm`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint_names: tuple[str, str],
+        sizes: tuple[int, int],
+        eps: float,
+        dtype: torch.dtype,
+        order: tuple[int, ...],
+        *,
+        plus_one: bool = False,
+    ) -> None:
+        """sizes: of all heads of q, and of k."""
+        self._weights = [
+            _norm_weight(f"{name}.{which}", checkpoint_name, size, dtype, order)
+            for which, checkpoint_name, size in zip(("q", "k"), checkpoint_names, sizes, strict=True)
+        ]
+        self._sizes, self._eps, self._plus_one = sizes, eps, plus_one
+        self._derived = Derived()
+        self._normalise: Callable[[torch.Tensor], None]
+
+    def weights(self) -> Sequence[Weight]:
+        return self._weights
+
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        weights = [tensors.pop(weight.name) for weight in self._weights]
+        derived = self._derived = Derived()
+        if ops.has_kernels(weights[0].device):
+            from ringcore.kernels.qk_norm import qk_norm
+
+            gain = derived.make(lambda: torch.cat(weights).float().add_(float(self._plus_one)))
+            self._normalise = functools.partial(qk_norm, gain=gain, sizes=self._sizes, eps=self._eps)
+            return
+        norms = [bind_rms_norm(w, self._eps, plus_one=self._plus_one, derived=derived) for w in weights]
+        self._normalise = functools.partial(_in_place, norms, self._sizes)
+
+    def refresh(self) -> None:
+        self._derived.refresh()
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """qkv: [n, q's size + k's size + any more], contiguous; its q and k are overwritten."""
+        self._normalise(qkv)
+
+
+def _in_place(norms: Sequence[Callable[[torch.Tensor], torch.Tensor]], sizes: Sequence[int], x: torch.Tensor) -> None:
+    for normalise, part in zip(norms, x.split([*sizes, x.shape[-1] - sum(sizes)], -1), strict=False):
+        part.copy_(normalise(part))

@@ -20,12 +20,15 @@ from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm
 
-__all__ = ["ComplexRotation", "KernelRotation", "RotaryEmbedding", "Rotation", "interleaved", "inverse_frequencies"]
+__all__ = ["ComplexRotation", "KernelRotation", "RotaryEmbedding", "RotaryTable", "Rotation", "interleaved", "inverse_frequencies"]
 
 
-def interleaved(head_dim: int) -> torch.Tensor:
-    """[head_dim] int64: entry j of a head here is entry interleaved[j] of it in a checkpoint."""
-    return torch.arange(head_dim).view(2, head_dim // 2).t().flatten()
+def interleaved(head_dim: int, rotary_dim: int | None = None) -> torch.Tensor:
+    """[head_dim] int64: entry j of a head here is entry interleaved[j] of it in a checkpoint. rotary_dim: leading
+    entries that are rotated; None: all."""
+    entries = torch.arange(head_dim)
+    size = head_dim if rotary_dim is None else rotary_dim
+    return torch.cat((entries[:size].view(2, size // 2).t().flatten(), entries[size:]))
 
 
 # q [n, heads, head_dim], k and v [n, kv_heads, head_dim]; None if keys and values are in the KV cache already.
@@ -106,21 +109,14 @@ class KernelRotation:
         return q, k, v
 
 
-class RotaryEmbedding:
+class RotaryTable:
     """The angle of every pair at every position, gathered once per step for all layers."""
 
-    def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
-        assert head_dim % 2 == 0, head_dim
-        self._head_dim = head_dim
-        self._rope = rope
-        self._max_model_len = max_model_len
+    def __init__(self) -> None:
         self._at: Callable[[torch.Tensor], Rotation]
 
-    def bind(self, device: torch.device) -> None:
-        """Computes the table of all positions, [max_model_len, head_dim / 2]; in float32, as transformers does."""
-        frequencies, factor = inverse_frequencies(self._head_dim, self._rope)
-        angles = torch.arange(self._max_model_len, dtype=torch.float32)[:, None] * frequencies
-        table = torch.complex(angles.cos(), angles.sin()).mul_(factor)
+    def bind_table(self, table: torch.Tensor, device: torch.device) -> None:
+        """table: [positions, head_dim / 2] complex64, on the CPU."""
         if ops.has_kernels(device):
             cos_sin = torch.view_as_real(table).flatten(1).to(device)
             self._at = lambda positions: KernelRotation(cos_sin.index_select(0, positions))
@@ -129,8 +125,25 @@ class RotaryEmbedding:
             self._at = lambda positions: ComplexRotation(by_head.index_select(0, positions))
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions: [n] int64, below max_model_len."""
+        """positions: [n] int64, below the table's length."""
         return self._at(positions)
+
+
+class RotaryEmbedding(RotaryTable):
+    """The angles of a kind of rotary embedding, at positions below `max_model_len`."""
+
+    def __init__(self, head_dim: int, rope: RopeSpec, max_model_len: int) -> None:
+        super().__init__()
+        assert head_dim % 2 == 0, head_dim
+        self._head_dim = head_dim
+        self._rope = rope
+        self._max_model_len = max_model_len
+
+    def bind(self, device: torch.device) -> None:
+        """Computes the table in float32, as transformers does."""
+        frequencies, factor = inverse_frequencies(self._head_dim, self._rope)
+        angles = torch.arange(self._max_model_len, dtype=torch.float32)[:, None] * frequencies
+        self.bind_table(torch.complex(angles.cos(), angles.sin()).mul_(factor), device)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeSpec) -> tuple[torch.Tensor, float]:

@@ -87,7 +87,7 @@ class KernelProduct(Product):
         row_norm = None
         if isinstance(x, Residual):
             assert norm is not None
-            if isinstance(config, self._takes_norm):
+            if isinstance(config, self._takes_norm) and norm.gain is not None:
                 x, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
             else:
                 x = x.normed(norm)

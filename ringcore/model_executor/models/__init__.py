@@ -29,7 +29,7 @@ def build_model(
         case TransformersSpec():
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, tp, dtype, max_model_len)
+            return TransformersModel(spec, tp, dtype, max_model_len, all_dense)
         case _:
             assert_never(spec)
 

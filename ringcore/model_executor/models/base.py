@@ -14,6 +14,7 @@ from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
+from ringcore.protocol.messages import ModelReport
 
 __all__ = ["CausalLM"]
 
@@ -29,6 +30,10 @@ class CausalLM(ABC):
         self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
     ) -> None:
         """scheme_of: the linear scheme of a matrix, by its name in the checkpoint."""
+
+    def report(self) -> ModelReport:
+        """What computes it."""
+        return ModelReport("native", len(self.attention_layers))
 
     @abstractmethod
     def weights(self) -> Sequence[Weight]:

@@ -14,13 +14,8 @@ from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.models.decoder_layer import (
-    DecoderLayer,
-    GatedMLP,
-    LayerBuilder,
-    LayerInputs,
-    SelfAttention,
-)
+from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
+from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
 
@@ -61,9 +56,9 @@ class DenseDecoder(CausalLM):
         names = build.family.norms
         return DecoderLayer(
             build.norm("input_norm", names.input),
-            build.post_normed(SelfAttention(build), "attention_out_norm", names.attention_out),
+            build.post_normed(build.self_attention(), "attention_out_norm", names.attention_out),
             build.norm("mlp_norm", names.mlp),
-            build.post_normed(GatedMLP(build), "mlp_out_norm", names.mlp_out),
+            build.post_normed(build.gated_mlp(), "mlp_out_norm", names.mlp_out),
         )
 
     def _weighted(self) -> list[WeightedLayer]:

@@ -15,7 +15,7 @@ from ringcore.model_executor.layers.linear import merged_outputs
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models.decoder import DenseDecoder
-from ringcore.model_executor.models.decoder_layer import DecoderLayer, SelfAttention, Sublayer
+from ringcore.model_executor.models.decoder_layer import DecoderLayer, Sublayer
 
 
 class SquaredMLP(Sublayer):
@@ -40,7 +40,7 @@ class SquaredDecoder(DenseDecoder):
 
     def build_layer(self, build):
         norms = build.norm("input_norm", "input_layernorm"), build.norm("mlp_norm", "post_attention_layernorm")
-        return DecoderLayer(norms[0], SelfAttention(build), norms[1], SquaredMLP(build))
+        return DecoderLayer(norms[0], build.self_attention(), norms[1], SquaredMLP(build))
 
 
 class ParallelLayer(DecoderLayer):

@@ -24,6 +24,7 @@ from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
+from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.model import TransformersModel
 
@@ -63,11 +64,11 @@ def known_type(model_type: str) -> KnownType:
 def _built(spec: TransformersSpec) -> TransformersModel:
     few = spec.few_layers()
     try:
-        return TransformersModel(few, SingleRank(), torch.bfloat16, 1)
+        return TransformersModel(few, SingleRank(), torch.bfloat16, 1, all_dense)
     except ModelLoadError:  # some have more fields by layer than can be told by their length
         if few == spec:
             raise
-    return TransformersModel(spec, SingleRank(), torch.bfloat16, 1)
+    return TransformersModel(spec, SingleRank(), torch.bfloat16, 1, all_dense)
 
 
 def _kinds(layer: Attention) -> list[str]:

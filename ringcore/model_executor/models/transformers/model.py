@@ -1,24 +1,24 @@
-"""A model of transformers as a `CausalLM`: its own modules and weights, our attention, KV cache and collectives."""
+"""A model of transformers as a `CausalLM`: its own modules and weights, our attention, KV cache and collectives, and our
+layers where they compute the same."""
 
 from __future__ import annotations
 
-import copy
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.transformers.attention_calls import (
     RECORD,
@@ -27,27 +27,21 @@ from ringcore.model_executor.models.transformers.attention_calls import (
     in_one_line,
     record,
 )
-from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
+from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout, read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers, module_of
-from ringcore.model_executor.models.transformers.tensor_parallel import (
-    ShardedEmbedding,
-    ShardedLinear,
-    shard,
-    weights_of,
-)
+from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
+from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
+from ringcore.model_executor.models.transformers.fusion.plan import local_attention
+from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
+from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
+from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.weight import Tensors, Weight
+from ringcore.protocol.messages import ModelReport
 
 __all__ = ["TransformersModel"]
 
 _ATTENTION = "ringcore"  # the name of our attention in transformers' interface
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What a forward pass tells its attention calls: an argument that the model hands down."""
-
-    ctx: ForwardContext
-    layers: Mapping[nn.Module, Attention]  # by the module that calls
+_log = logging.getLogger(__name__)
 
 
 def _attention(
@@ -57,7 +51,7 @@ def _attention(
     value: torch.Tensor,  # [1, num_kv_heads, num_tokens, v_head_size]
     attention_mask: None,
     *,
-    ringcore: _Pass,
+    ringcore: ForwardPass,
     s_aux: torch.Tensor | None = None,  # [num_heads], sinks
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -70,12 +64,14 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 class TransformersModel(CausalLM):
-    def __init__(self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int) -> None:
+    def __init__(
+        self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+    ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         try:
             # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
             with torch.inference_mode(False), torch.no_grad():
-                self._build(spec, tp, dtype)
+                self._build(spec, tp, dtype, max_model_len, scheme_of)
         except Refused as refusal:
             raise ModelLoadError(
                 f"{spec.model_type}: {refusal}; this model cannot be served yet",
@@ -83,38 +79,42 @@ class TransformersModel(CausalLM):
                 reason=str(refusal),
             ) from refusal
 
-    def _build(self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def _build(
+        self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+    ) -> None:
         model, num_positions = _on_meta(spec, dtype), spec.max_position_embeddings
         _check_calls(record(model, num_positions, has_positions=False), spec.num_layers)
         calls = record(model, num_positions, is_masked=True)
         layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
-        shares = {} if tp.size == 1 else shard(model, layouts, tp.detached())
+        self._fusion = Fusion.of(model, calls, layouts, dtype, tp.size)
+        replaced = self._fusion.replaced
+        shares = {} if tp.size == 1 else shard(model, layouts, tp.detached(), replaced)
         on_rank = record(model, num_positions)
-        self.vocab_size = spec.vocab_size
-        self.attention_layers = _attention_layers(calls, on_rank, tp.size)
-        self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
-        self._model, self._body, self._head = model, model.base_model, _head_of(model)
-        self._check_head(spec)
-        for module in model.modules():
-            if isinstance(module, ShardedLinear | ShardedEmbedding):
-                module.tp = tp  # while the passes were recorded no other rank took part
         make_buffers(model)
+        ours = self._fusion.install(model, calls, layouts, dtype, tp, max_model_len, scheme_of)
+        self.vocab_size = spec.vocab_size
+        self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
+        self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
+        _use_products(model, self._fusion.linears, tp)
+        self._model, self._body, self._head = model, model.base_model, head_of(model)
+        check_head(self._head, spec.hidden_size, spec.vocab_size)
+        for module in model.modules():
+            if isinstance(module, ParallelLinear | ParallelEmbedding):
+                module.tp = tp  # while the passes were recorded no other rank took part
         model.config._attn_implementation = _ATTENTION
-        self._weights = []
-        for name, layout in layouts.items():
-            path, _, leaf = name.rpartition(".")
-            if path not in shares:
-                self._weights.append(layout.weight())
-            elif leaf == "weight":
-                self._weights += weights_of(shares[path], layout, layouts.get(f"{path}.bias"))
+        self._own_weights = _weights(layouts, shares, replaced)
+        _log.info("%s by transformers: %s", spec.model_type, self.report())
 
     @property
     def has_plan(self) -> bool:
         """Whether the model says how its linears are split over ranks."""
         return bool(self._model.tp_plan)
 
+    def report(self) -> ModelReport:
+        return ModelReport("transformers", len(self.attention_layers), *self._fusion.counted())
+
     def weights(self) -> Sequence[Weight]:
-        return self._weights
+        return [*self._own_weights, *self._fusion.weights()]
 
     def may_ignore(self, checkpoint_name: str) -> bool:
         """Also what transformers leaves out by its model class: layers that only predict several tokens at once."""
@@ -122,8 +122,7 @@ class TransformersModel(CausalLM):
         return super().may_ignore(checkpoint_name) or any(re.search(one, checkpoint_name) for one in patterns)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        """Nothing is derived from the tensors: updatable or not, the model computes from them."""
-        for weight in self._weights:
+        for weight in self._own_weights:
             module, leaf = module_of(self._model, weight.name)
             tensor = tensors.pop(weight.name)
             if leaf in module._parameters:
@@ -139,16 +138,22 @@ class TransformersModel(CausalLM):
         for module in self._model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(device)
+        self._fusion.bind(tensors, updatable, device)
+        for linear in self._linears():
+            linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
         # The reference loops over the experts that were chosen, which asks for them on the host: not in a CUDA graph.
         self._model.config._experts_implementation = "eager" if device.type == "cpu" else "batched_mm"
 
     def refresh(self) -> None:
-        pass
+        self._fusion.refresh()
+        for linear in self._linears():
+            linear.refresh()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
+        given = ForwardPass(ctx, self._layers, self._fusion.rotations(positions))
         out = self._body(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, ringcore=_Pass(ctx, self._layers)
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, ringcore=given
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
@@ -158,17 +163,11 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, equal on every rank; in `out` where given.
         tokens: nothing here depends on it."""
-        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        logits = logits_of(self._head, hidden)
         return logits.float().contiguous() if out is None else out.copy_(logits)
 
-    def _check_head(self, spec: TransformersSpec) -> None:
-        hidden = torch.empty(3, spec.hidden_size, dtype=self._model.config.dtype, device="meta")
-        try:
-            shape = tuple(self.compute_logits(hidden).shape)
-        except Exception as error:  # whatever the model's own code raises
-            raise Refused(f"its logits need more than the last hidden states: {in_one_line(error)}") from error
-        if shape != (3, spec.vocab_size):
-            raise Refused(f"it has {shape[-1]} logits, but its configuration says vocab_size {spec.vocab_size}")
+    def _linears(self) -> Iterator[ParallelLinear]:
+        return (module for module in self._model.modules() if isinstance(module, ParallelLinear))
 
 
 def _on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
@@ -180,29 +179,6 @@ def _on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
         raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
 
 
-class _BodyOutput(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not type-checked
-    """Hidden states alone: of all else that a head may pass on to its caller there is none."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _GivenHidden(nn.Module):
-    """Stands for a model's body in its head: the hidden states that it is given are the result."""
-
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **_: Any) -> _BodyOutput:
-        return _BodyOutput(last_hidden_state=inputs_embeds)
-
-
-def _head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What the model computes after its body (projection, scale, softcap), as a module that shares its parts: the
-    model's own forward pass over another body, so that whatever a head does is done."""
-    head = copy.copy(model)
-    if model.base_model is model:
-        raise Refused("it has no body apart from its head")
-    head.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _GivenHidden()}
-    return head
 
 
 def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
@@ -213,26 +189,45 @@ def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
         raise Refused("a layer is computed more than once")
 
 
-def _attention_layers(calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int) -> list[Attention]:
-    """calls: of the whole model with masks; on_rank: of this rank's share, as the engine's passes are."""
+def _attention_layers(
+    calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int, ours: Mapping[int, Attention]
+) -> list[Attention]:
+    """calls: of the whole model with masks; on_rank: of this rank's share, as the engine's passes are. ours: of the
+    layers that are, by index."""
     layers = []
     for index, (call, local) in enumerate(zip(calls, on_rank, strict=True)):
+        if index in ours:
+            layers.append(ours[index])
+            continue
         heads = (local.num_heads, local.num_kv_heads)
         shares = {(call.num_heads // n, call.num_kv_heads // n) for n in (1, ranks)}
         if heads not in shares or call.num_heads % heads[0] or call.num_kv_heads % heads[1]:
             raise Refused(
                 f"{call.num_heads} attention and {call.num_kv_heads} KV heads cannot be split over {ranks} ranks"
             )
-        layers.append(
-            Attention(
-                index,
-                *heads,
-                call.head_size,
-                call.scale,
-                call.sliding_window,
-                v_head_size=call.v_head_size,
-                softcap=call.softcap,
-                has_sinks=call.has_sinks,
-            )
-        )
+        layers.append(local_attention(call, index, *heads))
     return layers
+
+
+def _use_products(model: PreTrainedModel, names: Collection[str], tp: TensorParallel) -> None:
+    """Puts ours in the place of the linears of these names, and of the head, that are not split."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and (name in names or module is head):
+            model.set_submodule(name, ParallelLinear(module, tp))
+
+
+def _weights(
+    layouts: Mapping[str, TensorLayout], shares: Mapping[str, Share], replaced: Collection[str]
+) -> list[Weight]:
+    """Of the tensors that are where transformers has them."""
+    weights = []
+    for name, layout in layouts.items():
+        path, _, leaf = name.rpartition(".")
+        if path in replaced or name in replaced:
+            continue
+        if path not in shares:
+            weights.append(layout.weight())
+        elif leaf == "weight":
+            weights += weights_of(shares[path], layout, layouts.get(f"{path}.bias"))
+    return weights

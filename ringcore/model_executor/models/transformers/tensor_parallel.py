@@ -9,88 +9,38 @@ their sizes do not fit, and the recorded pass over the split model fails.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Literal, TypeGuard
+from collections.abc import Container, Mapping
+from typing import TypeGuard
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.construction import module_of
+from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.weight import Weight
 
-__all__ = ["ShardedEmbedding", "ShardedLinear", "Share", "shard", "weights_of"]
+__all__ = ["Share", "shard", "weights_of"]
 
-Split = Literal["outputs", "inputs"]
-# By style of a plan: (what is split, whether the other side of the linear is whole on every rank). The names with "rep"
-# are those of older releases.
-_STYLES: Mapping[str, tuple[Split, bool]] = {
-    "colwise": ("outputs", False),
-    "colwise_gather_output": ("outputs", True),
-    "colwise_rep": ("outputs", True),
-    "rowwise": ("inputs", False),
-    "rowwise_split_input": ("inputs", True),
-    "rowwise_rep": ("inputs", True),
+# By style of a plan: (the dimension of the weight that is split, whether the other side of the linear is whole on every
+# rank). The names with "rep" are those of older releases.
+_STYLES: Mapping[str, tuple[int, bool]] = {
+    "colwise": (0, False),
+    "colwise_gather_output": (0, True),
+    "colwise_rep": (0, True),
+    "rowwise": (1, False),
+    "rowwise_split_input": (1, True),
+    "rowwise_rep": (1, True),
 }
 
 
-class ShardedLinear(nn.Module):
-    """A linear split by its outputs or its inputs. Of another one with `whole`, the gathered outputs or the unsplit
-    inputs are the same on every rank."""
-
-    def __init__(self, linear: nn.Linear, split: Split, whole: bool, tp: TensorParallel) -> None:
-        super().__init__()
-        self.split, self.whole, self.tp = split, whole, tp
-        dim = 0 if split == "outputs" else 1
-        shape = [size // tp.size if dim == i else size for i, size in enumerate(linear.weight.shape)]
-        self.weight = nn.Parameter(linear.weight.new_empty(shape), requires_grad=False)
-        self.register_parameter("bias", None)
-        if linear.bias is not None:
-            self.bias = nn.Parameter(linear.bias.new_empty(shape[0]), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in], or this rank's share of it -> [..., out], or this rank's share of it."""
-        if self.split == "outputs":
-            out = nn.functional.linear(x, self.weight, self.bias)
-            return self.tp.all_gather_last_dim(out) if self.whole else out
-        if self.whole:
-            x = x.chunk(self.tp.size, -1)[self.tp.rank]
-        out = self.tp.all_reduce(nn.functional.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
-
-    @property
-    def dim(self) -> int:
-        """Of the weight, that along which it is split."""
-        return 0 if self.split == "outputs" else 1
-
-
-class ShardedEmbedding(nn.Module):
-    """An embedding split by its vocabulary: an equal, contiguous range of the ids on each rank."""
-
-    dim = 0
-
-    def __init__(self, embedding: nn.Embedding, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp = tp
-        rows, width = embedding.weight.shape
-        self.weight = nn.Parameter(embedding.weight.new_empty(rows // tp.size, width), requires_grad=False)
-        self.register_parameter("bias", None)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: [...] int64 -> [..., hidden_size]. Each id belongs to one rank; the others add zeros."""
-        rows = input_ids - self.tp.rank * len(self.weight)
-        elsewhere = (rows < 0) | (rows >= len(self.weight))
-        hidden = nn.functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
-
-
-Share = ShardedLinear | ShardedEmbedding
+Share = ParallelLinear | ParallelEmbedding
 
 
 def weights_of(share: Share, weight: TensorLayout, bias: TensorLayout | None) -> list[Weight]:
     """This rank's slices; a bias over what is not split is whole, and added after the sum over ranks."""
+    assert share.dim is not None, "it is whole"
     rank, length = share.tp.rank, share.weight.shape[share.dim]
     slices = [weight.slice(share.dim, rank * length, length)]
     if bias is not None:
@@ -98,22 +48,24 @@ def weights_of(share: Share, weight: TensorLayout, bias: TensorLayout | None) ->
     return slices
 
 
-def shard(model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel) -> dict[str, Share]:
-    """Replaces the modules that can be split, with `tp`; -> the shares by the module's name."""
+def shard(
+    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel, fused: Container[str]
+) -> dict[str, Share]:
+    """Replaces the modules that can be split, with `tp`; -> the shares by the module's name. fused: names of those that
+    our layers replace."""
     plan = {re.compile(key.replace(".", r"\.").replace("*", r"\d+")): style for key, style in model.tp_plan.items()}
     shares: dict[str, Share] = {}
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), "")
         layout = layouts.get(f"{name}.weight")
-        if layout is None or not layout.is_whole or _is_tied(model, name):
+        if name in fused or layout is None or not layout.is_whole or _is_tied(model, name):
             continue
         if type(module) is nn.Linear and style in _STYLES:
-            split, whole = _STYLES[style]
-            size = module.out_features if split == "outputs" else module.in_features
-            if size % tp.size == 0:
-                shares[name] = ShardedLinear(module, split, whole, tp)
+            dim, whole = _STYLES[style]
+            if module.weight.shape[dim] % tp.size == 0:
+                shares[name] = ParallelLinear(module, tp, dim, whole)
         elif module is model.get_input_embeddings() and _can_split(module, tp):
-            shares[name] = ShardedEmbedding(module, tp)
+            shares[name] = ParallelEmbedding(module, tp)
     head = _tied_vocabulary(model, layouts, tp, shares)
     for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
@@ -134,8 +86,8 @@ def _tied_vocabulary(
     layout = layouts.get(f"{names[embedding]}.weight")
     if dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
         return {}
-    shares[names[embedding]] = ShardedEmbedding(embedding, tp)
-    return {names[head]: ShardedLinear(head, "outputs", True, tp)}
+    shares[names[embedding]] = ParallelEmbedding(embedding, tp)
+    return {names[head]: ParallelLinear(head, tp, 0, whole=True)}
 
 
 def _can_split(module: nn.Module, tp: TensorParallel) -> TypeGuard[nn.Embedding]:

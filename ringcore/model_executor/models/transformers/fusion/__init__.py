@@ -1,0 +1,1 @@
+"""Our layers in the place of a model's own where they compute the same."""

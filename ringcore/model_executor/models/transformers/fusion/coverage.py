@@ -1,0 +1,109 @@
+"""Which recognised parts can be ours on these ranks, with the tensors that the checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
+from ringcore.model_executor.models.transformers.fusion.plan import (
+    AttentionPlan,
+    GatedPlan,
+    LayerPlan,
+    NormPlan,
+)
+from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
+from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRecognised
+
+__all__ = ["fitting", "modules_of"]
+
+
+def fitting(
+    found: Recognised,
+    calls: Sequence[AttentionCall],
+    layouts: Mapping[str, TensorLayout],
+    dtype: torch.dtype,
+    num_ranks: int,
+) -> Recognised:
+    """Without the parts that cannot be ours here, with the reasons. layouts: by the tensor's name in the body."""
+    reasons = dict(found.reasons)
+    call_of = dict(zip(found.layers, calls, strict=True))
+
+    def fits(path: str, part: AttentionPlan | GatedPlan | NormPlan) -> bool:
+        try:
+            _check_tensors(part, layouts, dtype)
+            if isinstance(part, AttentionPlan):
+                _check_heads(part, next(call for layer, call in call_of.items() if path.startswith(layer)), num_ranks)
+            if isinstance(part, GatedPlan) and part.gate.length % num_ranks:
+                raise NotRecognised(f"{part.gate.length} intermediate entries do not divide over {num_ranks} ranks")
+        except NotRecognised as error:
+            reasons[path] = str(error)
+            return False
+        return True
+
+    attentions = {path: part for path, part in found.attentions.items() if fits(path, part)}
+    mlps = {path: part for path, part in found.mlps.items() if fits(path, part)}
+    norms = {path: part for path, part in found.norms.items() if fits(path, part)}
+    left = [*attentions.values(), *mlps.values(), *norms.values()]
+    plans = {path: plan for path, plan in found.plans.items() if all(part in left for part in _parts_of(plan))}
+    final_norm = found.final_norm if found.final_norm in left else None
+    return replace(
+        found,
+        attentions=attentions,
+        mlps=mlps,
+        norms=norms,
+        plans=plans,
+        reasons=reasons,
+        final_norm=final_norm,
+    )
+
+
+def modules_of(part: LayerPlan | AttentionPlan | GatedPlan | NormPlan) -> Iterator[str]:
+    """The paths of the modules in whose place the part has tensors, and the names of its other tensors."""
+    match part:
+        case LayerPlan():
+            for inner in _parts_of(part):
+                yield from modules_of(inner)
+        case AttentionPlan():
+            yield from dict.fromkeys(rows.path for rows in (*part.q, *part.k, *part.v))
+            yield part.out
+            yield from (norm.path for norm in part.qk_norms or ())
+            if part.sinks is not None:
+                yield part.sinks
+        case GatedPlan():
+            yield from dict.fromkeys((part.gate.path, part.up.path))
+            yield part.down
+        case NormPlan():
+            yield part.path
+
+
+def _parts_of(plan: LayerPlan) -> list[AttentionPlan | GatedPlan | NormPlan]:
+    """Those that are ours."""
+    norms = (plan.input_norm, plan.attention_out_norm, plan.mlp_norm, plan.mlp_out_norm)
+    sublayers = [part for part in (plan.attention, plan.mlp) if isinstance(part, AttentionPlan | GatedPlan)]
+    return [*sublayers, *(norm for norm in norms if norm is not None)]
+
+
+def _check_tensors(
+    part: AttentionPlan | GatedPlan | NormPlan, layouts: Mapping[str, TensorLayout], dtype: torch.dtype
+) -> None:
+    """That the checkpoint has them as the model does: a name, a whole tensor, of the model's dtype."""
+    for module in modules_of(part):
+        for name, suffix in ((module, ""), (f"{module}.weight", ".weight"), (f"{module}.bias", ".bias")):
+            layout = layouts.get(name)
+            if layout is None:
+                continue
+            readable = layout.is_whole and layout.dtype == dtype
+            if not readable or not layout.pieces[0].checkpoint_name.endswith(suffix):
+                raise NotRecognised(f"the checkpoint has {name} in another form")
+
+
+def _check_heads(part: AttentionPlan, call: AttentionCall, num_ranks: int) -> None:
+    kv_heads = call.num_kv_heads
+    if call.num_heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        raise NotRecognised(f"{call.num_heads} attention and {kv_heads} KV heads do not divide over {num_ranks} ranks")
+    if num_ranks > 1 and part.qk_norms is not None and part.qk_norms[0].size != call.head_size:
+        raise NotRecognised(f"{part.qk_norms[0].path} is over the heads of all ranks")

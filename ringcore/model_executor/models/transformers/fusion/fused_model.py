@@ -1,0 +1,140 @@
+"""Fusion of a whole model: what is recognised, put in its place, with weights and rotary tables of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from ringcore.attention.layer import Attention
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.layers.rotary import RotaryTable, Rotation
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
+from ringcore.model_executor.models.transformers.fusion.coverage import fitting, modules_of
+from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
+from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.recognition import Recognised, recognise
+from ringcore.model_executor.models.transformers.fusion.trial import angle_table
+from ringcore.model_executor.weight import Tensors, Weight
+
+__all__ = ["Fusion"]
+
+
+@dataclass(slots=True)
+class Fusion:
+    """replaced: names in the model of the modules and tensors in whose place our layers have theirs. linears: of the
+    model's linears that our products may compute."""
+
+    recognised: Recognised
+    replaced: frozenset[str]
+    linears: frozenset[str]
+    _body: FusedBody = field(default_factory=FusedBody)
+    _angles: list[torch.Tensor] = field(default_factory=list)  # by rotary, until they are bound
+    _rotaries: list[RotaryTable] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        calls: Sequence[AttentionCall],
+        layouts: Mapping[str, TensorLayout],
+        dtype: torch.dtype,
+        num_ranks: int,
+    ) -> Self:
+        """Of a model on meta, whose attention calls were recorded."""
+        prefix = f"{model.base_model_prefix}."
+        found = recognise(model.base_model, calls)
+        found = fitting(found, calls, _in_body(layouts, prefix), dtype, num_ranks)
+        parts = [*found.plans.values(), *found.attentions.values(), *found.mlps.values(), *found.norms.values()]
+        modules = {module for part in parts for module in modules_of(part)}
+        return cls(
+            found,
+            frozenset(prefix + module for module in modules),
+            frozenset(prefix + linear for linear in found.linears - modules),
+        )
+
+    def install(
+        self,
+        model: PreTrainedModel,
+        calls: Sequence[AttentionCall],
+        layouts: Mapping[str, TensorLayout],
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        max_model_len: int,
+        scheme_of: SchemeOf,
+    ) -> dict[int, Attention]:
+        """Puts our layers in the model, whose buffers have values. -> their attention, by index of the layer."""
+        body = model.base_model
+        in_body = _in_body(layouts, f"{model.base_model_prefix}.")
+        names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items() if layout.is_whole}
+        modules = dict(body.named_modules())
+        size = body.config.get_text_config().hidden_size
+
+        def parts(scale: float) -> Parts:
+            return Parts(names, modules, size, dtype, tp, scheme_of, scale)
+
+        self._body = fuse(body, self.recognised, calls, parts, lambda index: index)
+        self._angles = [self._table(modules, *rotary, max_model_len) for rotary in self._body.rotaries]
+        return self._body.attentions
+
+    def counted(self) -> tuple[dict[str, int], list[str]]:
+        """How many parts are ours, and why the others are not."""
+        found = self.recognised
+        counts = {
+            "layers": len(found.plans),
+            "attentions": len(found.attentions),
+            "mlps": len(found.mlps),
+            "norms": len(found.norms),
+        }
+        return counts, list(dict.fromkeys(found.reasons.values()))
+
+    def weights(self) -> list[Weight]:
+        return [weight for layer in self._body.weighted() for weight in layer.weights()]
+
+    def bind(self, tensors: Tensors, updatable: bool, device: torch.device) -> None:
+        """Pops the tensors of our layers."""
+        for layer in self._body.weighted():
+            layer.bind(tensors, updatable)
+        self._body.bind_device(device)
+        self._rotaries = []
+        for angles in self._angles:
+            table = RotaryTable()
+            table.bind_table(angles, device)
+            self._rotaries.append(table)
+        self._angles = []
+
+    def refresh(self) -> None:
+        for layer in self._body.weighted():
+            layer.refresh()
+
+    def rotations(self, positions: torch.Tensor) -> list[Rotation]:
+        """positions: [n] int64. For `ForwardPass.rotations`."""
+        return [rotary(positions) for rotary in self._rotaries]
+
+    def _table(
+        self, modules: Mapping[str, torch.nn.Module], plan: RotaryPlan | None, head_size: int, num_positions: int
+    ) -> torch.Tensor:
+        """[num_positions, head_size / 2] complex64, by the model's own rotary embedding in float32."""
+        if plan is None:
+            return torch.ones(num_positions, head_size // 2, dtype=torch.complex64)
+        source = self.recognised.sources[plan.source]
+        positions = torch.arange(num_positions)[None]
+
+        def given(leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return torch.zeros(1, num_positions, 1) if leaf.is_floating_point() else positions
+
+        args, kwargs = tree_map(given, (source.args, dict(source.kwargs)))
+        cos, sin = modules[source.path](*args, **kwargs)
+        return angle_table(cos[0], sin[0], plan, head_size)
+
+
+def _in_body(layouts: Mapping[str, TensorLayout], prefix: str) -> dict[str, TensorLayout]:
+    return {name.removeprefix(prefix): layout for name, layout in layouts.items() if name.startswith(prefix)}

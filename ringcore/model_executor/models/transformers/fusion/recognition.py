@@ -1,0 +1,247 @@
+"""Recognises the decoder layers of a model of transformers by what they compute, not by what they are called.
+
+A copy of the model with random weights is run once (`sample_pass`). How the calls of a layer follow each other, and
+which rows of which linear a head depends on, suggests a plan (`plan`); our layer by that plan is run on the same input,
+and the layer is recognised if and only if the results agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.fusion.module_sublayer import Argument, Arguments
+from ringcore.model_executor.models.transformers.fusion.norms import find_norms
+from ringcore.model_executor.models.transformers.fusion.plan import (
+    AttentionPlan,
+    GatedPlan,
+    LayerPlan,
+    ModulePlan,
+    NormPlan,
+)
+from ringcore.model_executor.models.transformers.fusion.sample_pass import (
+    Call,
+    NotRecognised,
+    SampleLinear,
+    SamplePass,
+    run_sample,
+)
+from ringcore.model_executor.models.transformers.fusion.sublayers import find_attention, find_gated_mlp, rotations_of
+from ringcore.model_executor.models.transformers.fusion.trial import Trial
+
+__all__ = ["Recognised", "RotarySource", "recognise"]
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySource:
+    """A call of the module that computes cosines and sines. Its tensors are replaced: floats by rows of the wanted
+    length, integers by positions."""
+
+    path: str
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """Paths are names in the body. plans: by path of the layer, of those that are recognised as a whole; the next three
+    by path of the module."""
+
+    layers: tuple[str, ...] = ()
+    plans: Mapping[str, LayerPlan] = field(default_factory=dict)
+    attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    mlps: Mapping[str, GatedPlan] = field(default_factory=dict)
+    norms: Mapping[str, NormPlan] = field(default_factory=dict)
+    final_norm: NormPlan | None = None  # of the last layer's output, and of nothing else
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of what is not recognised
+    num_results: Mapping[str, int | None] = field(default_factory=dict)  # of the tuple that it returns; None: a tensor
+    sources: tuple[RotarySource, ...] = ()
+    linears: frozenset[str] = frozenset()  # whose weight nothing but their own product reads
+    continues: frozenset[str] = frozenset()  # layers whose input is the output of the layer before, and nothing between
+
+
+def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall]) -> Recognised:
+    """body: on meta; calls: its attention calls, one a layer."""
+    names = {module: name for name, module in body.named_modules()}
+    try:
+        layers = [_layer_around(body, names[call.module]) for call in calls]
+        attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
+        sample = run_sample(body, layers, attentions)
+        return _Search(sample, body.config.get_text_config().hidden_size).result(layers, attentions, calls)
+    except NotRecognised as error:
+        return Recognised(reasons={"": str(error)})
+
+
+class _Search:
+    def __init__(self, sample: SamplePass, hidden_size: int) -> None:
+        self._sample = sample
+        self._trial = Trial(sample, hidden_size)
+        self._norms = find_norms(sample)
+        self._rotaries = [
+            call for call in sample.calls if _is_pair(call.output) and not isinstance(call.module, SampleLinear)
+        ]
+        self._attentions: dict[str, AttentionPlan] = {}
+        self._mlps: dict[str, GatedPlan] = {}
+        self._reasons: dict[str, str] = {}
+
+    def result(self, layers: Sequence[str], attentions: Sequence[str], calls: Sequence[AttentionCall]) -> Recognised:
+        plans: dict[str, LayerPlan] = {}
+        for layer, attention, call in zip(layers, attentions, calls, strict=True):
+            self._find_sublayers(layer, attention, call)
+            try:
+                plans[layer] = self._layer(layer, attention, call)
+            except NotRecognised as error:
+                self._reasons[layer] = str(error)
+        of_layers = [self._sample.of(layer) for layer in layers]
+        continues = {
+            layer
+            for layer, before, call in zip(layers[1:], of_layers, of_layers[1:], strict=False)
+            if call.tensors()[0] is before.result
+        }
+        called = {call.name for call in self._sample.calls if isinstance(call.module, SampleLinear)}
+        return Recognised(
+            tuple(layers),
+            plans,
+            self._attentions,
+            self._mlps,
+            self._norms,
+            self._final_norm(of_layers[-1]),
+            self._reasons,
+            {call.name: len(call.output) if isinstance(call.output, tuple) else None for call in self._sample.calls},
+            tuple(_source(call) for call in self._rotaries),
+            frozenset(called),
+            frozenset(continues),
+        )
+
+    def _find_sublayers(self, layer: str, attention: str, call: AttentionCall) -> None:
+        try:
+            self._attentions[attention] = find_attention(
+                self._sample, self._trial, attention, call, self._norms, self._rotaries
+            )
+        except NotRecognised as error:
+            self._reasons[attention] = str(error)
+        for one in self._children(layer):
+            if one.name != attention and one.name not in self._norms:
+                try:
+                    self._mlps[one.name] = find_gated_mlp(self._sample, self._trial, one.name)
+                except NotRecognised as error:
+                    self._reasons[one.name] = str(error)
+
+    def _children(self, layer: str) -> list[Call]:
+        return [one for one in self._sample.within(layer) if _parent(one.name) == layer and not _is_identity(one)]
+
+    def _layer(self, layer: str, attention: str, call: AttentionCall) -> LayerPlan:
+        """By the order of the calls of its children. Raises `NotRecognised`."""
+        whole = self._sample.of(layer)
+        if isinstance(whole.output, tuple) and len(whole.output) != 1:
+            raise NotRecognised(f"{layer} returns {len(whole.output)} results")
+        children = self._children(layer)
+        sublayers = [one for one in children if one.name not in self._norms]
+        if [one.name == attention for one in sublayers] != [True, False]:
+            raise NotRecognised(f"{layer} is not attention and then an MLP")
+        first, second = (children.index(one) for one in sublayers)
+        norms = [self._norms.get(one.name) for one in children]
+        plan = LayerPlan(
+            layer,
+            self._attentions.get(attention) or ModulePlan(attention, _arguments(sublayers[0], whole)),
+            self._mlps.get(sublayers[1].name) or ModulePlan(sublayers[1].name, _arguments(sublayers[1], whole)),
+            *[None] * 4,
+        )
+        placements = _placements(norms[:first], norms[first + 1 : second], norms[second + 1 :])
+        scales = [1.0, *(value for value in vars(whole.module).values() if isinstance(value, float) and value > 0)]
+        for placed, scale in itertools.product(placements, scales):
+            candidate = replace(plan, **placed, scale=scale)
+            if self._agrees(candidate, whole, call):
+                return candidate
+        raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
+
+    def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
+        if plan.scale != 1 and None in (plan.input_norm, plan.mlp_norm):
+            return False  # a sublayer would read the stream in units of the scale
+        rotations = []
+        if isinstance(plan.attention, AttentionPlan):
+            rotations = rotations_of(self._trial, plan.attention, self._rotaries, call.head_size)
+        ours = self._trial.parts(plan.scale).layer(plan, call)
+        return self._trial.layer_agrees(ours, whole, rotations, plan.scale)
+
+    def _final_norm(self, last: Call) -> NormPlan | None:
+        """If nothing but this norm is known to read the last layer's output."""
+        readers = [call.name for call in self._sample.calls if any(x is last.result for x in call.tensors())]
+        return self._norms.get(readers[0]) if len(readers) == 1 else None
+
+
+def _arguments(own: Call, whole: Call) -> Arguments:
+    """How a sublayer's arguments follow from those of its layer. Raises `NotRecognised`."""
+    known = [*enumerate(whole.args), *whole.kwargs.items()]
+
+    def argument(value: object) -> Argument:
+        for key, given in known:
+            if given is value and value is not None:
+                return Argument(key)
+        if value is None or isinstance(value, bool | int | float | str):
+            return Argument(None, value)
+        raise NotRecognised(f"{own.name} is given what its layer computes")
+
+    is_positional = bool(own.args)
+    hidden = None if is_positional else next(iter(own.kwargs))
+    return Arguments(
+        hidden,
+        tuple(argument(value) for value in own.args[1:]),
+        {name: argument(value) for name, value in own.kwargs.items() if name != hidden},
+    )
+
+
+def _placements(
+    before: Sequence[NormPlan | None], between: Sequence[NormPlan | None], after: Sequence[NormPlan | None]
+) -> Iterator[dict[str, NormPlan | None]]:
+    """What each norm may be, by where it is called: before, between and after the sublayers."""
+    if max(len(before), len(after)) > 1 or len(between) > 2:
+        return
+    (first,), (last,) = before or (None,), after or (None,)
+    middle = [tuple(between)] if len(between) == 2 else [(None, *between), (*between, None)]
+    for attention_out, mlp in middle if between else [(None, None)]:
+        yield {"input_norm": first, "attention_out_norm": attention_out, "mlp_norm": mlp, "mlp_out_norm": last}
+
+
+def _is_identity(call: Call) -> bool:
+    """A dropout layer, which does nothing here."""
+    has_tensors = next(call.module.parameters(), None) is not None
+    return not has_tensors and isinstance(call.output, torch.Tensor) and torch.equal(call.output, call.hidden)
+
+
+def _is_pair(output: object) -> bool:
+    """Whether it may be cosines and sines: [1, num_tokens, width] both."""
+    return (
+        isinstance(output, tuple)
+        and len(output) == 2
+        and all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in output)
+        and output[0].shape == output[1].shape
+    )
+
+
+def _source(call: Call) -> RotarySource:
+    return RotarySource(call.name, call.args, call.kwargs)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _layer_around(body: nn.Module, path: str) -> str:
+    """The entry of a list of layers around a module. Raises `NotRecognised`."""
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        if isinstance(body.get_submodule(".".join(parts[:end])), nn.ModuleList):
+            return ".".join(parts[: end + 1])
+    raise NotRecognised(f"{path} is in no list of layers")
+
+
+def _child_of(layer: str, path: str) -> str:
+    """The child of a layer around a module, or the module itself."""
+    return ".".join(path.split(".")[: layer.count(".") + 2])

@@ -1,0 +1,253 @@
+"""A sample pass: a copy of a model's body with random weights on the CPU, run once, in float32, with every call recorded.
+
+The copy has the sizes of the model, but each linear is the product of two thin matrices, and an embedding has few rows:
+so a pass of a large model costs milliseconds. Sublayers with other large tensors (experts) are replaced by a function
+of their input: what is around them can be compared all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AttentionInterface, PreTrainedModel
+
+from ringcore.model_executor.models.transformers.attention_calls import in_one_line
+from ringcore.model_executor.models.transformers.construction import make_buffers
+
+__all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "attend", "run_sample"]
+
+_SAMPLE = "ringcore_sample"  # the name of `_sample_attention` in transformers' interface
+_RANK = 8
+_NUM_IDS = 64
+_NUM_TOKENS = 6
+_POSITION_STEP = 3  # between tokens, so that an angle of a position is not that of a token's index
+_MAX_SMALL = 1 << 20  # numbers of a tensor that is filled as it is
+
+
+class NotRecognised(Exception):
+    """Why a part of a model stays transformers' own, in one line."""
+
+
+class SampleLinear(nn.Module):
+    """Stands for a linear: a product by two thin matrices. It has no `weight`: code that reads the weight of a linear
+    by itself fails, and is not replaced."""
+
+    def __init__(self, linear: nn.Linear, generator: torch.Generator) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._thin = _random(generator, linear.in_features, _RANK) / linear.in_features**0.5
+        self._wide = _random(generator, _RANK, linear.out_features)
+        self.bias = None if linear.bias is None else nn.Parameter(_random(generator, linear.out_features) / 2)
+        self.outputs: list[torch.Tensor] | None = None  # collected as leaves of the autograd graph, where given
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] -> [..., out], without the bias."""
+        return x @ self._thin @ self._wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.product(x)
+        out = out if self.bias is None else out + self.bias
+        if self.outputs is not None:
+            out = out.detach().requires_grad_()
+            self.outputs.append(out)
+        return out
+
+
+class _StandIn(nn.Module):
+    """Stands for a sublayer with large tensors: a function of its input, in the structure that the sublayer returns."""
+
+    def __init__(self, module: nn.Module, size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self._on_meta = module.to("meta")
+        self._linear = SampleLinear(nn.Linear(size, size, device="meta"), generator)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        out = self._on_meta(x.to("meta"), *on_meta[0], **on_meta[1])
+        value = self._linear(x).tanh()
+        return (value, *[None] * (len(out) - 1)) if isinstance(out, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The arguments of an attention call."""
+
+    query: torch.Tensor  # [1, num_heads, num_tokens, head_size]
+    key: torch.Tensor  # [1, num_kv_heads, num_tokens, head_size]
+    value: torch.Tensor  # [1, num_kv_heads, num_tokens, v_head_size]
+    sinks: torch.Tensor | None  # [num_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a module: its arguments and result."""
+
+    name: str  # of the module in the body
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    hidden: torch.Tensor  # the first argument as it was before the call, which may write to it
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The output, or its first entry."""
+        out = self.output[0] if isinstance(self.output, tuple) else self.output
+        if not isinstance(out, torch.Tensor):
+            raise NotRecognised(f"{self.name} returns {type(out).__name__}")
+        return out
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Of its arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(slots=True)
+class SamplePass:
+    """What was recorded, in the order in which the calls ended."""
+
+    body: nn.Module
+    positions: torch.Tensor  # [1, num_tokens]
+    heads: dict[nn.Module, Heads] = field(default_factory=dict)  # by the module that makes the attention call
+    calls: list[Call] = field(default_factory=list)
+
+    def within(self, path: str) -> list[Call]:
+        """The calls of modules below `path`."""
+        return [call for call in self.calls if call.name.startswith(f"{path}.")]
+
+    def of(self, path: str) -> Call:
+        """The one call of the module. Raises `NotRecognised` where it was called otherwise than once."""
+        found = [call for call in self.calls if call.name == path]
+        if len(found) != 1:
+            raise NotRecognised(f"{path} is called {len(found)} times in a pass")
+        return found[0]
+
+    def again(self, call: Call) -> Heads:
+        """Calls the module around an attention call once more, as in `call`; -> its heads."""
+        self.heads.clear()
+        try:
+            call.module(*call.args, **call.kwargs)
+        except Exception as error:  # whatever the model's own code raises
+            raise NotRecognised(f"{call.name} cannot be called again: {in_one_line(error)}") from error
+        (heads,) = self.heads.values()
+        return heads
+
+
+def attend(heads: Heads, scale: float) -> torch.Tensor:
+    """Causal attention of one sequence, without windows, softcap or sinks: [1, num_tokens, num_heads, v_head_size]."""
+    repeats = heads.query.shape[1] // heads.key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (heads.key, heads.value))
+    scores = (heads.query @ key.transpose(2, 3)) * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+def _sample_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    ringcore: SamplePass,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    heads = ringcore.heads[module] = Heads(query, key, value, s_aux)
+    return attend(heads, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+AttentionInterface.register(_SAMPLE, _sample_attention)
+
+
+def run_sample(body: PreTrainedModel, layers: Sequence[str], attentions: Sequence[str]) -> SamplePass:
+    """body: on meta; layers and attentions: the names in it of its decoder layers and of their attention sublayers.
+    Raises `NotRecognised` where a copy of it cannot be run."""
+    generator = torch.Generator().manual_seed(0)
+    body = copy.deepcopy(body)
+    make_buffers(body)
+    body.config.dtype = torch.float32
+    body.config._attn_implementation = _SAMPLE
+    for layer, attention in zip(layers, attentions, strict=True):
+        _replace_large(body, layer, attention, generator)
+    _fill(body, generator)
+    positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
+    ids = torch.randint(_NUM_IDS, (1, _NUM_TOKENS), generator=generator)
+    sample = SamplePass(body, positions)
+    try:
+        with torch.no_grad(), _recorded(sample):
+            body(input_ids=ids, position_ids=positions, use_cache=False, ringcore=sample)
+    except Exception as error:  # whatever the model's own code raises with stand-ins for its parts
+        raise NotRecognised(f"a sample pass fails: {in_one_line(error)}") from error
+    return sample
+
+
+@contextmanager
+def _recorded(sample: SamplePass) -> Iterator[None]:
+    inputs: list[torch.Tensor | None] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
+        inputs.append(None if first is None else first.clone())
+
+    def recorder(name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            hidden = inputs.pop()
+            if hidden is not None:
+                sample.calls.append(Call(name, module, args, kwargs, output, hidden))
+
+        return after
+
+    handles = []
+    for name, module in sample.body.named_modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(recorder(name), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _replace_large(body: nn.Module, layer: str, attention: str, generator: torch.Generator) -> None:
+    """Puts stand-ins in place of the sublayers, but attention, that have large tensors outside linears."""
+    module = body.get_submodule(layer)
+    for name, child in module.named_children():
+        if f"{layer}.{name}" == attention:
+            continue
+        large = [p for inner in child.modules() for p in inner.parameters(recurse=False) if not _is_fillable(inner, p)]
+        if large:
+            setattr(module, name, _StandIn(child, body.config.get_text_config().hidden_size, generator))
+
+
+def _is_fillable(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return type(module) is nn.Linear or (parameter.dim() == 1 and parameter.numel() <= _MAX_SMALL)
+
+
+def _fill(root: nn.Module, generator: torch.Generator) -> None:
+    """Random values in place of the parameters, by kind of module."""
+    for name, child in list(root.named_children()):
+        if type(child) is nn.Linear:
+            setattr(root, name, SampleLinear(child, generator))
+        elif not isinstance(child, _StandIn):
+            _fill(child, generator)
+    for name, parameter in list(root.named_parameters(recurse=False)):
+        shape = list(parameter.shape)
+        if isinstance(root, nn.Embedding):
+            shape[0], root.padding_idx = _NUM_IDS, None
+        if torch.Size(shape).numel() > _MAX_SMALL:
+            raise NotRecognised(f"{type(root).__name__} has a large tensor {name!r}")
+        value = _random(generator, *shape) / 4 + (0 if isinstance(root, nn.Embedding) else 1)
+        root._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator)

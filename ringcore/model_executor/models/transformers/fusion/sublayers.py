@@ -1,0 +1,191 @@
+"""Recognises attention and gated MLPs by what they compute in a sample pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ringcore.checkpoint.family import Activation
+from ringcore.model_executor.layers.rotary import Rotation
+from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.fusion.plan import (
+    AttentionPlan,
+    GatedPlan,
+    LinearRows,
+    NormPlan,
+    RotaryPlan,
+)
+from ringcore.model_executor.models.transformers.fusion.sample_pass import (
+    Call,
+    NotRecognised,
+    SampleLinear,
+    SamplePass,
+)
+from ringcore.model_executor.models.transformers.fusion.trial import Trial
+
+__all__ = ["find_attention", "find_gated_mlp", "rotations_of"]
+
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+_Linears = dict[str, SampleLinear]
+
+
+def find_gated_mlp(sample: SamplePass, trial: Trial, path: str) -> GatedPlan:
+    """down(activation(gate(x)) * up(x)), gate and up in two linears or in the halves of one. Raises `NotRecognised`."""
+    linears = _linears_of(sample, path)
+    if len(linears) not in (2, 3):
+        raise NotRecognised(f"{path} has {len(linears)} linears")
+    *inner, (down, down_linear) = linears.items()
+    size = down_linear.in_features
+    if len(inner) == 2:
+        halves = [LinearRows(name, linear.out_features, 0, linear.out_features) for name, linear in inner]
+    else:
+        ((name, packed),) = inner
+        halves = [LinearRows(name, packed.out_features, start, size) for start in (0, size)]
+    has_biases = {linear.bias is not None for _, linear in inner}
+    if len(has_biases) > 1 or any(half.length != size or half.start + size > half.num_outputs for half in halves):
+        raise NotRecognised(f"{path} is no gated MLP")
+    call, biases = sample.of(path), (has_biases == {True}, down_linear.bias is not None)
+    for (gate, up), activation in itertools.product(itertools.permutations(halves), _ACTIVATIONS):
+        plan = GatedPlan(gate, up, biases[0], down, biases[1], activation)
+        if trial.sublayer_agrees(trial.parts().gated(path, plan), call, []):
+            return plan
+    raise NotRecognised(f"{path} computes something else than a gated MLP with {' or '.join(_ACTIVATIONS)}")
+
+
+def find_attention(
+    sample: SamplePass,
+    trial: Trial,
+    path: str,
+    attention: AttentionCall,
+    norms: Mapping[str, NormPlan],
+    rotaries: Sequence[Call],
+) -> AttentionPlan:
+    """Attention over heads that are rows of linears, perhaps normalised and then rotated. rotaries: the calls that may
+    have computed its angles. Raises `NotRecognised`."""
+    call, module = sample.of(path), sample.body.get_submodule(path)
+    if attention.v_head_size != attention.head_size or attention.head_size % 2:
+        raise NotRecognised(f"{path} has heads of {attention.head_size} and values of {attention.v_head_size}")
+    inner = [one for one in sample.within(path)]
+    own_norms = [norms[one.name] for one in inner if one.name in norms]
+    linears = _linears_of(sample, path)
+    *_, (out, out_linear) = linears.items()
+    with _without(module, [norm.path.removeprefix(f"{path}.") for norm in own_norms]):
+        q, k, v, sinks = _head_rows(sample, call, linears)
+    used = {rows.path for rows in (*q, *k, *v)}
+    has_biases = {linears[name].bias is not None for name in used}
+    if len(has_biases) > 1 or {*used, out} != set(linears) or out in used:
+        raise NotRecognised(f"{path} has other linears than those of q, k, v and its output")
+    heads = [attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size]
+    names = {id(tensor): name for name, tensor in sample.body.named_parameters()}
+    if sinks is not None and id(sinks) not in names:
+        raise NotRecognised(f"{path} computes its sinks")
+    for pair in _norm_pairs(own_norms, heads, attention.head_size):
+        for rotary in _rotaries(call, rotaries, attention.head_size):
+            plan = AttentionPlan(
+                *(q, k, v, has_biases == {True}),
+                *(out, out_linear.bias is not None, rotary, pair),
+                None if sinks is None else names[id(sinks)],
+            )
+            ours = trial.parts().attention(path, plan, attention)
+            if trial.sublayer_agrees(ours, call, rotations_of(trial, plan, rotaries, attention.head_size)):
+                return plan
+    raise NotRecognised(f"{path} computes its heads otherwise than by a norm and a rotation of linears' rows")
+
+
+def rotations_of(
+    trial: Trial, plan: AttentionPlan, rotaries: Sequence[Call], head_size: int
+) -> list[Rotation]:
+    if plan.rotary is None:
+        return [trial.no_rotation(head_size)]
+    return [trial.rotation(plan.rotary, rotaries[plan.rotary.source], head_size)]
+
+
+def _linears_of(sample: SamplePass, path: str) -> _Linears:
+    """In the order of their calls. Raises `NotRecognised` where one is called twice, or there is none."""
+    calls = [call for call in sample.within(path) if isinstance(call.module, SampleLinear)]
+    found = {call.name: call.module for call in calls if isinstance(call.module, SampleLinear)}
+    if not found or len(found) != len(calls):
+        raise NotRecognised(f"{path} calls {len(calls)} linears")
+    return found
+
+
+def _head_rows(
+    sample: SamplePass, call: Call, linears: _Linears
+) -> tuple[tuple[LinearRows, ...], tuple[LinearRows, ...], tuple[LinearRows, ...], torch.Tensor | None]:
+    """Which rows of which linear each head of q, of k and of v depends on: where the gradient is not 0."""
+    collected: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
+    with torch.enable_grad():
+        for name, linear in linears.items():
+            linear.outputs = collected[name]
+        heads = sample.again(call)
+        for linear in linears.values():
+            linear.outputs = None
+        leaves = {name: outputs[0] for name, outputs in collected.items()}
+        found = [_rows_of(leaves, x) for x in (heads.query, heads.key, heads.value)]
+    return found[0], found[1], found[2], heads.sinks
+
+
+def _rows_of(leaves: Mapping[str, torch.Tensor], heads: torch.Tensor) -> tuple[LinearRows, ...]:
+    """heads: [1, num_heads, num_tokens, head_size], computed from leaves [1, num_tokens, outputs]."""
+    num_heads, size = heads.shape[1], heads.shape[3]
+    weights = torch.rand(heads.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    alone = torch.eye(num_heads).view(num_heads, 1, num_heads, 1, 1) * weights
+    gradients = torch.autograd.grad(
+        heads, list(leaves.values()), alone, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    rows = []
+    for head in range(num_heads):
+        used = {
+            name: gradient[head, 0].abs().sum(0).nonzero().flatten().tolist()
+            for name, gradient in zip(leaves, gradients, strict=True)
+            if gradient is not None and gradient[head].any()
+        }
+        if len(used) != 1:
+            raise NotRecognised(f"a head depends on {len(used)} linears")
+        ((name, places),) = used.items()
+        if places != list(range(places[0], places[0] + size)):
+            raise NotRecognised("a head depends on rows of a linear that are not its own")
+        rows.append(LinearRows(name, leaves[name].shape[-1], places[0], size))
+    return tuple(rows)
+
+
+@contextmanager
+def _without(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """The submodules give back what they are given."""
+    kept = {path: module.get_submodule(path) for path in paths}
+    for path in paths:
+        module.set_submodule(path, nn.Identity())
+    try:
+        yield
+    finally:
+        for path, submodule in kept.items():
+            module.set_submodule(path, submodule)
+
+
+def _norm_pairs(
+    norms: Sequence[NormPlan], sizes: Sequence[int], head_size: int
+) -> Iterator[tuple[NormPlan, NormPlan] | None]:
+    """What may be the norms of q and k: of each head, or of all of them."""
+    if not norms:
+        yield None
+    for q, k in itertools.permutations(norms, 2):
+        alike = (q.eps, q.plus_one) == (k.eps, k.plus_one)
+        if len(norms) == 2 and alike and [q.size, k.size] in ([head_size] * 2, list(sizes)):
+            yield q, k
+
+
+def _rotaries(call: Call, rotaries: Sequence[Call], head_size: int) -> Iterator[RotaryPlan | None]:
+    """The usual form first; without a rotation last."""
+    given = {id(tensor) for tensor in call.tensors()}
+    for source, rotary in enumerate(rotaries):
+        if not all(id(tensor) in given for tensor in rotary.output):
+            continue
+        width = rotary.output[0].shape[-1]
+        for dim, halves, stride in itertools.product((width, 2 * width), (True, False), (1, 2)):
+            if dim <= head_size and (dim // 2 - 1) * stride < width:
+                yield RotaryPlan(source, dim, halves, stride)
+    yield None

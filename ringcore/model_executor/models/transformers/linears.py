@@ -1,0 +1,77 @@
+"""The linears and the embedding of a model that stay where transformers has them: this rank's share of each, computed by
+our products."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringcore.attention.context import NO_TOKEN_CONTEXT
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_schemes.dense import dense_product
+from ringcore.model_executor.linear_schemes.product import Product
+
+__all__ = ["ParallelEmbedding", "ParallelLinear"]
+
+
+class ParallelLinear(nn.Module):
+    """A linear that is whole, or split by its outputs (`dim` 0) or its inputs (`dim` 1). Of a split one with `whole`, the
+    gathered outputs or the unsplit inputs are the same on every rank."""
+
+    def __init__(self, linear: nn.Linear, tp: TensorParallel, dim: int | None = None, whole: bool = False) -> None:
+        super().__init__()
+        self.dim, self.whole, self.tp = dim, whole, tp
+        shape = [size // tp.size if dim == i else size for i, size in enumerate(linear.weight.shape)]
+        self.in_features, self.out_features = shape[1], shape[0]
+        self.weight = nn.Parameter(linear.weight.new_empty(shape), requires_grad=False)
+        self.register_parameter("bias", None)
+        if linear.bias is not None:
+            self.bias = nn.Parameter(linear.bias.new_empty(shape[0]), requires_grad=False)
+        self._product: Product | None = None
+
+    def bind(self, updatable: bool, prefers_float32: bool) -> None:
+        """Computes by the fastest product for the device of its tensors from now on; a weight that the product keeps in
+        another form is freed."""
+        bias = None if self.dim == 1 else self.bias
+        self._product = dense_product(self.weight, bias, updatable, prefers_float32)
+        if self.weight.device.type == "cpu" and not updatable:
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def refresh(self) -> None:
+        if self._product is not None:
+            self._product.refresh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in], or this rank's share of it -> [..., out], or this rank's share of it."""
+        if self.dim == 1:
+            if self.whole:
+                x = x.chunk(self.tp.size, -1)[self.tp.rank]
+            out = self.tp.all_reduce(self._multiply(x, None))
+            return out if self.bias is None else out + self.bias
+        out = self._multiply(x, self.bias)
+        return self.tp.all_gather_last_dim(out) if self.dim == 0 and self.whole else out
+
+    def _multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+        if self._product is None:
+            return nn.functional.linear(x, self.weight, bias)
+        return self._product(x.reshape(-1, x.shape[-1]), NO_TOKEN_CONTEXT).view(*x.shape[:-1], -1)
+
+
+class ParallelEmbedding(nn.Module):
+    """An embedding split by its vocabulary: an equal, contiguous range of the ids on each rank."""
+
+    dim = 0
+
+    def __init__(self, embedding: nn.Embedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        rows, width = embedding.weight.shape
+        self.weight = nn.Parameter(embedding.weight.new_empty(rows // tp.size, width), requires_grad=False)
+        self.register_parameter("bias", None)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [...] int64 -> [..., hidden_size]. Each id belongs to one rank; the others add zeros."""
+        rows = input_ids - self.tp.rank * len(self.weight)
+        elsewhere = (rows < 0) | (rows >= len(self.weight))
+        hidden = nn.functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))

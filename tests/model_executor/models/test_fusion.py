@@ -1,0 +1,178 @@
+"""Fusion by behaviour: what is recognised is ours and computes the same; what only looks the same stays the model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import DenseRun
+from test_transformers_model import EXPERTS, config_of, loaded, logits_of, theirs
+from thread_tp import on_all_ranks
+from torch import nn
+
+from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.construction import build_on_meta
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.recognition import Recognised, recognise
+
+IDS = [3, 90, 14, 15, 92, 65, 35, 8, 9, 7, 93, 23]
+MOE = {"head_dim": 8, **EXPERTS}
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+# By type: options, and how many of two layers are ours as a whole, of their attentions, and of their MLPs.
+TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "llama": ({"attention_bias": True, "mlp_bias": True}, (2, 2, 2)),
+    "qwen3": ({"head_dim": 8}, (2, 2, 2)),  # norms of each head
+    "phi3": ({"partial_rotary_factor": 0.5}, (2, 2, 2)),  # packed linears, and a part of each head is rotated
+    "glm": ({"head_dim": 8, "attention_bias": True}, (2, 2, 2)),  # pairs are neighbours
+    "glm4": ({"head_dim": 8}, (2, 2, 2)),  # norms before and after each sublayer
+    "olmo2": ({}, (2, 2, 2)),  # norms after each sublayer, and of all heads
+    "granite": ({"residual_multiplier": 0.3, "embedding_multiplier": 5.0}, (2, 2, 2)),
+    "smollm3": ({"no_rope_layers": [1, 0]}, (2, 2, 2)),  # a layer without positions
+    "gemma3_text": ({"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, (2, 2, 2)),
+    "qwen3_moe": (MOE, (2, 2, 0)),
+    "gpt_oss": (SINKS, (2, 2, 0)),
+    "cohere2": ({"head_dim": 8}, (0, 2, 2)),  # attention beside the MLP
+    "gpt_neox": ({}, (0, 2, 0)),  # heads of q, k and v in turn in one linear
+    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, (0, 0, 0)),  # no linear, but a class of its own
+}
+
+
+def counts(found: Recognised) -> tuple[int, int, int]:
+    return len(found.plans), len(found.attentions), len(found.mlps)
+
+
+def found_in(model_type: str, change=None, **options: Any) -> Recognised:
+    """change: of the body, on meta."""
+    model = build_on_meta(config_of(model_type, **options).to_dict(), torch.float32, RECORD)
+    if change is not None:
+        change(model.base_model)
+    return recognise(model.base_model, record(model, 64))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_logits_are_those_of_transformers(tmp_path, model_type):
+    options, expected = TYPES[model_type]
+    reference, ours = theirs(tmp_path, model_type, **options), loaded(tmp_path)
+    assert counts(ours._fusion.recognised) == expected, ours.report()
+    run = DenseRun(ours, 64, 2, device=torch.device("cpu"))
+    whole = logits_of(reference, IDS)
+    got = run.step({0: IDS[:7], 1: IDS[:3]}), run.step({1: IDS[3:], 0: IDS[7:]})
+    split = torch.cat((got[0][:7], got[1][len(IDS) - 3 :])), torch.cat((got[0][7:], got[1][: len(IDS) - 3]))
+    for logits in split:
+        torch.testing.assert_close(logits, whole, atol=2e-4, rtol=2e-4)
+
+
+def with_forward(path: str, make):
+    """Gives the module at `path` of each layer another forward: make(its own, it)."""
+
+    def change(body) -> None:
+        for layer in body.layers:
+            module = layer.get_submodule(path) if path else layer
+            own = copy.copy(module)  # its forward is bound to itself
+            module.__class__ = type("Changed", (type(module),), {"forward": make(type(own).forward)})
+
+    return change
+
+
+def centred(forward):
+    return lambda self, x: forward(self, x - x.mean(-1, keepdim=True))
+
+
+def clamped(forward):
+    return lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.3) * self.up_proj(x))
+
+
+def reading_a_weight(forward):
+    return lambda self, x: self.down_proj(self.act_fn(nn.functional.linear(x, self.gate_proj.weight)) * self.up_proj(x))
+
+
+def rotated_twice(forward):
+    def changed(self, hidden_states, position_embeddings, **kwargs):
+        cos, sin = position_embeddings
+        return forward(self, hidden_states, position_embeddings=(2 * cos * cos - 1, 2 * sin * cos), **kwargs)
+
+    return changed
+
+
+def halved(forward):
+    def changed(self, *args, **kwargs):
+        out, weights = forward(self, *args, **kwargs)
+        return out / 2, weights
+
+    return changed
+
+
+def without_residual(forward):
+    def changed(self, hidden_states, **kwargs):
+        return forward(self, hidden_states, **kwargs) - hidden_states
+
+    return changed
+
+
+def beside_its_input(forward):
+    def changed(self, hidden_states, **kwargs):
+        return forward(self, hidden_states, **kwargs) + 0.01 * hidden_states.abs()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "make", "expected"),
+    [
+        ("input_layernorm", centred, (0, 2, 2)),
+        ("mlp", clamped, (2, 2, 0)),
+        ("mlp", reading_a_weight, (0, 0, 0)),
+        ("self_attn", rotated_twice, (2, 0, 2)),
+        ("self_attn", halved, (2, 0, 2)),
+        ("", without_residual, (0, 2, 2)),
+        ("", beside_its_input, (0, 2, 2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_computes_something_else_stays_the_models_own(path, make, expected):
+    unchanged = found_in("llama")
+    assert counts(unchanged) == (2, 2, 2)
+    changed = found_in("llama", with_forward(path, make))
+    assert counts(changed) == expected
+    assert changed.reasons
+    assert not unchanged.reasons
+
+
+def test_one_layer_of_another_kind():
+    def change(body) -> None:
+        body.layers[1].mlp.act_fn = nn.ReLU()
+
+    found = found_in("llama", change)
+    assert (list(found.plans), list(found.mlps)) == (["layers.0", "layers.1"], ["layers.0.mlp"])
+
+
+def test_how_heads_and_pairs_lie():
+    phi3, glm = (found_in(name, **TYPES[name][0]) for name in ("phi3", "glm"))
+    attention, mlp = phi3.attentions["layers.0.self_attn"], phi3.mlps["layers.0.mlp"]
+    assert isinstance(attention, AttentionPlan)
+    assert isinstance(mlp, GatedPlan)
+    assert [(rows.start, rows.length) for rows in attention.q + attention.k + attention.v] == [
+        (8 * head, 8) for head in range(8)
+    ]
+    assert (mlp.gate.start, mlp.up.start) == (0, 48)
+    assert attention.rotary == RotaryPlan(0, 4, halves=True, stride=1)
+    rotary = glm.attentions["layers.0.self_attn"].rotary
+    assert rotary is not None
+    assert not rotary.halves
+    neox = found_in("gpt_neox").attentions["layers.1.attention"]
+    assert [rows.start for rows in neox.q] == [0, 24, 48, 72]
+    assert [rows.start for rows in neox.v] == [16, 40, 64, 88]
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss"])
+def test_two_ranks_compute_the_same(tmp_path, model_type):
+    theirs(tmp_path, model_type, **TYPES[model_type][0])
+    alone = DenseRun(loaded(tmp_path), 64, 1, device=torch.device("cpu")).step({0: IDS})
+
+    def on_rank(tp):
+        return DenseRun(loaded(tmp_path, tp), 64, 1, device=torch.device("cpu")).step({0: IDS})
+
+    for logits in on_all_ranks(2, on_rank):
+        torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
