@@ -12,7 +12,8 @@ from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from ringcore.protocol.messages import EngineReady, ModelReport
+from ringcore.protocol.messages import EngineReady
+from ringcore.protocol.model_report import ModelReport
 
 __all__ = ["resolve_config", "start_up"]
 
@@ -62,8 +63,7 @@ def start_up(
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )
-    with timed(phases, "model_report"):
-        models = msgspec.convert(executor.collective_rpc("model_report"), list[ModelReport])
+    models = msgspec.convert(executor.collective_rpc("model_report"), list[ModelReport])
     num_graphs_left = max(int((report or {}).get("graphs_left", 0)) for report in reports)
     return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, models[0]), kv_cache
 

@@ -42,8 +42,7 @@ def _qk_norm_kernel(
 
 
 def qk_norm(qkv: torch.Tensor, gain: torch.Tensor, sizes: tuple[int, int], eps: float) -> None:
-    """x / sqrt(mean(x^2) + eps) * gain of the first sizes[0] entries of each row, and of the sizes[1] entries after them,
-    in place.
+    """x / sqrt(mean(x^2) + eps) * gain of the first sizes[0] entries of each row and of the sizes[1] after them, in place.
 
     qkv: [n, row_size], contiguous; gain: [sizes[0] + sizes[1]]; each of any float dtype. Computed in float32 and
     rounded once. Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
@@ -72,6 +71,7 @@ def qk_norm(qkv: torch.Tensor, gain: torch.Tensor, sizes: tuple[int, int], eps: 
 
 def qk_norm_reference(qkv: torch.Tensor, gain: torch.Tensor, sizes: tuple[int, int], eps: float) -> None:
     """`qk_norm` in plain torch."""
-    for part, weight in zip(qkv[:, : sum(sizes)].split(sizes, 1), gain.split(sizes), strict=True):
+    parts = torch.split_with_sizes(qkv[:, : sum(sizes)], sizes, 1)
+    for part, weight in zip(parts, torch.split_with_sizes(gain, sizes), strict=True):
         x = part.float()
         part.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())

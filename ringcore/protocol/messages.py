@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.operations import MemoryOperation, SleepMode
 from ringcore.protocol.requests import EngineCoreRequest, OutputColumns, WireError
 
@@ -22,7 +23,6 @@ __all__ = [
     "HealthState",
     "MemoryReport",
     "MemoryState",
-    "ModelReport",
     "Operate",
     "PauseMode",
     "RankHealth",
@@ -87,20 +87,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_field
 
 
 ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | Shutdown
-
-
-class ModelReport(msgspec.Struct, frozen=True):
-    """What computes the model.
-
-    impl: "native", a model class of this package, or "transformers", the model's own modules there, in which layers of
-    this package replace those that compute the same: `fused` counts them, by kind ("layers", "attentions", "mlps",
-    "norms").
-    """
-
-    impl: str
-    num_layers: int
-    fused: dict[str, int] = {}
-    not_fused: list[str] = []  # why the others are not, each reason once
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -13,7 +13,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
-from ringcore.protocol.messages import ModelReport
+from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
@@ -70,7 +70,6 @@ class FakeWorker:
 
     @rpc(scope="engine")
     def model_report(self) -> ModelReport:
-        """That nothing computes it."""
         return ModelReport("fake", len(kv_cache_spec(self.config)))
 
     @rpc(scope="engine")
@@ -264,9 +263,6 @@ class FakeWorker:
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]
         return TokenLogprobs([token, *top], [-math.log(vocab_size)] * (1 + num_top), [1, *range(1, num_top + 1)])
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Health and statistics.
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:

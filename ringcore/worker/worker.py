@@ -15,7 +15,7 @@ from ringcore.host.resources import resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
-from ringcore.protocol.messages import ModelReport
+from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform

@@ -30,6 +30,8 @@ class ReportingExecutor:
             return [{"total": 10**6, "available_kv_cache_bytes": available} for available in self.available_bytes]
         if method == "health":
             return [{"device": device} for device in self.devices]
+        if method == "model_report":
+            return [{"impl": "native", "num_layers": len(self.layers)} for _ in self.available_bytes]
         assert method == "initialize_from_config"
         (self.plan,) = args
         left = self.num_graphs_left

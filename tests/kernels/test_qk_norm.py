@@ -27,7 +27,8 @@ def test_q_and_k_are_normalised_each_by_itself(num_rows, sizes, extra, dtype, de
     qkv, gain = rows_and_gain(num_rows, sizes, extra, dtype, device)
     before = qkv.clone()
     qk_norm(qkv, gain, sizes, EPS)
-    for ours, x, weight in zip(qkv.split([*sizes, extra], 1)[:2], before.split([*sizes, extra], 1), gain.split(sizes)):
+    parts = (rows[:, : sum(sizes)].split(sizes, 1) for rows in (qkv, before))
+    for ours, x, weight in zip(*parts, gain.split(sizes), strict=True):
         exact = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
         torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=rounding(dtype, device) + 4e-6)
     assert torch.equal(qkv[:, sum(sizes) :], before[:, sum(sizes) :])

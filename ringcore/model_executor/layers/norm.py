@@ -224,5 +224,6 @@ class QKNorm(WeightedLayer):
 
 
 def _in_place(norms: Sequence[Callable[[torch.Tensor], torch.Tensor]], sizes: Sequence[int], x: torch.Tensor) -> None:
-    for normalise, part in zip(norms, x.split([*sizes, x.shape[-1] - sum(sizes)], -1), strict=False):
+    parts = torch.split_with_sizes(x[:, : sum(sizes)], list(sizes), 1)
+    for normalise, part in zip(norms, parts, strict=True):
         part.copy_(normalise(part))

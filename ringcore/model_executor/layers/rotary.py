@@ -20,7 +20,15 @@ from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm
 
-__all__ = ["ComplexRotation", "KernelRotation", "RotaryEmbedding", "RotaryTable", "Rotation", "interleaved", "inverse_frequencies"]
+__all__ = [
+    "ComplexRotation",
+    "KernelRotation",
+    "RotaryEmbedding",
+    "RotaryTable",
+    "Rotation",
+    "interleaved",
+    "inverse_frequencies",
+]
 
 
 def interleaved(head_dim: int, rotary_dim: int | None = None) -> torch.Tensor:

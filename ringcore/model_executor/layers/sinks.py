@@ -13,9 +13,7 @@ __all__ = ["AttentionSinks"]
 class AttentionSinks(WeightedLayer):
     """Those of this rank's heads."""
 
-    def __init__(
-        self, name: str, checkpoint_name: str, num_heads: int, dtype: torch.dtype, tp: TensorParallel
-    ) -> None:
+    def __init__(self, name: str, checkpoint_name: str, num_heads: int, dtype: torch.dtype, tp: TensorParallel) -> None:
         """checkpoint_name: of the tensor [num_heads], whole."""
         length = num_heads // tp.size
         part = WeightPart(checkpoint_name, (num_heads,), 0, tp.rank * length, length)

@@ -14,7 +14,7 @@ from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
-from ringcore.protocol.messages import ModelReport
+from ringcore.protocol.model_report import ModelReport
 
 __all__ = ["CausalLM"]
 

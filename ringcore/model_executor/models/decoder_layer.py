@@ -78,7 +78,7 @@ class SelfAttention(Sublayer):
         """qkv_proj: the heads of q, of k and of v, the pairs that are rotated interleaved. rotary: the index of the
         rotary embedding. head_norm, qk_norm: of each head alone, of all heads together; at most one of them."""
         self.attention, self.qkv_proj, self.o_proj = attention, qkv_proj, o_proj
-        self._rotary, self._head_norm, self._qk_norm, self._sinks = rotary, head_norm, qk_norm, sinks
+        self.rotary, self._head_norm, self._qk_norm, self._sinks = rotary, head_norm, qk_norm, sinks
 
     def layers(self) -> list[WeightedLayer]:
         optional = [part for part in (self._head_norm, self._qk_norm, self._sinks) if part is not None]
@@ -95,7 +95,7 @@ class SelfAttention(Sublayer):
         if self._qk_norm is not None:
             self._qk_norm(qkv)
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        q, k, v = inputs.rotations[self._rotary](qkv, *heads, self._head_norm, kv_target)
+        q, k, v = inputs.rotations[self.rotary](qkv, *heads, self._head_norm, kv_target)
         sinks = None if self._sinks is None else self._sinks.values
         return self.attention(q, k, v, ctx, sinks).reshape(len(hidden), -1)
 

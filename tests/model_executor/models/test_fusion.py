@@ -35,7 +35,10 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gpt_oss": (SINKS, (2, 2, 0)),
     "cohere2": ({"head_dim": 8}, (0, 2, 2)),  # attention beside the MLP
     "gpt_neox": ({}, (0, 2, 0)),  # heads of q, k and v in turn in one linear
-    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, (0, 0, 0)),  # no linear, but a class of its own
+    "gpt2": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        (0, 0, 0),
+    ),  # no nn.Linear
 }
 
 

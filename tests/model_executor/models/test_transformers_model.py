@@ -20,6 +20,8 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models.transformers.attention_calls import RECORD
+from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -105,8 +107,8 @@ def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
         torch.testing.assert_close(logits, logits_of(hf, ids), atol=1e-4, rtol=1e-4)
         assert {(layer.num_heads, layer.num_kv_heads) for layer in model.attention_layers} == {(2, 1)}
         shapes = {weight.name: weight.shape for weight in model.weights()}
-        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (16, 32)
-        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (32, 16)
+        assert shapes["layers.0.qkv_proj.weight"] == (16 + 8 + 8, 32)
+        assert shapes["layers.0.o_proj.weight"] == (32, 16)
         assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 16, 32)
 
 
@@ -135,8 +137,8 @@ class Rank(TensorParallel):
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
-        built(written(tmp_path, "llama", num_key_value_heads=1), Rank(0, 4))
+    with pytest.raises(ModelLoadError, match=r"olmo2: .*(cannot be split over 4 ranks|pass without values fails)"):
+        built(written(tmp_path, "olmo2", num_key_value_heads=1), Rank(0, 4))
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -183,20 +185,27 @@ def test_windows_are_read_from_the_masks(tmp_path):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_and_dtypes_are_those_of_a_model_that_transformers_builds(tmp_path, model_type, options, dtype):
+def test_buffers_and_dtypes_are_those_of_a_model_that_transformers_builds(model_type, options, dtype):
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_config(config_of(model_type, **options), dtype=dtype)
-    model = built(written(tmp_path, model_type, **options), dtype=dtype)
-    model.bind(load_weights(model.weights(), find_model(tmp_path, "dummy"), 0, CPU))
-    ours = model._model
+    ours = build_on_meta(config_of(model_type, **options).to_dict(), dtype, RECORD)
+    make_buffers(ours)
     assert {n: p.dtype for n, p in ours.named_parameters()} == {n: p.dtype for n, p in hf.named_parameters()}
     buffers = dict(ours.named_buffers())
     assert buffers.keys() == dict(hf.named_buffers()).keys()
     for name, buffer in hf.named_buffers():
         if name not in hf.state_dict():
             torch.testing.assert_close(buffers[name], buffer, atol=0, rtol=0)
-    assert not [name for name, tensor in [*ours.named_parameters(), *ours.named_buffers()] if tensor.is_meta]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen3_moe"])
+def test_nothing_is_left_on_meta(tmp_path, model_type):
+    written(tmp_path, model_type, **{"gpt2": GPT2, "qwen3_moe": EXPERTS}.get(model_type, {}))
+    model = built(tmp_path)
+    model.bind(load_weights(model.weights(), find_model(tmp_path, "dummy"), 0, CPU), updatable=True)
+    tensors = [*model._model.named_parameters(), *model._model.named_buffers()]
+    assert not [name for name, tensor in tensors if tensor.is_meta]
 
 
 def test_building_changes_nothing_that_another_thread_sees(tmp_path):

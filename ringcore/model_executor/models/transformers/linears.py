@@ -1,5 +1,5 @@
-"""The linears and the embedding of a model that stay where transformers has them: this rank's share of each, computed by
-our products."""
+"""The linears and the embedding of a model that stay where transformers has them: this rank's share, and our
+products."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["ParallelEmbedding", "ParallelLinear"]
 
 
 class ParallelLinear(nn.Module):
-    """A linear that is whole, or split by its outputs (`dim` 0) or its inputs (`dim` 1). Of a split one with `whole`, the
-    gathered outputs or the unsplit inputs are the same on every rank."""
+    """A linear that is whole, or split by its outputs (`dim` 0) or its inputs (`dim` 1). Where `whole`, the gathered
+    outputs or the unsplit inputs of a split one are the same on every rank."""
 
     def __init__(self, linear: nn.Linear, tp: TensorParallel, dim: int | None = None, whole: bool = False) -> None:
         super().__init__()

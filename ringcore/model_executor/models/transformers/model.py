@@ -1,5 +1,5 @@
-"""A model of transformers as a `CausalLM`: its own modules and weights, our attention, KV cache and collectives, and our
-layers where they compute the same."""
+"""A model of transformers as a `CausalLM`: its own modules over our attention, KV cache and collectives, and our layers
+in place of those that compute the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ringcore.model_executor.models.transformers.head import check_head, head_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.weight import Tensors, Weight
-from ringcore.protocol.messages import ModelReport
+from ringcore.protocol.model_report import ModelReport
 
 __all__ = ["TransformersModel"]
 
@@ -152,9 +152,7 @@ class TransformersModel(CausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
         given = ForwardPass(ctx, self._layers, self._fusion.rotations(positions))
-        out = self._body(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, ringcore=given
-        )
+        out = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, ringcore=given)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -177,8 +175,6 @@ def _on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
         if isinstance(error, KeyError) and RECORD in error.args:
             raise Refused("its attention is its own code, which nothing can replace") from error
         raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
-
-
 
 
 def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:

@@ -18,7 +18,9 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
 from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
 from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRecognised
 
-__all__ = ["fitting", "modules_of"]
+__all__ = ["Part", "fitting", "modules_of"]
+
+Part = LayerPlan | AttentionPlan | GatedPlan | NormPlan
 
 
 def fitting(
@@ -30,7 +32,7 @@ def fitting(
 ) -> Recognised:
     """Without the parts that cannot be ours here, with the reasons. layouts: by the tensor's name in the body."""
     reasons = dict(found.reasons)
-    call_of = dict(zip(found.layers, calls, strict=True))
+    call_of = dict(zip(found.layers, calls, strict=False))  # none, where nothing is recognised
 
     def fits(path: str, part: AttentionPlan | GatedPlan | NormPlan) -> bool:
         try:
@@ -61,7 +63,7 @@ def fitting(
     )
 
 
-def modules_of(part: LayerPlan | AttentionPlan | GatedPlan | NormPlan) -> Iterator[str]:
+def modules_of(part: Part) -> Iterator[str]:
     """The paths of the modules in whose place the part has tensors, and the names of its other tensors."""
     match part:
         case LayerPlan():
@@ -82,9 +84,8 @@ def modules_of(part: LayerPlan | AttentionPlan | GatedPlan | NormPlan) -> Iterat
 
 def _parts_of(plan: LayerPlan) -> list[AttentionPlan | GatedPlan | NormPlan]:
     """Those that are ours."""
-    norms = (plan.input_norm, plan.attention_out_norm, plan.mlp_norm, plan.mlp_out_norm)
     sublayers = [part for part in (plan.attention, plan.mlp) if isinstance(part, AttentionPlan | GatedPlan)]
-    return [*sublayers, *(norm for norm in norms if norm is not None)]
+    return [*sublayers, *plan.norms.all()]
 
 
 def _check_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from ringcore.model_executor.models.transformers.fusion.fused_layer import Fused
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedAttention, FusedMLP, FusedNorm
 from ringcore.model_executor.models.transformers.fusion.plan import (
     AttentionPlan,
-    LayerPlan,
     ModulePlan,
     Parts,
     RotaryPlan,

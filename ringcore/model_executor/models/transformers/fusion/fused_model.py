@@ -16,7 +16,7 @@ from ringcore.model_executor.layers.rotary import RotaryTable, Rotation
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
-from ringcore.model_executor.models.transformers.fusion.coverage import fitting, modules_of
+from ringcore.model_executor.models.transformers.fusion.coverage import Part, fitting, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
 from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognition import Recognised, recognise
@@ -51,8 +51,8 @@ class Fusion:
         prefix = f"{model.base_model_prefix}."
         found = recognise(model.base_model, calls)
         found = fitting(found, calls, _in_body(layouts, prefix), dtype, num_ranks)
-        parts = [*found.plans.values(), *found.attentions.values(), *found.mlps.values(), *found.norms.values()]
-        modules = {module for part in parts for module in modules_of(part)}
+        kinds: list[Mapping[str, Part]] = [found.plans, found.attentions, found.mlps, found.norms]
+        modules = {module for kind in kinds for part in kind.values() for module in modules_of(part)}
         return cls(
             found,
             frozenset(prefix + module for module in modules),

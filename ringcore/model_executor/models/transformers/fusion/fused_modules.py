@@ -33,7 +33,6 @@ class FusedAttention(nn.Module):
         out = self.sublayer(self._unnormed, Residual(hidden[0]), inputs)[None]
         return out if self._num_results is None else (out, *[None] * (self._num_results - 1))
 
-
     def weighted(self) -> list[WeightedLayer]:
         return self.sublayer.layers()
 

@@ -21,7 +21,17 @@ from ringcore.model_executor.models.decoder_layer import DecoderLayer, GatedMLP,
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Arguments, ModuleSublayer
 
-__all__ = ["AttentionPlan", "GatedPlan", "LayerPlan", "LinearRows", "ModulePlan", "NormPlan", "Parts", "RotaryPlan", "local_attention"]
+__all__ = [
+    "AttentionPlan",
+    "GatedPlan",
+    "LayerPlan",
+    "LinearRows",
+    "ModulePlan",
+    "NormPlan",
+    "Parts",
+    "RotaryPlan",
+    "local_attention",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +101,33 @@ class ModulePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """hidden += attention(norm(hidden)), then hidden += mlp(norm(hidden)), perhaps with post-norms. None: no norm.
+class LayerNorms:
+    """Before and after the sublayers of a layer, of what is read and of what is added. None: no norm."""
 
-    scale: what every contribution is multiplied by before it is added.
-    """
+    input: NormPlan | None = None
+    attention_out: NormPlan | None = None
+    mlp: NormPlan | None = None
+    mlp_out: NormPlan | None = None
+
+    def all(self) -> list[NormPlan]:
+        return [norm for norm in (self.input, self.attention_out, self.mlp, self.mlp_out) if norm is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """hidden += scale * attention(norm(hidden)), then hidden += scale * mlp(norm(hidden)), perhaps with post-norms."""
 
     path: str
     attention: AttentionPlan | ModulePlan
     mlp: GatedPlan | ModulePlan
-    input_norm: NormPlan | None
-    attention_out_norm: NormPlan | None
-    mlp_norm: NormPlan | None
-    mlp_out_norm: NormPlan | None
+    norms: LayerNorms = LayerNorms()
     scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What our layers are made of, on one rank. hidden_size: of the residual stream, which is divided by `scale`: a norm
-    does not see that but in its eps.
+    """What our layers are made of, on one rank. hidden_size: of the residual stream, which is in units of `scale`, so
+    that what is added needs no factor; a norm sees that in its eps alone.
 
     names: of the checkpoint's tensors, by those of the body's. modules: those of the body, by path.
     """
@@ -132,10 +149,10 @@ class Parts:
             attention = self.attention(plan.path, plan.attention, call, index, rotary)
         mlp = self.module(plan.mlp) if isinstance(plan.mlp, ModulePlan) else self.gated(plan.path, plan.mlp)
         return DecoderLayer(
-            self.prologue(plan.input_norm),
-            self._post_normed(attention, plan.attention_out_norm),
-            self.prologue(plan.mlp_norm),
-            self._post_normed(mlp, plan.mlp_out_norm),
+            self.prologue(plan.norms.input),
+            self._post_normed(attention, plan.norms.attention_out),
+            self.prologue(plan.norms.mlp),
+            self._post_normed(mlp, plan.norms.mlp_out),
         )
 
     def attention(

@@ -21,6 +21,7 @@ from ringcore.model_executor.models.transformers.fusion.norms import find_norms
 from ringcore.model_executor.models.transformers.fusion.plan import (
     AttentionPlan,
     GatedPlan,
+    LayerNorms,
     LayerPlan,
     ModulePlan,
     NormPlan,
@@ -69,13 +70,16 @@ class Recognised:
 def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall]) -> Recognised:
     """body: on meta; calls: its attention calls, one a layer."""
     names = {module: name for name, module in body.named_modules()}
+    layers: list[str] = []
     try:
-        layers = [_layer_around(body, names[call.module]) for call in calls]
+        layers += [_layer_around(body, names[call.module]) for call in calls]
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
         sample = run_sample(body, layers, attentions)
-        return _Search(sample, body.config.get_text_config().hidden_size).result(layers, attentions, calls)
+        found = _Search(sample, body.config.get_text_config().hidden_size).result(layers, attentions, calls)
+        sample.calls.clear()  # their arguments refer to the sample, which is large
+        return found
     except NotRecognised as error:
-        return Recognised(reasons={"": str(error)})
+        return Recognised(tuple(layers), reasons={"": str(error)})
 
 
 class _Search:
@@ -151,18 +155,17 @@ class _Search:
             layer,
             self._attentions.get(attention) or ModulePlan(attention, _arguments(sublayers[0], whole)),
             self._mlps.get(sublayers[1].name) or ModulePlan(sublayers[1].name, _arguments(sublayers[1], whole)),
-            *[None] * 4,
         )
         placements = _placements(norms[:first], norms[first + 1 : second], norms[second + 1 :])
         scales = [1.0, *(value for value in vars(whole.module).values() if isinstance(value, float) and value > 0)]
         for placed, scale in itertools.product(placements, scales):
-            candidate = replace(plan, **placed, scale=scale)
+            candidate = replace(plan, norms=placed, scale=scale)
             if self._agrees(candidate, whole, call):
                 return candidate
         raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
 
     def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
-        if plan.scale != 1 and None in (plan.input_norm, plan.mlp_norm):
+        if plan.scale != 1 and None in (plan.norms.input, plan.norms.mlp):
             return False  # a sublayer would read the stream in units of the scale
         rotations = []
         if isinstance(plan.attention, AttentionPlan):
@@ -178,7 +181,7 @@ class _Search:
 
 def _arguments(own: Call, whole: Call) -> Arguments:
     """How a sublayer's arguments follow from those of its layer. Raises `NotRecognised`."""
-    known = [*enumerate(whole.args), *whole.kwargs.items()]
+    known: list[tuple[int | str, object]] = [*enumerate(whole.args), *whole.kwargs.items()]
 
     def argument(value: object) -> Argument:
         for key, given in known:
@@ -199,14 +202,14 @@ def _arguments(own: Call, whole: Call) -> Arguments:
 
 def _placements(
     before: Sequence[NormPlan | None], between: Sequence[NormPlan | None], after: Sequence[NormPlan | None]
-) -> Iterator[dict[str, NormPlan | None]]:
+) -> Iterator[LayerNorms]:
     """What each norm may be, by where it is called: before, between and after the sublayers."""
     if max(len(before), len(after)) > 1 or len(between) > 2:
         return
     (first,), (last,) = before or (None,), after or (None,)
     middle = [tuple(between)] if len(between) == 2 else [(None, *between), (*between, None)]
     for attention_out, mlp in middle if between else [(None, None)]:
-        yield {"input_norm": first, "attention_out_norm": attention_out, "mlp_norm": mlp, "mlp_out_norm": last}
+        yield LayerNorms(first, attention_out, mlp, last)
 
 
 def _is_identity(call: Call) -> bool:

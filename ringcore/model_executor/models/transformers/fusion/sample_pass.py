@@ -1,4 +1,4 @@
-"""A sample pass: a copy of a model's body with random weights on the CPU, run once, in float32, with every call recorded.
+"""A sample pass: a copy of a model's body with random weights, run once in float32 on the CPU, every call recorded.
 
 The copy has the sizes of the model, but each linear is the product of two thin matrices, and an embedding has few rows:
 so a pass of a large model costs milliseconds. Sublayers with other large tensors (experts) are replaced by a function
@@ -49,7 +49,8 @@ class SampleLinear(nn.Module):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out], without the bias."""
-        return x @ self._thin @ self._wide
+        out: torch.Tensor = x @ self._thin @ self._wide
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.product(x)
@@ -65,7 +66,7 @@ class _StandIn(nn.Module):
 
     def __init__(self, module: nn.Module, size: int, generator: torch.Generator) -> None:
         super().__init__()
-        self._on_meta = module.to("meta")
+        self._on_meta = module.to("meta", torch.float32)
         self._linear = SampleLinear(nn.Linear(size, size, device="meta"), generator)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ def _recorded(sample: SamplePass) -> Iterator[None]:
             handle.remove()
 
 
-def _replace_large(body: nn.Module, layer: str, attention: str, generator: torch.Generator) -> None:
+def _replace_large(body: PreTrainedModel, layer: str, attention: str, generator: torch.Generator) -> None:
     """Puts stand-ins in place of the sublayers, but attention, that have large tensors outside linears."""
     module = body.get_submodule(layer)
     for name, child in module.named_children():
@@ -245,7 +246,9 @@ def _fill(root: nn.Module, generator: torch.Generator) -> None:
             shape[0], root.padding_idx = _NUM_IDS, None
         if torch.Size(shape).numel() > _MAX_SMALL:
             raise NotRecognised(f"{type(root).__name__} has a large tensor {name!r}")
-        value = _random(generator, *shape) / 4 + (0 if isinstance(root, nn.Embedding) else 1)
+        # Embeddings of the magnitude of what layers add to them; factors that are far from equal and from 0.
+        spread = _random(generator, *shape)
+        value = 4 * spread if isinstance(root, nn.Embedding) else 1 + spread / 4
         root._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 

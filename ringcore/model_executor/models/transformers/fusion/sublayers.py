@@ -69,8 +69,7 @@ def find_attention(
     call, module = sample.of(path), sample.body.get_submodule(path)
     if attention.v_head_size != attention.head_size or attention.head_size % 2:
         raise NotRecognised(f"{path} has heads of {attention.head_size} and values of {attention.v_head_size}")
-    inner = [one for one in sample.within(path)]
-    own_norms = [norms[one.name] for one in inner if one.name in norms]
+    own_norms = [norms[one.name] for one in sample.within(path) if one.name in norms]
     linears = _linears_of(sample, path)
     *_, (out, out_linear) = linears.items()
     with _without(module, [norm.path.removeprefix(f"{path}.") for norm in own_norms]):
@@ -96,9 +95,7 @@ def find_attention(
     raise NotRecognised(f"{path} computes its heads otherwise than by a norm and a rotation of linears' rows")
 
 
-def rotations_of(
-    trial: Trial, plan: AttentionPlan, rotaries: Sequence[Call], head_size: int
-) -> list[Rotation]:
+def rotations_of(trial: Trial, plan: AttentionPlan, rotaries: Sequence[Call], head_size: int) -> list[Rotation]:
     if plan.rotary is None:
         return [trial.no_rotation(head_size)]
     return [trial.rotation(plan.rotary, rotaries[plan.rotary.source], head_size)]
