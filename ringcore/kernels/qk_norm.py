@@ -42,7 +42,7 @@ def _qk_norm_kernel(
 
 
 def qk_norm(qkv: torch.Tensor, gain: torch.Tensor, sizes: tuple[int, int], eps: float) -> None:
-    """x / sqrt(mean(x^2) + eps) * gain of the first sizes[0] entries of each row and of the sizes[1] after them, in place.
+    """x / sqrt(mean(x^2) + eps) * gain, in place: of the first sizes[0] entries of each row, and of the next sizes[1].
 
     qkv: [n, row_size], contiguous; gain: [sizes[0] + sizes[1]]; each of any float dtype. Computed in float32 and
     rounded once. Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.

@@ -99,7 +99,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 
         start_workers.boot, .create                start of the interpreter; imports, mainly torch
         init_device.device, .connect               the GPU's context; the process group
-        load_model.weights, .kernels               reading the weights; compiling kernels concurrently
+        load_model.build, .weights, .kernels       the model without weights; reading these; compiling kernels meanwhile
         initialize_from_config.pages, .warm_up     memory for the KV cache; a first step and graph capture
     """
 

@@ -22,7 +22,7 @@ from ringcore.worker.platforms import choose_platform
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rpc import rpc
 from ringcore.worker.runner.host_launcher import HostLauncher
-from ringcore.worker.runner.loaded_model import LoadedModel
+from ringcore.worker.runner.loaded_model import BuiltModel, LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
 from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
@@ -91,16 +91,18 @@ class Worker:
 
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
-        """-> "weights_bytes", and the seconds of two concurrent jobs: "weights_s", and "kernels_s" (kernel warm-up)
-        where the device has kernels. Raises `ModelLoadError`."""
+        """-> "weights_bytes", and seconds: "build_s", then two concurrent jobs: "weights_s", and "kernels_s" (kernel
+        warm-up) where the device has kernels. Raises `ModelLoadError`."""
         platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
-        kernels = _compile_kernels(self.config, platform, tp)
+        built = BuiltModel.of(self.config, platform, tp)
+        kernels = _compile_kernels(self.config, platform, tp, built)
         try:
             begin_store = self._begin_store if self.config.device.enable_sleep_mode else None
-            self._loaded = LoadedModel.load(self.config, platform, tp, begin_store)
+            self._loaded = built.load(self.config, platform, begin_store)
         finally:
             kernels_s = None if kernels is None else kernels.finish()
-        report = {"weights_bytes": float(self._loaded.weights_bytes), "weights_s": self._loaded.load_s}
+        loaded = self._loaded
+        report = {"weights_bytes": loaded.weights_bytes, "build_s": built.build_s, "weights_s": loaded.load_s}
         return report if kernels_s is None else report | {"kernels_s": kernels_s}
 
     def _begin_store(self) -> None:
@@ -327,14 +329,15 @@ class Worker:
             platform.close()
 
 
-def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelWarmUp | None:
+def _compile_kernels(
+    config: EngineConfig, platform: Platform, tp: TensorParallel, built: BuiltModel
+) -> KernelWarmUp | None:
     """Starts kernel warm-up in a thread; None where the device has no kernels."""
     if not ops.has_kernels(platform.device):
         return None
     from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
-    dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-    return KernelWarmUp(config, platform, tp, dtype)
+    return KernelWarmUp(config, platform, tp, built.dtype, built.weights_bytes)
 
 
 def _launcher_class(platform: Platform) -> type[StepLauncher]:

@@ -20,7 +20,7 @@ from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.start_up import kernel_warm_up
-from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp, has_room, set_up_libraries, warm_up_steps
+from ringcore.worker.start_up.kernel_warm_up import FewLayers, KernelWarmUp, has_room, set_up_libraries, warm_up_steps
 
 SCRIPT = """
     import sys
@@ -32,13 +32,13 @@ SCRIPT = """
 
     from ringcore import EngineConfig
     from ringcore.distributed.parallel import SingleRank
-    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
+    from ringcore.worker.start_up.kernel_warm_up import FewLayers, intercept_steps
     from ringcore.worker.platforms.cpu import CpuPlatform
 
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", max_num_seqs={max_num_seqs}, attention_backend="triton"
     ).on_device("cuda")
-    caught = intercept_steps(config, CpuPlatform(), SingleRank(), "bfloat16")
+    caught = intercept_steps(FewLayers.of(config, SingleRank(), "bfloat16"), CpuPlatform(), SingleRank())
     print(*sorted({{variant.kernel.__name__ for variant in caught}}))
     print(len(caught), len({{(variant.kernel, variant.specialization) for variant in caught}}))
 """
@@ -73,7 +73,7 @@ RANKS_SCRIPT = """
 
     from ringcore import EngineConfig
     from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
-    from ringcore.worker.start_up.kernel_warm_up import intercept_steps
+    from ringcore.worker.start_up.kernel_warm_up import FewLayers, intercept_steps
     from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
 
@@ -82,7 +82,7 @@ RANKS_SCRIPT = """
     )
     peers = PeerCollectives(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
     tp = NcclCommunicator._of(1, 2, object(), peers if {has_peers} else None)
-    caught = intercept_steps(config, CpuPlatform(), tp, "bfloat16")
+    caught = intercept_steps(FewLayers.of(config, tp, "bfloat16"), CpuPlatform(), tp)
     for name, specialization in sorted((variant.kernel.__name__, variant.specialization) for variant in caught):
         if name == "_collective_kernel":
             print(specialization)
@@ -141,21 +141,23 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, 
 
     monkeypatch.setattr(kernel_warm_up, "ModelRunner", fail)
     with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
-        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32").finish() > 0
+        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
         assert "compiled on their first launch" in caplog.text
         assert "in the runner" in caplog.text
         caplog.clear()
-        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32").finish() >= 0
+        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32", 0).finish() >= 0
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
-    assert has_room(config, SingleRank(), "float32", 1 << 40)
+    few = FewLayers.of(config, SingleRank(), "float32")
+    assert has_room(few, 1 << 39, 1 << 40)
+    assert not has_room(few, 1 << 40, 1 << 40)
 
 
 def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     told = []
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
     config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
-    set_up_libraries(config, CpuPlatform(), SingleRank(), "float32")
+    set_up_libraries(FewLayers.of(config, SingleRank(), "float32"), CpuPlatform())
     assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
 
 
@@ -168,6 +170,6 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
     monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32").finish() > 0
+    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text

@@ -18,7 +18,7 @@ from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.worker.platforms.platform import Platform
 
-__all__ = ["LoadedModel"]
+__all__ = ["BuiltModel", "LoadedModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +32,46 @@ class LoadedModel:
     load_s: float
     tensors: Mapping[str, torch.Tensor] | None = None
 
+    def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
+        return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """Without its weights."""
+
+    model: CausalLM
+    dtype: str
+    build_s: float
+
     @classmethod
+    def of(cls, config: EngineConfig, platform: Platform, tp: TensorParallel) -> BuiltModel:
+        """Raises `ModelLoadError` for a model that cannot be computed."""
+        start = time.monotonic()
+        dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
+        model = build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+        return cls(model, dtype, time.monotonic() - start)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.model.weights())
+
     @torch.inference_mode()
     def load(
-        cls, config: EngineConfig, platform: Platform, tp: TensorParallel, allocated: Callable[[], None] | None = None
+        self, config: EngineConfig, platform: Platform, allocated: Callable[[], None] | None = None
     ) -> LoadedModel:
         """allocated: called when the weights' memory is allocated, before they are read into it; never called for
         packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
-        start = time.monotonic()
-        spec = config.model.spec
-        dtype = platform.resolve_dtype(config.model.dtype, spec.dtype)
-        model = build_model(spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
-        weights = model.weights()
+        start, model = time.monotonic(), self.model
         # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
         allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
-        with pending_weights(weights, files, seed, platform.device, allocate, model.may_ignore) as tensors:
+        with pending_weights(model.weights(), files, seed, platform.device, allocate, model.may_ignore) as tensors:
             final = tensors.final
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
-        return cls(model, dtype, sum(weight.nbytes for weight in weights), time.monotonic() - start, final)
-
-    def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
-        return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
+        return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final)
 
 
 def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_bytes: int) -> torch.Tensor:

@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import msgspec
 import torch
@@ -40,7 +40,7 @@ from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
 from ringcore.worker.start_up.memory_budget import planned_cache
 
-__all__ = ["KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
+__all__ = ["FewLayers", "KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
 
 _TIMEOUT_S = 120.0  # longer means that the thread hangs
 _PROMPTS = (2, 16, 100, 1000)  # tokens: kernels depend on the length; Triton specializes on multiples of 16
@@ -51,9 +51,11 @@ _log = logging.getLogger(__name__)
 class KernelWarmUp:
     """A thread that intercepts launches and compiles their kernels, started by the constructor."""
 
-    def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
-        """dtype: the model's compute dtype."""
-        self._arguments = config, platform, tp, dtype
+    def __init__(
+        self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, weights_bytes: int
+    ) -> None:
+        """dtype: the model's compute dtype. weights_bytes: of the model, which are not allocated yet."""
+        self._arguments, self._weights_bytes = (config, platform, tp, dtype), weights_bytes
         self._free_bytes = platform.free_memory_bytes()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
@@ -70,12 +72,13 @@ class KernelWarmUp:
         started = time.monotonic()
         config, platform, tp, dtype = self._arguments
         try:
-            if not has_room(config, tp, dtype, self._free_bytes):
+            few = FewLayers.of(config, tp, dtype)
+            if not has_room(few, self._weights_bytes, self._free_bytes):
                 _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
                 return
             with ThreadPoolExecutor(1, "library set-up") as pool:
-                libraries = pool.submit(set_up_libraries, config, platform, tp, dtype)
-                variants = intercept_steps(config, platform, tp, dtype)
+                libraries = pool.submit(set_up_libraries, few, platform)
+                variants = intercept_steps(few, platform, tp)
                 gc.collect()  # reference cycles of the dummy runner hold device memory
                 found_s = time.monotonic() - started
                 num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
@@ -90,45 +93,55 @@ class KernelWarmUp:
             self._seconds = time.monotonic() - started
 
 
-def has_room(config: EngineConfig, tp: TensorParallel, dtype: str, free_bytes: int) -> bool:
+@dataclass(frozen=True, slots=True)
+class FewLayers:
+    """The first layers of a model, enough for one of every kind, without weights."""
+
+    config: EngineConfig
+    model: CausalLM
+    dtype: str
+
+    @classmethod
+    def of(cls, config: EngineConfig, tp: TensorParallel, dtype: str) -> Self:
+        # User code is not called in a dummy run, and there are no CUDA graphs, since nothing is executed.
+        few = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
+        config = replace(config, model=few, device=replace(config.device, enforce_eager=True))
+        model = build_model(few.spec, tp.detached(), TORCH_DTYPES[dtype], few.context_len)
+        return cls(config, model, dtype)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return LoadedModel(self.model, self.dtype, weights_bytes=0, load_s=0.0)
+
+
+def has_room(few: FewLayers, weights_bytes: int, free_bytes: int) -> bool:
     """Whether twice the memory of the few layers is free beside the weights."""
-    whole, few = (_weights_bytes(c, tp, dtype) for c in (config, _few_layers(config)))
-    return whole + 2 * few <= free_bytes
-
-
-def _weights_bytes(config: EngineConfig, tp: TensorParallel, dtype: str) -> int:
-    return sum(weight.nbytes for weight in _without_weights(config, tp.detached(), dtype).weights())
-
-
-def _without_weights(config: EngineConfig, tp: TensorParallel, dtype: str) -> CausalLM:
-    return build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+    return weights_bytes + 2 * sum(weight.nbytes for weight in few.model.weights()) <= free_bytes
 
 
 @torch.inference_mode()
-def set_up_libraries(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> None:
-    """One-time initialization of the attention libraries. Arguments: see `KernelWarmUp`."""
+def set_up_libraries(few: FewLayers, platform: Platform) -> None:
+    """One-time initialization of the attention libraries."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
-    model = _without_weights(config, tp.detached(), dtype)
-    plan = planned_cache(config, LoadedModel(model, dtype, 0, 0.0).kv_cache_spec(config.cache.block_size))
-    for backend in choose_backends(config.device.attention_backend, plan, model.attention_layers, platform):
+    config = few.config
+    plan = planned_cache(config, few.loaded.kv_cache_spec(config.cache.block_size))
+    for backend in choose_backends(config.device.attention_backend, plan, few.model.attention_layers, platform):
         backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
 
 @torch.inference_mode()
-def intercept_steps(config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str) -> list[Variant]:
-    """The kernel variants that `warm_up_steps` would launch, each once. Arguments: see `KernelWarmUp`."""
+def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> list[Variant]:
+    """The kernel variants that `warm_up_steps` would launch, each once. Its model is bound here."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
-    config = _few_layers(config)
-    model = _without_weights(config, tp.detached(), dtype)
+    config, model, loaded = few.config, few.model, few.loaded
     with intercept_launches() as intercepted:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)
             for weight in model.weights()
         }
         model.bind(weights)
-        loaded = LoadedModel(model, dtype, weights_bytes=0, load_s=0.0)
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
@@ -138,13 +151,6 @@ def intercept_steps(config: EngineConfig, platform: Platform, tp: TensorParallel
             runner.execute(step)
         platform.synchronize()
     return list(intercepted.values())
-
-
-def _few_layers(config: EngineConfig) -> EngineConfig:
-    """The first layers, enough for one of every kind; no CUDA graphs, since nothing is executed."""
-    # User code is not called in a dummy run.
-    model = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
-    return replace(config, model=model, device=replace(config.device, enforce_eager=True))
 
 
 class _TorchMemoryPlatform:

@@ -22,6 +22,8 @@ from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
+from ringcore.model_executor.models.transformers.fusion import fused_model
+from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -136,9 +138,13 @@ class Rank(TensorParallel):
     all_gather_last_dim = all_reduce
 
 
-def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"olmo2: .*(cannot be split over 4 ranks|pass without values fails)"):
-        built(written(tmp_path, "olmo2", num_key_value_heads=1), Rank(0, 4))
+def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
+    """Where attention is the model's own; ours has a KV head on several ranks."""
+    written(tmp_path, "llama", num_key_value_heads=1)
+    assert [(one.num_heads, one.num_kv_heads) for one in built(tmp_path, Rank(0, 4)).attention_layers] == [(1, 1)] * 2
+    monkeypatch.setattr(fused_model, "recognise", lambda body, calls: Recognised())
+    with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
+        built(tmp_path, Rank(0, 4))
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
