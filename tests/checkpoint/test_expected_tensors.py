@@ -8,7 +8,7 @@ from raw_files import model_folder, safetensors_file, tiny_gguf, tiny_metadata
 
 from ringcore.checkpoint import ModelSpec, find_model, read_model_spec
 from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
-from ringcore.checkpoint.gguf_tensors import gguf_tensor_names
+from ringcore.checkpoint.gguf_names import gguf_tensor_names
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.families.llama import LLAMA
