@@ -64,7 +64,7 @@ def read_gguf_config(header: GGUFHeader, families: Families) -> Metadata:
             path=header.path,
             architecture=name,
         )
-    common = {
+    common: Config = {
         "vocab_size": read_gguf_vocab_size(header),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": read_gguf_dtype(header),
@@ -76,7 +76,7 @@ def read_gguf_config(header: GGUFHeader, families: Families) -> Metadata:
 
 
 def _of_spec(spec: ModelSpec, model_type: str) -> Config:
-    config = {
+    config: Config = {
         "model_type": model_type,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,

@@ -11,32 +11,15 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers_models import config_of, random_model
-
-_EXPERTS = {"num_experts_per_tok": 2}
-# general.architecture: (model_type, what differs from the tiny configuration of `transformers_models`).
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"tie_word_embeddings": True}),
-    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}),
-    "starcoder2": ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),  # of heads of 16, as GGML has it
-    "gpt2": ("gpt2", {"n_inner": 96}),
-    "qwen2moe": ("qwen2_moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}),
-    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "minimax-m2": ("minimax_m2", {**_EXPERTS, "num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}),
-    "gpt-oss": ("gpt_oss", {}),
-}
 
 
-def write(folder: Path, architecture: str, kind: str = "F32") -> tuple[str, Any]:
-    """(a GGUF file whose matrices are of `kind`, the model that was written)."""
-    model_type, changes = ARCHITECTURES[architecture]
-    model = random_model(config_of(model_type, **changes))
-    model.save_pretrained(folder / architecture)
+def write_gguf(folder: Path, architecture: str, model: Any, kind: str = "F32") -> str:
+    """The file, in the folder, into which the model is saved too. kind: of the matrices."""
+    model.save_pretrained(folder)
     path = folder / f"{architecture}-{kind}.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     _header(writer, architecture, model.config)
-    tensors = load_file(folder / architecture / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     for name, values in _stored(architecture, model.config, tensors).items():
         kept = gguf.GGMLQuantizationType[kind if values.ndim > 1 and name != "position_embd.weight" else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kept), raw_dtype=kept)
@@ -44,7 +27,7 @@ def write(folder: Path, architecture: str, kind: str = "F32") -> tuple[str, Any]
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return str(path), model
+    return str(path)
 
 
 def _header(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
