@@ -59,6 +59,20 @@ def test_configuration_and_tokens_are_those_of_transformers(architecture, tmp_pa
             assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
 
 
+def test_awake_again_and_updated_by_the_names_of_the_folder(tmp_path):
+    """The file holds fewer bits than the folder, so the two answer differently."""
+    path, model = random_file(tmp_path, "qwen3moe", "Q4_0")
+    exact = [continued(model, prompt) for prompt in PROMPTS]
+    entries = [continued(loaded_by_transformers(path, model), prompt) for prompt in PROMPTS]
+    with make_core(path, executor="uniproc", enable_sleep_mode=True, **OPTIONS) as core:
+        core.sleep()
+        core.wake_up()
+        assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+        core.reload_weights(str(tmp_path))
+        assert differences(exact, tokens(generate(core, PROMPTS, GREEDY))) == []
+    assert differences(exact, [entry.token_ids for entry in entries]) != []
+
+
 def test_random_weights_are_those_of_the_folder(tmp_path):
     path, _ = random_file(tmp_path, "qwen2moe")
     found = []
