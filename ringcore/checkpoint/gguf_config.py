@@ -147,6 +147,8 @@ def _heads(header: GGUFHeader, meta: Metadata, name: str, record: MappedArchitec
     """Heads, their size and what is rotated of it."""
     num_heads = meta.integer(f"{name}.attention.head_count", high=MAX_SIZES["num_heads"])
     hidden_size = meta.integer(f"{name}.embedding_length", high=MAX_SIZES["hidden_size"])
+    if f"{name}.attention.key_length" not in meta and hidden_size % num_heads:
+        raise meta.error(f"{name}.attention.head_count", f"is {num_heads}, which does not divide {hidden_size}")
     head_dim = meta.integer(f"{name}.attention.key_length", hidden_size // num_heads, high=MAX_SIZES["head_dim"])
     if meta.integer(f"{name}.attention.value_length", head_dim) != head_dim:
         raise meta.error(f"{name}.attention.value_length", f"is not the {head_dim} of attention.key_length")

@@ -127,17 +127,23 @@ def _norms(family: Family) -> list[tuple[str, str]]:
 def _of_record(
     header: GGUFHeader, name: str, record: MappedArchitecture, num_layers: int, wanted: Iterable[str]
 ) -> dict[str, StoredTensor]:
-    names = _library_names(name, num_layers)
+    names = _library_names(header, name, num_layers)
     found = {hf_name: _find(hf_name, header.tensors, record, names) for hf_name in wanted}
     return {hf_name: stored for hf_name, stored in found.items() if stored is not None}
 
 
-def _library_names(name: str, num_layers: int) -> Callable[[str], str | None]:
+def _library_names(header: GGUFHeader, name: str, num_layers: int) -> Callable[[str], str | None]:
     """The map of the package `gguf`: a Hugging Face name without weight or bias -> the GGUF name, None if unknown."""
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
-    kind = next(kind for kind, known in MODEL_ARCH_NAMES.items() if known == name)
+    kind = next((kind for kind, known in MODEL_ARCH_NAMES.items() if known == name), None)
+    if kind is None:
+        raise ModelLoadError(
+            f"{header.path}: the installed package gguf does not know {name!r}; install a newer one",
+            path=header.path,
+            architecture=name,
+        )
     names: Callable[[str], str | None] = get_tensor_name_map(kind, num_layers).get_name
     return names
 

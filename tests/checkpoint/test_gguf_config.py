@@ -137,6 +137,7 @@ def test_a_native_family_by_transformers(tmp_path):
             {"arrays": EMBEDDING | {"rope_factors_long.weight": np.ones(4)}},
             "longest sequence of a batch is not computed",
         ),
+        ({"attention__head_count": ("u32", 5)}, "'phi3.attention.head_count' is 5, which does not divide 32"),
         ({"attention__value_length": ("u32", 4)}, "value_length' is not the 8 of attention.key_length"),
         (
             {"architecture": "starcoder2", "rope__dimension_count": ("u32", 4)},

@@ -185,6 +185,13 @@ def test_a_tensor_that_a_mapped_model_does_not_ask_for_is_named(tmp_path):
         mapped(tmp_path, "gemma2", arrays, ["model.embed_tokens.weight"])
 
 
+def test_an_architecture_that_an_older_library_lacks(tmp_path, monkeypatch):
+    known = {kind: name for kind, name in gguf.MODEL_ARCH_NAMES.items() if name != "gpt-oss"}
+    monkeypatch.setattr(gguf.constants, "MODEL_ARCH_NAMES", known)
+    with pytest.raises(ModelLoadError, match="the installed package gguf does not know 'gpt-oss'; install a newer"):
+        mapped(tmp_path, "gpt-oss", {"token_embd.weight": np.ones((4, 32))}, [])
+
+
 @pytest.mark.real_model
 def test_the_folder_holds_what_the_gguf_file_holds(smollm2, smollm2_gguf):
     torch = pytest.importorskip("torch")
