@@ -68,6 +68,14 @@ def qwen2() -> str:
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf() -> str:
+    file = os.environ.get("RINGCORE_TEST_GEMMA3")
+    if not file:
+        pytest.skip("opt-in: RINGCORE_TEST_GEMMA3=FILE, the .gguf file that tests/data/gemma-3-270m.json names")
+    return file
+
+
+@pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory) -> str:
     """A random Qwen2 whose heads divide by two: 4 layers, 4 query and 2 KV heads of 16."""
     torch = pytest.importorskip("torch")

@@ -46,7 +46,6 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
     "config/option_checks.py:check_values": (50, "a check a line"),
-    "checkpoint/gguf_spec.py:read_gguf_spec": (48, "a field of the specification a line"),
     "engine_core/process.py:main": (44, "the phases of a process in order"),
 }
 

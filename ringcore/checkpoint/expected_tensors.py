@@ -5,10 +5,12 @@ The models declare the same with their layers; a test compares the two.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ringcore.checkpoint.family import Families, Family
+from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.matrix_tensors import BIAS, DENSE
 from ringcore.checkpoint.model_files import ModelFiles
@@ -16,7 +18,7 @@ from ringcore.checkpoint.model_spec import ModelSpec
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.errors import ModelLoadError
 
-__all__ = ["and_more", "check_checkpoint", "check_tensors", "expected_tensors", "is_dispensable"]
+__all__ = ["and_more", "check_checkpoint", "check_tensors", "expected_tensors", "is_dispensable", "num_parameters"]
 
 Shape = tuple[int, ...]
 
@@ -81,6 +83,17 @@ def check_checkpoint(files: ModelFiles, spec: ModelSpec, families: Families) -> 
             check_tensors(expected, tensors.shapes, files.path, lambda _: tensors.path)
         case "dummy":
             pass
+
+
+def num_parameters(files: ModelFiles) -> int:
+    """By the headers of the files; of dummy weights, which have none, 0."""
+    match files.kind:
+        case "safetensors":
+            return sum(math.prod(entry.shape) for entry in TensorIndex(files.weight_files).values())
+        case "gguf":
+            return sum(math.prod(info.shape) for info in read_gguf_header(files.weight_files[0]).tensors.values())
+        case "dummy":
+            return 0
 
 
 def check_tensors(

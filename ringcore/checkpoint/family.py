@@ -46,6 +46,7 @@ class GGUFFormat:
     """How a GGUF file stores a family."""
 
     name: str  # general.architecture
+    model_type: str | None = None  # transformers' name of it; None: it has none
     # The rows of q and k are stored for interleaved RoPE, which rotates the pairs (0, 1), (2, 3), ...; a Hugging Face
     # checkpoint pairs the halves, (0, d/2), (1, d/2 + 1), ...
     interleaved_rope: bool = False
@@ -95,6 +96,11 @@ class Families:
     @property
     def architectures(self) -> list[str]:
         return list(self._by_architecture)
+
+    @property
+    def gguf_names(self) -> list[str]:
+        """What general.architecture is in the files of these families."""
+        return list(self._by_gguf_name)
 
     def native(self, architectures: Iterable[str]) -> tuple[str, Family] | None:
         """The first of these architectures that has a family, and the family; None where none has."""

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ringcore.checkpoint.family import Families, Family
+from ringcore.checkpoint.family import Families
 from ringcore.checkpoint.gguf_header import GGUFTensorInfo, read_gguf_header
-from ringcore.checkpoint.metadata import Metadata
+from ringcore.checkpoint.gguf_names import stored_tensors
 from ringcore.checkpoint.model_file import open_model_file
-from ringcore.checkpoint.model_spec import MAX_SIZES
 from ringcore.errors import ModelLoadError
 
-__all__ = ["GGUFTensors", "gguf_tensor_names", "read_gguf_tensor"]
+__all__ = ["GGUFTensors", "read_gguf_tensor"]
 
-_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",  # absent where the embeddings are tied
-}
-_LINEARS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-# Not in a safetensors checkpoint: `gguf_spec` reads the RoPE scaling from it.
-_DERIVED = "rope_freqs.weight"
 # Bytes of float32 dequantized at once, so that the temporaries stay in the CPU's cache.
 _PIECE_BYTES = 1 << 18
-
-
-def gguf_tensor_names(family: Family, num_layers: int) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, for every possible tensor of a model of this family."""
-    in_layer = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _norms(family) + list(_LINEARS.items())}
-    in_layer |= {f"{hf}.bias": f"{ggml}.bias" for hf, ggml in _LINEARS.items()}
-    names = {f"{hf}.weight": f"{ggml}.weight" for hf, ggml in _TOP.items()}
-    for layer in range(num_layers):
-        names.update((f"model.layers.{layer}.{hf}", f"blk.{layer}.{ggml}") for hf, ggml in in_layer.items())
-    return names
-
-
-def _norms(family: Family) -> list[tuple[str, str]]:
-    """(Hugging Face name, GGUF name): GGML names a norm by its place in the layer, whatever the family calls it."""
-    norms = family.norms
-    places = (
-        (norms.input, "attn_norm"),
-        (norms.query, "attn_q_norm"),
-        (norms.key, "attn_k_norm"),
-        (norms.attention_out, "post_attention_norm"),
-        (norms.mlp, "ffn_norm"),
-        (norms.mlp_out, "post_ffw_norm"),
-    )
-    return [(hf, ggml) for hf, ggml in places if hf is not None]
 
 
 def read_gguf_tensor(
@@ -124,61 +84,45 @@ def _dequantize(path: str | os.PathLike[str], info: GGUFTensorInfo, kind: Any, d
 
 
 class GGUFTensors:
-    """The tensors of a GGUF file by their Hugging Face names, rows in the order of a Hugging Face checkpoint."""
+    """The tensors of a GGUF file by their Hugging Face names, in the layout of a Hugging Face checkpoint."""
 
-    def __init__(self, path: str | os.PathLike[str], families: Families) -> None:
-        """Reads the header. Raises `ModelLoadError`, also for a tensor that the family does not have."""
+    def __init__(self, path: str | os.PathLike[str], families: Families, wanted: Iterable[str] = ()) -> None:
+        """Reads the header. wanted: see `stored_tensors`. Raises `ModelLoadError`, also for a tensor that the model
+        does not have."""
         header = read_gguf_header(path)
         self.path = header.path
-        meta = Metadata(header.metadata, header.path)
-        stored, family = families.of_gguf(meta)
-        name = stored.name
-        self._num_heads = meta.integer(f"{name}.attention.head_count")
-        self._num_kv_heads = meta.integer(f"{name}.attention.head_count_kv", self._num_heads)
-        self._interleaved = stored.interleaved_rope
-        self._norms_plus_one = family.norm_plus_one  # the sum is stored, a Hugging Face checkpoint has the weight
-        self._infos: dict[str, GGUFTensorInfo] = {}
-        unknown = dict(header.tensors)
-        unknown.pop(_DERIVED, None)
-        num_layers = meta.integer(f"{name}.block_count", high=MAX_SIZES["num_layers"])
-        for hf_name, gguf_name in gguf_tensor_names(family, num_layers).items():
-            if gguf_name in unknown:
-                self._infos[hf_name] = unknown.pop(gguf_name)
-        if unknown:
-            first = min(unknown)
-            raise ModelLoadError(
-                f"{self.path}: {len(unknown)} tensors are not known for {name!r}, the first is {first!r}",
-                path=self.path,
-                tensor=first,
-            )
+        self._stored = stored_tensors(header, families, wanted)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape, by its Hugging Face name, in the order of the model."""
-        return {name: info.shape for name, info in self._infos.items()}
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    def is_read_whole(self, name: str) -> bool:
+        """Whether reading some of its rows takes as long as reading all of them."""
+        stored = self._stored[name]
+        return stored.transposed and len(stored.shape) == 2
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows `start` to `stop` (None: all) of a tensor: float32, [stop - start, *shape[1:]].
 
         Raises `KeyError` for a name that is not in `shapes`, `ModelLoadError` where the data cannot be read.
         """
-        info = self._infos[name]
-        stop = info.shape[0] if stop is None else stop
-        heads = self._heads(name)
-        if heads is None:
-            values = read_gguf_tensor(self.path, info, start, stop)
-            return values - 1 if self._norms_plus_one and info.name.endswith("norm.weight") else values
-        # Rows are permuted within a head, so whole heads are read.
-        head_dim = info.shape[0] // heads
+        stored = self._stored[name]
+        stop = stored.shape[0] if stop is None else stop
+        if self.is_read_whole(name):
+            return read_gguf_tensor(self.path, stored.infos[0]).T[start:stop]
+        if stored.num_turned_heads is not None:
+            return self._turned(stored.infos[0], stored.num_turned_heads, start, stop)
+        parts = [read_gguf_tensor(self.path, info, start, stop) for info in stored.infos]
+        values = parts[0] if len(parts) == 1 else np.stack(parts, 2).reshape(len(parts[0]), -1, *parts[0].shape[2:])
+        values = values.swapaxes(-1, -2) if stored.transposed else values
+        return values - 1 if stored.plus_one else values
+
+    def _turned(self, info: GGUFTensorInfo, num_heads: int, start: int, stop: int) -> np.ndarray:
+        """Rows are permuted within a head, so whole heads are read."""
+        head_dim = info.shape[0] // num_heads
         first, last = start // head_dim, -(-stop // head_dim)
         rows = read_gguf_tensor(self.path, info, first * head_dim, last * head_dim)
         halves = rows.reshape(last - first, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
         return halves[start - first * head_dim : stop - first * head_dim]
-
-    def _heads(self, name: str) -> int | None:
-        """The number of heads whose rows are interleaved, None where they are not."""
-        if not self._interleaved:
-            return None
-        if ".q_proj." in name:
-            return self._num_heads
-        return self._num_kv_heads if ".k_proj." in name else None

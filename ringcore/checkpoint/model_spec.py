@@ -82,8 +82,8 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
     """A model of a type that transformers has. Its heads, layers and tensors are known once a worker has built it."""
 
     model_type: str
-    config: str  # config.json, as JSON
-    weight_files: list[str]  # whose tensors may have older names than those that transformers saves
+    config: str  # config.json, or what it would be of a GGUF header, as JSON
+    weight_files: list[str]  # safetensors, which may have older names than those that transformers saves
     layers_field: str  # the name of `num_layers` in it
     layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
 

@@ -1,10 +1,12 @@
 """Reads the spec of a model from its files: of a native one from config.json here and from a GGUF header in
-`gguf_spec`, of any other in `transformers_spec`."""
+`gguf_spec`, of any other in `transformers_spec`, which has a GGUF header by `gguf_config` as config.json."""
 
 from __future__ import annotations
 
 from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids, refuse_quantized
 from ringcore.checkpoint.family import Activation, BiasRule, Families, Family
+from ringcore.checkpoint.gguf_config import read_gguf_config
+from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
@@ -27,11 +29,7 @@ def read_model_spec(files: ModelFiles, families: Families, model_impl: str = "au
     rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
-        if model_impl == "transformers":
-            raise ModelLoadError(
-                f"{files.path}: model_impl='transformers' reads no .gguf files; give its safetensors folder"
-            )
-        return _checked(read_gguf_spec(files.path, families), files.path)
+        return _from_gguf(files, families, model_impl)
     config = Metadata(read_json(files.config_path), files.config_path)
     found = None if model_impl == "transformers" else families.native(_architectures(config))
     if found is not None:
@@ -47,6 +45,16 @@ def read_model_spec(files: ModelFiles, families: Families, model_impl: str = "au
         )
     spec = read_transformers_spec(config, files)
     _check_eos(spec, config.path)
+    return spec
+
+
+def _from_gguf(files: ModelFiles, families: Families, model_impl: str) -> AnySpec:
+    header = read_gguf_header(files.path)
+    is_native = header.metadata.get("general.architecture") in families.gguf_names
+    if model_impl == "native" or (model_impl == "auto" and is_native):
+        return _checked(read_gguf_spec(files.path, families), files.path)
+    spec = read_transformers_spec(read_gguf_config(header, families), files)
+    _check_eos(spec, files.path)
     return spec
 
 

@@ -45,7 +45,7 @@ def read_transformers_spec(config: Metadata, files: ModelFiles) -> TransformersS
         eos_token_ids=read_eos_token_ids(config, files),
         model_type=model_type,
         config=msgspec.json.encode(config.values).decode(),
-        weight_files=files.weight_files,
+        weight_files=files.weight_files if files.kind == "safetensors" else [],
         layers_field=layers_field,
         layer_width=_layer_width(config),
     )

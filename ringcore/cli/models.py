@@ -42,5 +42,6 @@ def models(
 
 
 def _row(found: dict[str, Any]) -> str:
-    notes = [*found["attention"], *(["tensor parallel"] if found["tensor_parallel"] else [])]
+    flags = {"tensor_parallel": "tensor parallel", "gguf": "GGUF"}
+    notes = [*found["attention"], *(text for flag, text in flags.items() if found[flag])]
     return f"{found['model_type']:<24} {found['model_impl']:<13} {found['reason'] or ', '.join(notes)}".rstrip()

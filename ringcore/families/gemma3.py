@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringcore.checkpoint.family import Family, GGUFFormat, LayerNorms
-from ringcore.checkpoint.gguf_spec import shortest
+from ringcore.checkpoint.gguf_fields import shortest
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_spec import RopeSpec
 from ringcore.checkpoint.rope import DEFAULT_THETA, rope_from
@@ -76,7 +76,7 @@ GEMMA3 = Family(
     norms=LayerNorms(
         attention_out="post_attention_layernorm", mlp="pre_feedforward_layernorm", mlp_out="post_feedforward_layernorm"
     ),
-    gguf=GGUFFormat(name="gemma3", attention=_gguf_attention),
+    gguf=GGUFFormat(name="gemma3", model_type="gemma3_text", attention=_gguf_attention),
     head_norm=True,
     norm_plus_one=True,
     activation="gelu_tanh",

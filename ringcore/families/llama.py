@@ -11,5 +11,5 @@ LLAMA = Family(
     model="ringcore.model_executor.models.llama:LlamaForCausalLM",
     defaults={"bos_token_id": 1, "eos_token_id": 2},
     mlp_bias="mlp_bias",
-    gguf=GGUFFormat(name="llama", interleaved_rope=True),
+    gguf=GGUFFormat(name="llama", model_type="llama", interleaved_rope=True),
 )

@@ -13,5 +13,5 @@ QWEN2 = Family(
     attention_bias=True,
     attention_out_bias=False,
     layer_kinds=sliding_later_layers,
-    gguf=GGUFFormat(name="qwen2"),
+    gguf=GGUFFormat(name="qwen2", model_type="qwen2"),
 )

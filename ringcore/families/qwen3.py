@@ -12,6 +12,6 @@ QWEN3 = Family(
     model="ringcore.model_executor.models.qwen3:Qwen3ForCausalLM",
     defaults={"head_dim": 128},
     layer_kinds=sliding_later_layers,
-    gguf=GGUFFormat(name="qwen3"),
+    gguf=GGUFFormat(name="qwen3", model_type="qwen3"),
     head_norm=True,
 )

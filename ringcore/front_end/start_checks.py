@@ -10,8 +10,8 @@ import bisect
 import math
 from collections.abc import Callable
 
-from ringcore.checkpoint import ModelSpec, TensorIndex
-from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
+from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors, num_parameters
 from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
 from ringcore.config.options import EXECUTORS
@@ -83,8 +83,7 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     """In the CPU kernels' layouts: see `model_executor.linear_schemes.cpu_packing`."""
     spec = config.model.spec
     if not isinstance(spec, ModelSpec):
-        sizes = (math.prod(entry.shape) for entry in TensorIndex(config.model.files.weight_files).values())
-        return _share_of_host(config, sum(sizes) * DTYPE_BYTES[dtype])
+        return _share_of_host(config, num_parameters(config.model.files) * DTYPE_BYTES[dtype])
     shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
     if config.device.enable_sleep_mode:

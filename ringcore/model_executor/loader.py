@@ -62,7 +62,8 @@ def pending_weights(
     here and not later, if a tensor is missing, has another shape than the model's, or has no place in the model and is
     none that it may ignore.
     """
-    with open_source(files, seed) as source:
+    wanted = [part.checkpoint_name for weight in weights for part in weight.parts]
+    with open_source(files, seed, wanted) as source:
         _check(weights, files, source, may_ignore)
         if allocate is None:
             yield PendingWeights(weights, source, device)

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -57,12 +57,13 @@ class TensorSource(ABC):
         self.close()
 
 
-def open_source(files: ModelFiles, seed: int) -> TensorSource:
+def open_source(files: ModelFiles, seed: int, wanted: Iterable[str]) -> TensorSource:
+    """wanted: the Hugging Face names of the tensors that will be read."""
     match files.kind:
         case "safetensors":
             return SafetensorsSource(files.weight_files)
         case "gguf":
-            return GGUFSource(files.weight_files[0])
+            return GGUFSource(files.weight_files[0], wanted)
         case "dummy":
             return DummySource(seed)
 
@@ -159,9 +160,9 @@ class GGUFSource(TensorSource):
 
     PIECE_ELEMENTS = 1 << 20
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, wanted: Iterable[str]) -> None:
         self._path = path
-        self._tensors = GGUFTensors(path, FAMILIES)
+        self._tensors = GGUFTensors(path, FAMILIES, wanted)
         self.shapes = self._tensors.shapes
 
     def file_of(self, name: str) -> str:
@@ -170,6 +171,8 @@ class GGUFSource(TensorSource):
     def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         first_row = part.start if part.dim == 0 else 0
         rows_at_once = _whole_runs(self.PIECE_ELEMENTS // math.prod(part.checkpoint_shape[1:]), part)
+        if self._tensors.is_read_whole(part.checkpoint_name):
+            rows_at_once = len(out)
         for done in range(0, len(out), rows_at_once):
             stop = min(done + rows_at_once, len(out))
             rows = torch.from_numpy(self._tensors.read(part.checkpoint_name, first_row + done, first_row + stop))

@@ -1,14 +1,15 @@
 """The tensors that a configuration asks for, and a checkpoint that has others."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 from raw_files import model_folder, safetensors_file, tiny_gguf, tiny_metadata
 
 from ringcore.checkpoint import ModelSpec, find_model, read_model_spec
-from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
-from ringcore.checkpoint.gguf_tensors import gguf_tensor_names
+from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors, num_parameters
+from ringcore.checkpoint.gguf_names import gguf_tensor_names
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.families.llama import LLAMA
@@ -47,6 +48,15 @@ def checkpoint(folder, **changed):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
     return folder
+
+
+def test_parameters_are_counted_by_the_headers_of_the_files(tmp_path):
+    folder = checkpoint(tmp_path / "m")
+    file = tiny_gguf(tmp_path / "x.gguf", tiny_metadata(), {"token_embd.weight": np.ones((16, 32)), "x": np.ones(3)})
+    counted = sum(math.prod(shape) for shape in expected_tensors(spec_of(folder), LLAMA).values())
+    assert num_parameters(find_model(folder)) == counted
+    assert num_parameters(find_model(file)) == 16 * 32 + 3
+    assert num_parameters(find_model(file, "dummy")) == 0
 
 
 def check(folder):

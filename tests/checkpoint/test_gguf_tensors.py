@@ -4,7 +4,8 @@ import pytest
 from raw_files import gguf_bytes, tiny_gguf, tiny_metadata
 
 from ringcore.checkpoint import read_gguf_header
-from ringcore.checkpoint.gguf_tensors import GGUFTensors, gguf_tensor_names, read_gguf_tensor
+from ringcore.checkpoint.gguf_names import gguf_tensor_names
+from ringcore.checkpoint.gguf_tensors import GGUFTensors, read_gguf_tensor
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.families.gemma3 import GEMMA3
@@ -121,6 +122,74 @@ def test_an_unknown_tensor_is_named(tmp_path):
     assert list(GGUFTensors(tiny_gguf(tmp_path / "y.gguf", tiny_metadata(), arrays), FAMILIES).shapes) == [
         "model.embed_tokens.weight"
     ]
+
+
+def mapped(tmp_path, architecture, arrays, wanted):
+    path = tiny_gguf(tmp_path / "x.gguf", tiny_metadata(architecture), arrays)
+    return GGUFTensors(path, FAMILIES, wanted)
+
+
+def test_experts_are_entries_of_one_tensor(tmp_path):
+    rng, expert = np.random.default_rng(2), "model.layers.1.mlp.experts.{}.down_proj.weight"
+    ggml, raw = random_tensor("Q8_0", 4 * 24, 64)
+    tensors = [("blk.1.ffn_down_exps.weight", (4, 24, 64), int(ggml), 0)]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes(tiny_metadata("qwen3moe"), tensors, raw.tobytes()))
+    read = GGUFTensors(path, FAMILIES, [expert.format(i) for i in range(5)])
+    assert read.shapes == {expert.format(i): (24, 64) for i in range(4)}
+    expected = gguf.quants.dequantize(raw, ggml).reshape(4, 24, 64)
+    for i in range(4):
+        np.testing.assert_array_equal(read.read(expert.format(i)), expected[i])
+    np.testing.assert_array_equal(read.read(expert.format(2), 5, 21), expected[2, 5:21])
+    gate = {"blk.0.ffn_gate_inp_shexp.weight": rng.normal(size=32).astype(np.float32)}
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    read = mapped(tmp_path, "qwen2moe", gate, [name])
+    assert read.shapes == {name: (1, 32)}
+    np.testing.assert_array_equal(read.read(name), gate["blk.0.ffn_gate_inp_shexp.weight"][None])
+
+
+def test_matrices_of_gpt2_are_transposed(tmp_path):
+    values = np.random.default_rng(3).normal(size=(96, 32)).astype(np.float32)
+    names = ["transformer.h.1.attn.c_attn.weight", "lm_head.weight"]
+    read = mapped(tmp_path, "gpt2", {"blk.1.attn_qkv.weight": values, "output.weight": values}, names)
+    assert read.shapes == {names[0]: (32, 96), names[1]: (96, 32)}
+    assert [read.is_read_whole(name) for name in names] == [True, False]
+    np.testing.assert_array_equal(read.read(names[0]), values.T)
+    np.testing.assert_array_equal(read.read(names[0], 3, 7), values.T[3:7])
+
+
+def test_gate_and_up_of_gpt_oss_alternate(tmp_path):
+    rng, experts = np.random.default_rng(4), "model.layers.0.mlp.experts"
+    shapes = {"gate_exps.weight": (3, 24, 32), "up_exps.weight": (3, 24, 32), "down_exps.weight": (3, 32, 24)}
+    shapes |= {"gate_exps.bias": (3, 24), "up_exps.bias": (3, 24)}
+    stored = {f"blk.0.ffn_{name}": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    wanted = [f"{experts}.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")]
+    read = mapped(tmp_path, "gpt-oss", stored, wanted)
+    assert list(read.shapes.values()) == [(3, 32, 48), (3, 48), (3, 24, 32)]
+    both = read.read(f"{experts}.gate_up_proj", 1, 3)
+    np.testing.assert_array_equal(both[..., ::2], stored["blk.0.ffn_gate_exps.weight"][1:].swapaxes(1, 2))
+    np.testing.assert_array_equal(both[..., 1::2], stored["blk.0.ffn_up_exps.weight"][1:].swapaxes(1, 2))
+    biases = read.read(f"{experts}.gate_up_proj_bias")
+    np.testing.assert_array_equal(biases[:, ::2], stored["blk.0.ffn_gate_exps.bias"])
+    np.testing.assert_array_equal(biases[:, 1::2], stored["blk.0.ffn_up_exps.bias"])
+    down = read.read(f"{experts}.down_proj", 2, 3)
+    np.testing.assert_array_equal(down, stored["blk.0.ffn_down_exps.weight"][2:].swapaxes(1, 2))
+
+
+def test_a_tensor_that_a_mapped_model_does_not_ask_for_is_named(tmp_path):
+    arrays = {"token_embd.weight": np.ones((4, 32)), "blk.0.attn_norm.weight": np.full(32, 3.0)}
+    norm = "model.layers.0.input_layernorm.weight"
+    read = mapped(tmp_path, "gemma2", arrays, ["model.embed_tokens.weight", norm])
+    np.testing.assert_array_equal(read.read(norm), np.full(32, 2.0))
+    with pytest.raises(ModelLoadError, match=r"1 tensors are not known for 'gemma2', the first is 'blk.0.attn_norm"):
+        mapped(tmp_path, "gemma2", arrays, ["model.embed_tokens.weight"])
+
+
+def test_an_architecture_that_an_older_library_lacks(tmp_path, monkeypatch):
+    known = {kind: name for kind, name in gguf.MODEL_ARCH_NAMES.items() if name != "gpt-oss"}
+    monkeypatch.setattr(gguf.constants, "MODEL_ARCH_NAMES", known)
+    with pytest.raises(ModelLoadError, match="the installed package gguf does not know 'gpt-oss'; install a newer"):
+        mapped(tmp_path, "gpt-oss", {"token_embd.weight": np.ones((4, 32))}, [])
 
 
 @pytest.mark.real_model

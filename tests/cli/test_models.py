@@ -29,6 +29,7 @@ def test_what_is_seen_of_a_type(rows):
     assert rows["gemma2"]["attention"] == ["sliding window", "softcap"]
     assert rows["gpt_oss"]["attention"] == ["sinks", "sliding window"]
     assert (rows["olmo2"]["tensor_parallel"], rows["gpt2"]["tensor_parallel"]) == (True, False)
+    assert [name for name, row in rows.items() if row["gguf"]] == ["llama", "gemma2", "gpt_oss", "gpt2"]
 
 
 def test_why_a_type_is_refused(rows):

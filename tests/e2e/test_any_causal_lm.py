@@ -70,7 +70,7 @@ def test_random_weights_need_only_the_configuration(tmp_path):
 
 @pytest.mark.real_model
 def test_a_native_family_by_transformers_gives_its_reference(smollm2):
-    entries = load("smollm2-135m-float32")[:4]
+    entries = load("smollm2-135m-lengths")[:4]
     prompts = [entry.prompt_token_ids for entry in entries]
     greedy = SamplingParams(temperature=0, max_tokens=len(entries[0].token_ids), ignore_eos=True)
     with make_core(

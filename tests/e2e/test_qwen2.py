@@ -20,6 +20,7 @@ SHAPES = {
     "budget 16": ({"max_num_batched_tokens": 16}, SHORT),
     "budget 64, depth 1": ({"max_num_batched_tokens": 64, "steps_in_flight": 1}, LENGTHS[:30]),
     "small pool": ({"max_model_len": 192, "block_size": 8, "num_blocks_override": 50}, SHORT),
+    "transformers' modules": ({"model_impl": "transformers"}, LENGTHS),
     "uniproc": ({"executor": "uniproc", "block_size": 64}, SHORT),
 }
 

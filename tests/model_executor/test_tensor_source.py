@@ -144,6 +144,6 @@ def test_gguf_slices(tmp_path, monkeypatch, piece, piece_elements):
     writer.close()
     expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q8_0))
     monkeypatch.setattr(GGUFSource, "PIECE_ELEMENTS", piece_elements)
-    source = GGUFSource(str(tmp_path / "m.gguf"))
+    source = GGUFSource(str(tmp_path / "m.gguf"), ())
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(read(source, name, (64, 64), *piece), expected.narrow(*piece))

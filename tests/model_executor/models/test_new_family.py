@@ -18,7 +18,8 @@ from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, load, random_ids
 
 from ringcore.checkpoint import Families, find_model, read_model_spec
 from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors
-from ringcore.checkpoint.gguf_tensors import GGUFTensors, gguf_tensor_names
+from ringcore.checkpoint.gguf_names import gguf_tensor_names
+from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.families.llama import LLAMA

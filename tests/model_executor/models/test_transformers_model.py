@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import DenseRun
+from gguf_models import write_gguf
 from thread_tp import on_all_ranks
 
 from ringcore.checkpoint import find_model, read_model_spec
@@ -112,6 +113,17 @@ def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
         assert shapes["layers.0.qkv_proj.weight"] == (16 + 8 + 8, 32)
         assert shapes["layers.0.o_proj.weight"] == (32, 16)
         assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 16, 32)
+
+
+def test_two_ranks_read_their_slices_of_a_gguf_file(tmp_path):
+    hf, ids = theirs(tmp_path, "qwen3_moe", **EXPERTS, norm_topk_prob=True), PROMPTS[2]
+    path = write_gguf(tmp_path, "qwen3moe", hf)
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        return DenseRun(loaded(path, tp), 64, 1, device=CPU).step({0: ids})
+
+    for logits in on_all_ranks(2, run):
+        torch.testing.assert_close(logits, logits_of(hf, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelFiles, TransformersSpec
+from ringcore.checkpoint.gguf_architectures import GGUF_ARCHITECTURES
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.distributed.parallel import SingleRank
@@ -40,6 +41,7 @@ class KnownType(msgspec.Struct, frozen=True):
     reason: str = ""  # of a refusal
     attention: list[str] = []  # what its layers have beside causal attention
     tensor_parallel: bool = False  # whether there is a plan that splits its linears; without, each rank has all of it
+    gguf: bool = False  # whether its GGUF files are read
 
 
 def known_type(model_type: str) -> KnownType:
@@ -51,14 +53,23 @@ def known_type(model_type: str) -> KnownType:
         model = _built(_spec(model_type))
     except ModelLoadError as error:
         reason = str(error.details.get("reason") or error)
-        return KnownType(model_type, architecture, "native" if is_native else "refused", "" if is_native else reason)
+        if is_native:
+            return KnownType(model_type, architecture, "native", gguf=_has_gguf(model_type, architecture))
+        return KnownType(model_type, architecture, "refused", reason)
     return KnownType(
         model_type,
         architecture,
         "native" if is_native else "transformers",
         attention=sorted({kind for layer in model.attention_layers for kind in _kinds(layer)}),
         tensor_parallel=is_native or model.has_plan,
+        gguf=_has_gguf(model_type, architecture),
     )
+
+
+def _has_gguf(model_type: str, architecture: str) -> bool:
+    found = FAMILIES.native([architecture])
+    is_mapped = any(record.model_type == model_type for record in GGUF_ARCHITECTURES.values())
+    return is_mapped or (found is not None and found[1].gguf is not None)
 
 
 def _built(spec: TransformersSpec) -> TransformersModel:
