@@ -21,7 +21,7 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/loop.py": (350, "one event loop: each message and each wait of it"),
     "executor/multiproc.py": (350, "one executor: start, send, receive and close share the call table"),
     "front_end/async_engine.py": (346, "every public call of AsyncEngine, with its documentation"),
-    "worker/worker.py": (354, "every RPC method of the worker, a few lines each"),
+    "worker/worker.py": (350, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (340, "the protocol's table and both ends of it are read together"),
     "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
     "front_end/admin_client.py": (330, "every public call of AdminClient, with its documentation"),

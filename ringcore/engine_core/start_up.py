@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 
@@ -58,14 +59,14 @@ def start_up(
             plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
     with timed(phases, "initialize_from_config"):
         answers = executor.collective_rpc("initialize_from_config", (plan,))
-        reports = msgspec.convert(answers, list[dict[str, float] | None])
+        reports = [report or {} for report in msgspec.convert(answers, list[dict[str, Any] | None])]
     add_parts(phases, "initialize_from_config", reports)
     kv_cache = KVCacheManager(
         plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
     )
-    models = msgspec.convert(executor.collective_rpc("model_report"), list[ModelReport])
-    num_graphs_left = max(int((report or {}).get("graphs_left", 0)) for report in reports)
-    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, models[0]), kv_cache
+    num_graphs_left = max(int(report.get("graphs_left", 0)) for report in reports)
+    model = msgspec.convert(reports[0].get("model"), ModelReport | None)
+    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, model), kv_cache
 
 
 def _describe(
@@ -75,7 +76,7 @@ def _describe(
     phases: dict[str, float],
     worker_pids: dict[str, int],
     num_graphs_left: int,
-    model: ModelReport,
+    model: ModelReport | None,
 ) -> EngineReady:
     usable = plan.num_blocks - 1  # block 0 is the null block
     needed = plan.blocks_needed(plan.max_model_len)

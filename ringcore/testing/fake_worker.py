@@ -13,7 +13,6 @@ from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
-from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
@@ -67,10 +66,6 @@ class FakeWorker:
         """-> {"weights_bytes", "weights_s"}: the size that the weights would have, and 0 s."""
         self._stage = "model"
         return {"weights_bytes": float(self._memory_table()["weights_bytes"]), "weights_s": 0.0}
-
-    @rpc(scope="engine")
-    def model_report(self) -> ModelReport:
-        return ModelReport("fake", len(kv_cache_spec(self.config)))
 
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -263,6 +258,9 @@ class FakeWorker:
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]
         return TokenLogprobs([token, *top], [-math.log(vocab_size)] * (1 + num_top), [1, *range(1, num_top + 1)])
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Health and statistics.
 
     @rpc(read_only=True)
     def stats(self) -> dict[str, int]:

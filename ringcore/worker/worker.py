@@ -111,11 +111,6 @@ class Worker:
         self._host_store = begin_host_store(_require(self._platform, "init_device"), directory, num_ranks)
 
     @rpc(scope="engine")
-    def model_report(self) -> ModelReport:
-        """What computes the model on this rank."""
-        return _require(self._loaded, "load_model").model.report()
-
-    @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The KV cache spec of each attention layer, by the layer's name."""
         return _require(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
@@ -138,9 +133,9 @@ class Worker:
         return table
 
     @rpc(scope="engine")
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float]:
-        """Allocates the KV cache as planned and warms up; -> the seconds of each, and "graphs_left", the number of CUDA
-        graphs that `capture_graph` can still capture. Raises `CapacityError` or `ConfigError`."""
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float | ModelReport]:
+        """Allocates the KV cache as planned and warms up; -> the seconds of each, "graphs_left", the number of CUDA
+        graphs that `capture_graph` can still capture, and "model". Raises `CapacityError` or `ConfigError`."""
         started = time.monotonic()
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
@@ -153,7 +148,8 @@ class Worker:
         if self._host_store is not None:
             self._rank_memory = RankMemory(platform, self._host_store)
         warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
-        return {"pages_s": has_pages - started, "warm_up_s": warm_up_s, "graphs_left": graphs_left}
+        seconds = {"pages_s": has_pages - started, "warm_up_s": warm_up_s}
+        return {**seconds, "graphs_left": graphs_left, "model": loaded.model.report()}
 
     @rpc(scope="engine")
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:

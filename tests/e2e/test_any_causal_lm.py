@@ -57,6 +57,8 @@ def test_preempted_requests_have_the_same_tokens(model_type, folder):
 def test_asleep_and_awake_again(folder):
     path, entries = saved("olmo2", folder)
     with make_core(path, executor="uniproc", enable_sleep_mode=True, **OPTIONS) as core:
+        assert core.ready.model is not None
+        assert core.ready.model.fused == {"layers": 3, "attentions": 3, "mlps": 3, "norms": 13}
         core.sleep()
         core.wake_up()
         assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []

@@ -9,6 +9,7 @@ from ringcore import EngineConfig
 from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from ringcore.protocol.model_report import ModelReport
 
 BLOCK_BYTES = 512
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
@@ -30,12 +31,12 @@ class ReportingExecutor:
             return [{"total": 10**6, "available_kv_cache_bytes": available} for available in self.available_bytes]
         if method == "health":
             return [{"device": device} for device in self.devices]
-        if method == "model_report":
-            return [{"impl": "native", "num_layers": len(self.layers)} for _ in self.available_bytes]
         assert method == "initialize_from_config"
         (self.plan,) = args
         left = self.num_graphs_left
-        return [None if left is None else {"pages_s": 0.5, "graphs_left": float(left)} for _ in self.available_bytes]
+        model = {"impl": "transformers", "num_layers": 2, "fused": {"layers": 1}, "not_fused": ["the other"]}
+        report = {"pages_s": 0.5, "graphs_left": float(left or 0), "model": model}
+        return [None if left is None else report for _ in self.available_bytes]
 
     def pids(self):
         return {"worker 0": 7}
@@ -94,6 +95,7 @@ def test_what_workers_say_of_their_device_and_their_graphs(folder):
     ready, _ = start_up(resolved, executor, {})
     assert (ready.max_num_batched_tokens, ready.num_graphs_left) == (8192, 7)
     assert executor.plan.max_tokens_in_flight == 2 * 8192
+    assert ready.model == ModelReport("transformers", 2, {"layers": 1}, ["the other"])
     assert ready.phase_seconds["initialize_from_config.pages"] == 0.5
     assert set(ready.phase_seconds) & {"initialize_from_config.graphs_left", "graphs_left"} == set()
 
