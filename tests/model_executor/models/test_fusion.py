@@ -12,6 +12,11 @@ from test_transformers_model import EXPERTS, config_of, loaded, logits_of, their
 from thread_tp import on_all_ranks
 from torch import nn
 
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank
+from ringcore.families import FAMILIES
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
@@ -65,6 +70,19 @@ def test_logits_are_those_of_transformers(tmp_path, model_type):
     split = torch.cat((got[0][:7], got[1][len(IDS) - 3 :])), torch.cat((got[0][7:], got[1][: len(IDS) - 3]))
     for logits in split:
         torch.testing.assert_close(logits, whole, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_a_native_class_computes_the_same(tmp_path, model_type):
+    options = {name: value for name, value in TYPES[model_type][0].items() if name != "mlp_bias"}
+    theirs(tmp_path, model_type, **options)
+    runs = []
+    for impl in ("native", "transformers"):
+        model = build_model(read_model_spec(find_model(tmp_path), FAMILIES, impl), SingleRank(), torch.float32, 64)
+        model.bind(load_weights(model.weights(), find_model(tmp_path), 0, torch.device("cpu")))
+        runs.append(DenseRun(model, 64, 1, device=torch.device("cpu")).step({0: IDS}))
+        assert model.report().impl == impl
+    torch.testing.assert_close(*runs, atol=2e-4, rtol=2e-4)
 
 
 def with_forward(path: str, make):
