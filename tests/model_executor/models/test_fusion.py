@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
 from ringcore.model_executor.models.transformers.construction import build_on_meta
+from ringcore.model_executor.models.transformers.fusion import recognition
 from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
-from ringcore.model_executor.models.transformers.fusion.recognition import Recognised, recognise
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
+from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 
 IDS = [3, 90, 14, 15, 92, 65, 35, 8, 9, 7, 93, 23]
 MOE = {"head_dim": 8, **EXPERTS}
@@ -159,6 +162,15 @@ def test_what_computes_something_else_stays_the_models_own(path, make, expected)
     assert counts(changed) == expected
     assert changed.reasons
     assert not unchanged.reasons
+
+
+def test_what_lies_between_the_layers_counts(monkeypatch):
+    """Here another norm than the last is taken for it: each layer agrees, the body does not."""
+    find = recognition._Search._final_norm
+    monkeypatch.setattr(recognition._Search, "_final_norm", lambda self, last: replace(find(self, last), eps=0.3))
+    found = found_in("llama")
+    assert counts(found) == (0, 0, 0)
+    assert "between them it computes something else" in found.reasons[""]
 
 
 def test_one_layer_of_another_kind():

@@ -24,7 +24,7 @@ from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
 from ringcore.model_executor.models.transformers.fusion import fused_model
-from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
     LayerPlan,
     NormPlan,
 )
-from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRecognised
 
 __all__ = ["Part", "fitting", "modules_of"]

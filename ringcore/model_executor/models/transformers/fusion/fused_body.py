@@ -20,7 +20,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
     Parts,
     RotaryPlan,
 )
-from ringcore.model_executor.models.transformers.fusion.recognition import Recognised
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["FusedBody", "fuse"]

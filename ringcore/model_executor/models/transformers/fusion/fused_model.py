@@ -19,7 +19,8 @@ from ringcore.model_executor.models.transformers.checkpoint_layout import Tensor
 from ringcore.model_executor.models.transformers.fusion.coverage import Part, fitting, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
 from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
-from ringcore.model_executor.models.transformers.fusion.recognition import Recognised, recognise
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
+from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 from ringcore.model_executor.models.transformers.fusion.trial import angle_table
 from ringcore.model_executor.weight import Tensors, Weight
 
@@ -92,7 +93,10 @@ class Fusion:
             "mlps": len(found.mlps),
             "norms": len(found.norms),
         }
-        return counts, list(dict.fromkeys(found.reasons.values()))
+        reasons = list(found.reasons.values())
+        for layer in found.layers:  # what is the same in every layer is said once
+            reasons = [reason.replace(f"{layer}.", "").replace(layer, "a layer") for reason in reasons]
+        return counts, list(dict.fromkeys(reasons))
 
     def weights(self) -> list[Weight]:
         return [weight for layer in self._body.weighted() for weight in layer.weights()]

@@ -8,14 +8,15 @@ and the layer is recognised if and only if the results agree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.fusion.body_trial import body_agrees
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Argument, Arguments
 from ringcore.model_executor.models.transformers.fusion.norms import find_norms
 from ringcore.model_executor.models.transformers.fusion.plan import (
@@ -26,6 +27,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
     ModulePlan,
     NormPlan,
 )
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised, RotarySource
 from ringcore.model_executor.models.transformers.fusion.sample_pass import (
     Call,
     NotRecognised,
@@ -33,38 +35,10 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import (
     SamplePass,
     run_sample,
 )
-from ringcore.model_executor.models.transformers.fusion.sublayers import find_attention, find_gated_mlp, rotations_of
+from ringcore.model_executor.models.transformers.fusion.sublayers import find_attention, find_gated_mlp
 from ringcore.model_executor.models.transformers.fusion.trial import Trial
 
-__all__ = ["Recognised", "RotarySource", "recognise"]
-
-
-@dataclass(frozen=True, slots=True)
-class RotarySource:
-    """A call of the module that computes cosines and sines. Its tensors are replaced: floats by rows of the wanted
-    length, integers by positions."""
-
-    path: str
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Recognised:
-    """Paths are names in the body. plans: by path of the layer, of those that are recognised as a whole; the next three
-    by path of the module."""
-
-    layers: tuple[str, ...] = ()
-    plans: Mapping[str, LayerPlan] = field(default_factory=dict)
-    attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
-    mlps: Mapping[str, GatedPlan] = field(default_factory=dict)
-    norms: Mapping[str, NormPlan] = field(default_factory=dict)
-    final_norm: NormPlan | None = None  # of the last layer's output, and of nothing else
-    reasons: Mapping[str, str] = field(default_factory=dict)  # of what is not recognised
-    num_results: Mapping[str, int | None] = field(default_factory=dict)  # of the tuple that it returns; None: a tensor
-    sources: tuple[RotarySource, ...] = ()
-    linears: frozenset[str] = frozenset()  # whose weight nothing but their own product reads
-    continues: frozenset[str] = frozenset()  # layers whose input is the output of the layer before, and nothing between
+__all__ = ["recognise"]
 
 
 def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall]) -> Recognised:
@@ -75,21 +49,21 @@ def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall]) -> Recognis
         layers += [_layer_around(body, names[call.module]) for call in calls]
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
         sample = run_sample(body, layers, attentions)
-        found = _Search(sample, body.config.get_text_config().hidden_size).result(layers, attentions, calls)
+        trial = Trial(sample, body.config.get_text_config().hidden_size)
+        found = _Search(sample, trial).result(layers, attentions, calls)
+        agrees = body_agrees(sample, trial, found, calls)
         sample.calls.clear()  # their arguments refer to the sample, which is large
+        if not agrees:
+            raise NotRecognised("its layers are recognised, but between them it computes something else")
         return found
     except NotRecognised as error:
         return Recognised(tuple(layers), reasons={"": str(error)})
 
 
 class _Search:
-    def __init__(self, sample: SamplePass, hidden_size: int) -> None:
-        self._sample = sample
-        self._trial = Trial(sample, hidden_size)
+    def __init__(self, sample: SamplePass, trial: Trial) -> None:
+        self._sample, self._trial = sample, trial
         self._norms = find_norms(sample)
-        self._rotaries = [
-            call for call in sample.calls if _is_pair(call.output) and not isinstance(call.module, SampleLinear)
-        ]
         self._attentions: dict[str, AttentionPlan] = {}
         self._mlps: dict[str, GatedPlan] = {}
         self._reasons: dict[str, str] = {}
@@ -118,16 +92,14 @@ class _Search:
             self._final_norm(of_layers[-1]),
             self._reasons,
             {call.name: len(call.output) if isinstance(call.output, tuple) else None for call in self._sample.calls},
-            tuple(_source(call) for call in self._rotaries),
+            tuple(_source(call) for call in self._sample.rotaries),
             frozenset(called),
             frozenset(continues),
         )
 
     def _find_sublayers(self, layer: str, attention: str, call: AttentionCall) -> None:
         try:
-            self._attentions[attention] = find_attention(
-                self._sample, self._trial, attention, call, self._norms, self._rotaries
-            )
+            self._attentions[attention] = find_attention(self._sample, self._trial, attention, call, self._norms)
         except NotRecognised as error:
             self._reasons[attention] = str(error)
         for one in self._children(layer):
@@ -167,9 +139,10 @@ class _Search:
     def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
         if plan.scale != 1 and None in (plan.norms.input, plan.norms.mlp):
             return False  # a sublayer would read the stream in units of the scale
-        rotations = []
-        if isinstance(plan.attention, AttentionPlan):
-            rotations = rotations_of(self._trial, plan.attention, self._rotaries, call.head_size)
+        attention = plan.attention
+        rotations = (
+            [self._trial.rotation(attention.rotary, call.head_size)] if isinstance(attention, AttentionPlan) else []
+        )
         ours = self._trial.parts(plan.scale).layer(plan, call)
         return self._trial.layer_agrees(ours, whole, rotations, plan.scale)
 
@@ -216,16 +189,6 @@ def _is_identity(call: Call) -> bool:
     """A dropout layer, which does nothing here."""
     has_tensors = next(call.module.parameters(), None) is not None
     return not has_tensors and isinstance(call.output, torch.Tensor) and torch.equal(call.output, call.hidden)
-
-
-def _is_pair(output: object) -> bool:
-    """Whether it may be cosines and sines: [1, num_tokens, width] both."""
-    return (
-        isinstance(output, tuple)
-        and len(output) == 2
-        and all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in output)
-        and output[0].shape == output[1].shape
-    )
 
 
 def _source(call: Call) -> RotarySource:

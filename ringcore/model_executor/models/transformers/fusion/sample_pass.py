@@ -119,6 +119,11 @@ class SamplePass:
     heads: dict[nn.Module, Heads] = field(default_factory=dict)  # by the module that makes the attention call
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def rotaries(self) -> list[Call]:
+        """Those that may have computed cosines and sines: a pair of [1, num_tokens, any width]."""
+        return [call for call in self.calls if _is_pair(call.output) and not isinstance(call.module, SampleLinear)]
+
     def within(self, path: str) -> list[Call]:
         """The calls of modules below `path`."""
         return [call for call in self.calls if call.name.startswith(f"{path}.")]
@@ -139,6 +144,15 @@ class SamplePass:
             raise NotRecognised(f"{call.name} cannot be called again: {in_one_line(error)}") from error
         (heads,) = self.heads.values()
         return heads
+
+
+def _is_pair(output: object) -> bool:
+    return (
+        isinstance(output, tuple)
+        and len(output) == 2
+        and all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in output)
+        and output[0].shape == output[1].shape
+    )
 
 
 def attend(heads: Heads, scale: float) -> torch.Tensor:

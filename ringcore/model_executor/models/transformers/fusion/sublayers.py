@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ringcore.checkpoint.family import Activation
-from ringcore.model_executor.layers.rotary import Rotation
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.plan import (
     AttentionPlan,
@@ -27,7 +26,7 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import (
 )
 from ringcore.model_executor.models.transformers.fusion.trial import Trial
 
-__all__ = ["find_attention", "find_gated_mlp", "rotations_of"]
+__all__ = ["find_attention", "find_gated_mlp"]
 
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 _Linears = dict[str, SampleLinear]
@@ -62,10 +61,8 @@ def find_attention(
     path: str,
     attention: AttentionCall,
     norms: Mapping[str, NormPlan],
-    rotaries: Sequence[Call],
 ) -> AttentionPlan:
-    """Attention over heads that are rows of linears, perhaps normalised and then rotated. rotaries: the calls that may
-    have computed its angles. Raises `NotRecognised`."""
+    """Attention over heads that are rows of linears, perhaps normalised and then rotated. Raises `NotRecognised`."""
     call, module = sample.of(path), sample.body.get_submodule(path)
     if attention.v_head_size != attention.head_size or attention.head_size % 2:
         raise NotRecognised(f"{path} has heads of {attention.head_size} and values of {attention.v_head_size}")
@@ -83,22 +80,16 @@ def find_attention(
     if sinks is not None and id(sinks) not in names:
         raise NotRecognised(f"{path} computes its sinks")
     for pair in _norm_pairs(own_norms, heads, attention.head_size):
-        for rotary in _rotaries(call, rotaries, attention.head_size):
+        for rotary in _rotaries(call, sample.rotaries, attention.head_size):
             plan = AttentionPlan(
                 *(q, k, v, has_biases == {True}),
                 *(out, out_linear.bias is not None, rotary, pair),
                 None if sinks is None else names[id(sinks)],
             )
             ours = trial.parts().attention(path, plan, attention)
-            if trial.sublayer_agrees(ours, call, rotations_of(trial, plan, rotaries, attention.head_size)):
+            if trial.sublayer_agrees(ours, call, [trial.rotation(rotary, attention.head_size)]):
                 return plan
     raise NotRecognised(f"{path} computes its heads otherwise than by a norm and a rotation of linears' rows")
-
-
-def rotations_of(trial: Trial, plan: AttentionPlan, rotaries: Sequence[Call], head_size: int) -> list[Rotation]:
-    if plan.rotary is None:
-        return [trial.no_rotation(head_size)]
-    return [trial.rotation(plan.rotary, rotaries[plan.rotary.source], head_size)]
 
 
 def _linears_of(sample: SamplePass, path: str) -> _Linears:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import Call,
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
-__all__ = ["Trial", "angle_table"]
+__all__ = ["Trial", "agree", "angle_table"]
 
 _NOTHING = np.zeros(1, np.int32)
 _NO_METADATA = AttentionMetadata(0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, torch.empty(0))  # there is no cache
@@ -60,41 +60,43 @@ class Trial:
 
     def sublayer_agrees(self, sublayer: Sublayer, call: Call, rotations: list[Rotation]) -> bool:
         """call: of the model's sublayer, on hidden rows that nothing normalises here."""
-        self._bind(sublayer.layers())
+        self.bind(sublayer.layers())
         sublayer.bind_device(torch.device("cpu"))
         norm = self.parts().prologue(None)
         ours = sublayer(norm, Residual(call.hidden[0].clone()), self._inputs(rotations, call))
-        return _agree(ours, call.result[0])
+        return agree(ours, call.result[0])
 
     def layer_agrees(self, layer: DecoderLayer, call: Call, rotations: list[Rotation], scale: float) -> bool:
-        self._bind(layer.layers())
+        self.bind(layer.layers())
         layer.bind_device(torch.device("cpu"))
         before = call.hidden[0]
         stream = Residual(before / scale)
         layer(stream, self._inputs(rotations, call))
-        return _agree(stream.rows * scale - before, call.result[0] - before)
+        return agree(stream.rows * scale - before, call.result[0] - before)
 
-    def rotation(self, plan: RotaryPlan, source: Call, head_size: int) -> Rotation:
-        """Of the pass's tokens, by the angles that `source` computed for them."""
-        cos, sin = source.output
-        table = RotaryTable()
-        table.bind_table(angle_table(cos[0], sin[0], plan, head_size), torch.device("cpu"))
-        return table(torch.arange(self._sample.positions.shape[1]))
-
-    def no_rotation(self, head_size: int) -> Rotation:
-        table = RotaryTable()
+    def rotation(self, plan: RotaryPlan | None, head_size: int) -> Rotation:
+        """Of the pass's tokens, by the angles that were computed for them."""
         num_tokens = self._sample.positions.shape[1]
-        table.bind_table(torch.ones(num_tokens, head_size // 2, dtype=torch.complex64), torch.device("cpu"))
+        if plan is None:
+            angles = torch.ones(num_tokens, head_size // 2, dtype=torch.complex64)
+        else:
+            cos, sin = self._sample.rotaries[plan.source].output
+            angles = angle_table(cos[0], sin[0], plan, head_size)
+        table = RotaryTable()
+        table.bind_table(angles, torch.device("cpu"))
         return table(torch.arange(num_tokens))
 
-    def _bind(self, layers: list[WeightedLayer]) -> None:
+    def bind(self, layers: Iterable[WeightedLayer]) -> None:
         for layer in layers:
             layer.bind(_SampleTensors(layer, self._tensors))
 
-    def _inputs(self, rotations: list[Rotation], call: Call) -> ModuleInputs:
-        """For a layer whose attention has index 0."""
+    def context(self) -> ForwardContext:
+        """For attention of index 0."""
         group = GroupContext(_NO_METADATA, _OneSequence(FullAttentionSpec(1, 1, 1, "float32"), [_ANY]), None)
-        return ModuleInputs(ForwardContext((group,), (0,), (torch.empty(0),)), rotations, call.args, call.kwargs)
+        return ForwardContext((group,), (0,), (torch.empty(0),))
+
+    def _inputs(self, rotations: list[Rotation], call: Call) -> ModuleInputs:
+        return ModuleInputs(self.context(), rotations, call.args, call.kwargs)
 
 
 def angle_table(cos: torch.Tensor, sin: torch.Tensor, plan: RotaryPlan, head_size: int) -> torch.Tensor:
@@ -106,8 +108,8 @@ def angle_table(cos: torch.Tensor, sin: torch.Tensor, plan: RotaryPlan, head_siz
     return table
 
 
-def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return bool((ours - theirs).abs().max() <= _TOLERANCE * theirs.square().mean().sqrt())
+def agree(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.square().mean().sqrt())
 
 
 class _OneSequence(AttentionBackend):
