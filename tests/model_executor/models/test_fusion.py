@@ -167,7 +167,7 @@ def test_what_computes_something_else_stays_the_models_own(path, make, expected)
 def test_what_lies_between_the_layers_counts(monkeypatch):
     """Here another norm than the last is taken for it: each layer agrees, the body does not."""
     find = recognition._Search._final_norm
-    monkeypatch.setattr(recognition._Search, "_final_norm", lambda self, last: replace(find(self, last), eps=0.3))
+    monkeypatch.setattr(recognition._Search, "_final_norm", lambda self, last: replace(find(self, last), plus_one=True))
     found = found_in("llama")
     assert counts(found) == (0, 0, 0)
     assert "between them it computes something else" in found.reasons[""]
