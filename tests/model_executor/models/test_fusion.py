@@ -75,6 +75,17 @@ def test_logits_are_those_of_transformers(tmp_path, model_type):
         torch.testing.assert_close(logits, whole, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize(("model_type", "is_plain"), [("llama", True), ("granite", False), ("cohere2", False)])
+def test_logits_go_where_they_are_wanted(tmp_path, model_type, is_plain):
+    """Without a copy where the head is a product alone."""
+    theirs(tmp_path, model_type, **TYPES[model_type][0])
+    model, hidden, out = loaded(tmp_path), torch.randn(3, 32), torch.empty(3, 97)
+    assert (model._plain_head is not None) == is_plain
+    with torch.inference_mode():
+        assert model.compute_logits(hidden, out) is out
+        torch.testing.assert_close(out, model.compute_logits(hidden), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 def test_a_native_class_computes_the_same(tmp_path, model_type):
     options = {name: value for name, value in TYPES[model_type][0].items() if name != "mlp_bias"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringcore.model_executor.models.transformers.attention_calls import Refused, in_one_line
+from ringcore.model_executor.models.transformers.linears import ParallelLinear
 
 __all__ = ["check_head", "head_of", "logits_of"]
 
@@ -46,12 +48,21 @@ def logits_of(head: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def check_head(head: PreTrainedModel, hidden_size: int, vocab_size: int) -> None:
-    """Raises `Refused` for a head that needs more than hidden rows."""
+def check_head(
+    head: PreTrainedModel, linear: nn.Module | None, hidden_size: int, vocab_size: int
+) -> ParallelLinear | None:
+    """The linear whose product the logits are, where nothing follows it. linear: of the head. Raises `Refused` for a
+    head that needs more than hidden rows."""
     hidden = torch.empty(3, hidden_size, dtype=head.config.dtype, device="meta")
+    products: list[torch.Tensor] = []
     try:
-        shape = tuple(logits_of(head, hidden).shape)
+        with linear.register_forward_hook(lambda *call: products.append(call[-1])) if linear else nullcontext():
+            logits = head(inputs_embeds=hidden[None], use_cache=False).logits
+        shape = tuple(logits[0].shape)
     except Exception as error:  # whatever the model's own code raises
         raise Refused(f"its logits need more than the last hidden states: {in_one_line(error)}") from error
     if shape != (3, vocab_size):
         raise Refused(f"it has {shape[-1]} logits, but its configuration says vocab_size {vocab_size}")
+    if isinstance(linear, ParallelLinear) and any(product is logits for product in products):
+        return linear
+    return None

@@ -51,6 +51,17 @@ class ParallelLinear(nn.Module):
         out = self._multiply(x, self.bias)
         return self.tp.all_gather_last_dim(out) if self.dim == 0 and self.whole else out
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x: [n, in] -> [n, all outputs], in `out`, of another dtype perhaps."""
+        if self.dim is None and self._product is not None:
+            return self._product(x, NO_TOKEN_CONTEXT, out)
+        if self.dim != 0:
+            return out.copy_(self(x))
+        product = self._multiply(x, self.bias)
+        if out.dtype == product.dtype:
+            return self.tp.all_gather_last_dim(product, out)
+        return out.copy_(self.tp.all_gather_last_dim(product))
+
     def _multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
         if self._product is None:
             return nn.functional.linear(x, self.weight, bias)

@@ -97,7 +97,7 @@ class TransformersModel(CausalLM):
         self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
         _use_products(model, self._fusion.linears, tp)
         self._model, self._body, self._head = model, model.base_model, head_of(model)
-        check_head(self._head, spec.hidden_size, spec.vocab_size)
+        self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
         for module in model.modules():
             if isinstance(module, ParallelLinear | ParallelEmbedding):
                 module.tp = tp  # while the passes were recorded no other rank took part
@@ -161,6 +161,8 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, equal on every rank; in `out` where given.
         tokens: nothing here depends on it."""
+        if out is not None and self._plain_head is not None:
+            return self._plain_head.write(hidden, out)
         logits = logits_of(self._head, hidden)
         return logits.float().contiguous() if out is None else out.copy_(logits)
 
