@@ -16,12 +16,16 @@ from torch import nn
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
+from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.fusion import recognition
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.coverage import fitting
+from ringcore.model_executor.models.transformers.fusion.fused_body import fuse
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, Parts, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 
@@ -36,7 +40,7 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "glm": ({"head_dim": 8, "attention_bias": True}, (2, 2, 2)),  # pairs are neighbours
     "glm4": ({"head_dim": 8}, (2, 2, 2)),  # norms before and after each sublayer
     "olmo2": ({}, (2, 2, 2)),  # norms after each sublayer, and of all heads
-    "granite": ({"residual_multiplier": 0.3, "embedding_multiplier": 5.0}, (2, 2, 2)),
+    "granite": ({"residual_multiplier": 0.3, "embedding_multiplier": 5.0, "rms_norm_eps": 0.5}, (2, 2, 2)),
     "smollm3": ({"no_rope_layers": [1, 0]}, (2, 2, 2)),  # a layer without positions
     "gemma3_text": ({"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, (2, 2, 2)),
     "qwen3_moe": (MOE, (2, 2, 0)),
@@ -123,6 +127,10 @@ def reading_a_weight(forward):
     return lambda self, x: self.down_proj(self.act_fn(nn.functional.linear(x, self.gate_proj.weight)) * self.up_proj(x))
 
 
+def doubled(forward):
+    return lambda self, x: 2 * forward(self, x)
+
+
 def rotated_twice(forward):
     def changed(self, hidden_states, position_embeddings, **kwargs):
         cos, sin = position_embeddings
@@ -160,6 +168,7 @@ def beside_its_input(forward):
         ("mlp", clamped, (2, 2, 0)),
         ("mlp", reading_a_weight, (0, 0, 0)),
         ("self_attn", rotated_twice, (2, 0, 2)),
+        ("self_attn.v_proj", doubled, (2, 0, 2)),
         ("self_attn", halved, (2, 0, 2)),
         ("", without_residual, (0, 2, 2)),
         ("", beside_its_input, (0, 2, 2)),
@@ -192,6 +201,38 @@ def test_one_layer_of_another_kind():
     assert (list(found.plans), list(found.mlps)) == (["layers.0", "layers.1"], ["layers.0.mlp"])
 
 
+def fused_llama(change):
+    """Our parts, installed after a change of what was found and of the tensors' layouts."""
+    model = build_on_meta(config_of("llama").to_dict(), torch.float32, RECORD)
+    calls = record(model, 64)
+    found, layouts = change(recognise(model.base_model, calls), read_layouts(model))
+    in_body = {name.removeprefix("model."): layout for name, layout in layouts.items()}
+    found = fitting(found, calls, in_body, torch.float32, 1)
+    names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items()}
+    parts = Parts(names, dict(model.base_model.named_modules()), 32, torch.float32, SingleRank(), all_dense)
+    return found, fuse(model.base_model, found, calls, lambda scale: parts, lambda index: index)
+
+
+def test_a_tensor_in_another_form_leaves_its_part_to_the_model():
+    def change(found, layouts):
+        name = "model.layers.1.self_attn.o_proj.weight"
+        return found, layouts | {name: replace(layouts[name], dtype=torch.float64)}
+
+    found, fused = fused_llama(change)
+    assert counts(found) == (1, 1, 2)
+    assert "layers.1.self_attn.o_proj.weight in another form" in found.reasons["layers.1.self_attn"]
+    assert list(fused.attentions) == [0]
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_stream_goes_on_where_nothing_is_between(continues):
+    kept = frozenset({"layers.1"}) if continues else frozenset()
+    _, fused = fused_llama(lambda found, layouts: (replace(found, continues=kept & found.continues), layouts))
+    first, second = (fused.modules[f"layers.{index}"] for index in range(2))
+    assert (first._is_continued, second._continues) == (continues, continues)
+    assert (first._continues, second._is_continued) == (False, False)
+
+
 def test_how_heads_and_pairs_lie():
     phi3, glm = (found_in(name, **TYPES[name][0]) for name in ("phi3", "glm"))
     attention, mlp = phi3.attentions["layers.0.self_attn"], phi3.mlps["layers.0.mlp"]
@@ -210,7 +251,7 @@ def test_how_heads_and_pairs_lie():
     assert [rows.start for rows in neox.v] == [16, 40, 64, 88]
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss", "gpt_neox"])
 def test_two_ranks_compute_the_same(tmp_path, model_type):
     theirs(tmp_path, model_type, **TYPES[model_type][0])
     alone = DenseRun(loaded(tmp_path), 64, 1, device=torch.device("cpu")).step({0: IDS})

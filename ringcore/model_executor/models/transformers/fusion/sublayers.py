@@ -119,6 +119,8 @@ def _head_rows(
 
 def _rows_of(leaves: Mapping[str, torch.Tensor], heads: torch.Tensor) -> tuple[LinearRows, ...]:
     """heads: [1, num_heads, num_tokens, head_size], computed from leaves [1, num_tokens, outputs]."""
+    if not heads.requires_grad:
+        raise NotRecognised("a head depends on no linear")
     num_heads, size = heads.shape[1], heads.shape[3]
     weights = torch.rand(heads.shape, generator=torch.Generator().manual_seed(1)) + 0.5
     alone = torch.eye(num_heads).view(num_heads, 1, num_heads, 1, 1) * weights
