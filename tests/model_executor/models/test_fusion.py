@@ -19,6 +19,7 @@ from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.fusion import recognition
 from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
@@ -59,7 +60,7 @@ def found_in(model_type: str, change=None, **options: Any) -> Recognised:
     model = build_on_meta(config_of(model_type, **options).to_dict(), torch.float32, RECORD)
     if change is not None:
         change(model.base_model)
-    return recognise(model.base_model, record(model, 64))
+    return recognise(model.base_model, record(Body(model), 64))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
