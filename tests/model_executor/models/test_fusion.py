@@ -55,12 +55,12 @@ def counts(found: Recognised) -> tuple[int, int, int]:
     return len(found.plans), len(found.attentions), len(found.mlps)
 
 
-def found_in(model_type: str, change=None, **options: Any) -> Recognised:
+def found_in(model_type: str, change=None, num_positions: int = 64, **options: Any) -> Recognised:
     """change: of the body, on meta."""
     model = build_on_meta(config_of(model_type, **options).to_dict(), torch.float32, RECORD)
     if change is not None:
         change(model.base_model)
-    return recognise(model.base_model, record(Body(model), 64))
+    return recognise(model.base_model, record(Body(model), 64), num_positions)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -210,3 +210,11 @@ def test_two_ranks_compute_the_same(tmp_path, model_type):
 
     for logits in on_all_ranks(2, on_rank):
         torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
+
+
+def test_attention_that_depends_on_far_positions_stays_the_models_own():
+    """Its queries are scaled beyond the first 1024 positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
+    options = {"head_dim": 8, "max_position_embeddings": 4096, "rope_parameters": rope | {"llama_4_scaling_beta": 0.5}}
+    assert len(found_in("ministral3", num_positions=1024, **options).attentions) == 2
+    assert found_in("ministral3", num_positions=4096, **options).attentions == {}

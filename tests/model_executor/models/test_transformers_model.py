@@ -157,7 +157,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
     """Where attention is the model's own; ours has a KV head on several ranks."""
     written(tmp_path, "llama", num_key_value_heads=1)
     assert [(one.num_heads, one.num_kv_heads) for one in built(tmp_path, Rank(0, 4)).attention_layers] == [(1, 1)] * 2
-    monkeypatch.setattr(fused_model, "recognise", lambda body, calls: Recognised())
+    monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
     with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
         built(tmp_path, Rank(0, 4))
 
@@ -255,7 +255,7 @@ def test_tensors_that_it_makes_are_on_the_device_of_the_step():
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_two_ranks_have_the_sinks_of_their_heads(tmp_path, monkeypatch, is_fused):
     if not is_fused:
-        monkeypatch.setattr(fused_model, "recognise", lambda body, calls: Recognised())
+        monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
     hf = theirs(tmp_path, "granite_swa", sliding_window=5)
 
     def run(tp: TensorParallel) -> tuple[set[tuple[int, ...]], torch.Tensor]:

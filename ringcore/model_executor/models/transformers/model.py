@@ -76,7 +76,7 @@ class TransformersModel(CausalLM):
         _check_calls(whole, spec.num_layers)
         calls = record_masked(body, num_positions)
         layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
-        self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size)
+        self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         replaced = self._fusion.replaced
         shares = {} if tp.size == 1 else shard(model, layouts, tp.detached(), replaced)
         on_rank = whole if tp.size == 1 else record(body, num_positions)

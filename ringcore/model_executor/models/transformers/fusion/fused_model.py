@@ -47,10 +47,11 @@ class Fusion:
         layouts: Mapping[str, TensorLayout],
         dtype: torch.dtype,
         num_ranks: int,
+        num_positions: int,
     ) -> Self:
-        """Of a body on meta, whose attention calls were recorded."""
+        """Of a body on meta, whose attention calls were recorded. num_positions: of the model."""
         prefix = f"{body.path}."
-        found = recognise(body.module, calls)
+        found = recognise(body.module, calls, num_positions)
         if body.counts:  # a sample pass is over one sequence, of few positions
             reasons = {**found.reasons, "": "its attention counts the positions of its tokens itself"}
             found = replace(found, plans={}, attentions={}, reasons=reasons)
