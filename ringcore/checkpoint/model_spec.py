@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_SIZES", "AnySpec", "CommonSpec", "ModelSpec", "RopeSpec", "TransformersSpec"]
+__all__ = ["MAX_SIZES", "TEXT_CONFIG", "AnySpec", "CommonSpec", "ModelSpec", "RopeSpec", "TransformersSpec"]
 
 # By field of `ModelSpec`: several times those of any published model. A file that claims more is broken; the limits
 # bound loops and tables such as the names of all layers or the permutation of a head's rows.
@@ -23,6 +23,8 @@ MAX_SIZES = {
     "head_dim": 4096,
     "max_position_embeddings": 1 << 27,
 }
+
+TEXT_CONFIG = "text_config"  # the field of config.json that has the text model's, where there are several parts
 
 
 class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,11 +88,13 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
     weight_files: list[str]  # safetensors, which may have older names than those that transformers saves
     layers_field: str  # the name of `num_layers` in it
     layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
+    is_part: bool = False  # of a model of several parts, as those that see images are: the text model, which is served
 
     def few_layers(self) -> TransformersSpec:
         """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that
         some mixtures of experts begin with. Lists with an entry per layer are cut too."""
-        config = msgspec.json.decode(self.config)
+        whole = msgspec.json.decode(self.config)
+        config = whole[TEXT_CONFIG] if self.is_part else whole
         kinds = config.get("layer_types") or []
         num_layers = 1 + max([kinds.index(kind) for kind in kinds], default=0)
         num_layers = min(self.num_layers, max(num_layers, 1 + (config.get("first_k_dense_replace") or 0)))
@@ -98,7 +102,7 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
             if isinstance(value, list) and len(value) == self.num_layers:
                 config[name] = value[:num_layers]
         config[self.layers_field] = num_layers
-        return msgspec.structs.replace(self, num_layers=num_layers, config=msgspec.json.encode(config).decode())
+        return msgspec.structs.replace(self, num_layers=num_layers, config=msgspec.json.encode(whole).decode())
 
 
 AnySpec = ModelSpec | TransformersSpec

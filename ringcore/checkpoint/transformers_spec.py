@@ -4,14 +4,17 @@ which imports no torch."""
 from __future__ import annotations
 
 import difflib
+import subprocess
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids, refuse_quantized
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_SIZES, TransformersSpec
+from ringcore.checkpoint.model_spec import MAX_SIZES, TEXT_CONFIG, TransformersSpec
 from ringcore.errors import ModelLoadError
 
 __all__ = ["read_transformers_spec"]
@@ -22,6 +25,9 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+_DEFAULTS = "ringcore.model_executor.models.transformers.text_defaults"  # a program
+_MAX_REASON = 300  # characters
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
@@ -29,26 +35,52 @@ def read_transformers_spec(config: Metadata, files: ModelFiles) -> TransformersS
     """Raises `ModelLoadError` for a type that this transformers does not have, and for a folder that brings its own
     code, which is never run."""
     model_type = _model_type(config)
-    refuse_quantized(config)
-    if isinstance(config.get("text_config"), dict):
-        raise config.error("text_config", f"is present: of {model_type!r}, a model of several parts, none is computed")
-    layers_field = _present(config, _LAYERS)
+    text = _text_config(config)
+    for part in (config, text):
+        refuse_quantized(part)
+    layers_field = _present(text, _LAYERS)
     architectures = config.get("architectures")
     return TransformersSpec(
         architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else model_type,
-        vocab_size=config.integer("vocab_size", high=MAX_SIZES["vocab_size"]),
-        num_layers=config.integer(layers_field, high=MAX_SIZES["num_layers"]),
-        hidden_size=config.integer(_present(config, _HIDDEN), high=MAX_SIZES["hidden_size"]),
-        max_position_embeddings=config.integer(_present(config, _POSITIONS), high=MAX_SIZES["max_position_embeddings"]),
-        dtype=read_dtype(config, files),
-        bos_token_id=read_bos_token_id(config),
-        eos_token_ids=read_eos_token_ids(config, files),
+        vocab_size=text.integer("vocab_size", high=MAX_SIZES["vocab_size"]),
+        num_layers=text.integer(layers_field, high=MAX_SIZES["num_layers"]),
+        hidden_size=text.integer(_present(text, _HIDDEN), high=MAX_SIZES["hidden_size"]),
+        max_position_embeddings=text.integer(_present(text, _POSITIONS), high=MAX_SIZES["max_position_embeddings"]),
+        dtype=read_dtype(text, files),
+        bos_token_id=read_bos_token_id(text),
+        eos_token_ids=read_eos_token_ids(text, files),
         model_type=model_type,
         config=msgspec.json.encode(config.values).decode(),
         weight_files=files.weight_files if files.kind == "safetensors" else [],
         layers_field=layers_field,
-        layer_width=_layer_width(config),
+        layer_width=_layer_width(text),
+        is_part=TEXT_CONFIG in config,
     )
+
+
+def _text_config(config: Metadata) -> Metadata:
+    """The fields of the text model: of a model of several parts those of `text_config`, with what the whole says for
+    all. A field that is left out there is transformers' default."""
+    text = config.child(TEXT_CONFIG)
+    if text is None:
+        return config
+    values = dict(text.values)
+    if any(_present(text, names) not in text for names in (("vocab_size",), _LAYERS, _HIDDEN, _POSITIONS, _HEADS)):
+        values = _with_defaults(config)
+    values |= {name: config.get(name) for name in _OF_THE_WHOLE if name in config}
+    return Metadata(values, config.path, text.prefix)
+
+
+def _with_defaults(config: Metadata) -> dict[str, Any]:
+    """By transformers' class of the configuration, which imports torch: in a process of its own, for seconds."""
+    done = subprocess.run(
+        [sys.executable, "-m", _DEFAULTS], input=msgspec.json.encode(config.values), capture_output=True, check=False
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise config.error(TEXT_CONFIG, f"is not read by transformers: {' '.join(last)[:_MAX_REASON]}")
+    values: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return values
 
 
 def _model_type(config: Metadata) -> str:

@@ -19,11 +19,11 @@ def models(
     types: Annotated[list[str] | None, typer.Argument(metavar="TYPE", help="a model_type; default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object a line")] = False,
 ) -> None:
-    """Lists the types of causal LM that the installed transformers has: served by a native model, by transformers'
-    own, or refused and why.
+    """Lists the types of causal LM that the installed transformers has, and of models whose text part is one: served by
+    a native model, by transformers' own, or refused and why.
 
-    Each is found out by building the model of its default configuration, without weights, which takes a minute for
-    all. A configuration that asks for more than the default may be refused when it is loaded.
+    Each is found out by building the model of its default configuration, without weights, which takes two minutes
+    for all. A configuration that asks for more than the default may be refused when it is loaded.
 
     Examples:
 
@@ -42,6 +42,6 @@ def models(
 
 
 def _row(found: dict[str, Any]) -> str:
-    flags = {"tensor_parallel": "tensor parallel", "gguf": "GGUF"}
+    flags = {"is_part": "text only", "tensor_parallel": "tensor parallel", "gguf": "GGUF"}
     notes = [*found["attention"], *(text for flag, text in flags.items() if found[flag])]
     return f"{found['model_type']:<24} {found['model_impl']:<13} {found['reason'] or ', '.join(notes)}".rstrip()

@@ -19,6 +19,7 @@ from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_proc import CALLS, CONTROL, RENDEZVOUS, REPLIES, STATUS, WorkerStart
+from ringcore.host.cache_folder import cache_folder
 from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import RankHealth
 
@@ -183,8 +184,7 @@ def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int
     the current environment, sets already."""
     ours: dict[str, str] = {}
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
-        cache = user.get("XDG_CACHE_HOME") or os.path.join(user.get("HOME") or os.path.expanduser("~"), ".cache")
-        ours["TRITON_CACHE_DIR"] = os.path.join(cache, "ringcore", "triton")
+        ours["TRITON_CACHE_DIR"] = cache_folder(user, "triton")
     num_threads = max(1, num_cores // num_workers)
     if "OMP_NUM_THREADS" not in user:
         ours["OMP_NUM_THREADS"] = str(num_threads)

@@ -49,7 +49,7 @@ class LLM(RpcCaller, MemoryMethods):
             for output in llm.generate(["Water boils at", "The sky is"], SamplingParams(temperature=0)):
                 print(output.outputs[0].text)
 
-    The constructor raises, before any process starts, `UnknownOptionError`, `ConfigError` and `ModelLoadError` for
+    The constructor raises, before the engine starts, `UnknownOptionError`, `ConfigError` and `ModelLoadError` for
     errors that are known by then; and the error of a failed start-up: `ModelLoadError`, `CapacityError`,
     `EngineDeadError`. Dropping it, or leaving the script, ends the engine too. No `__main__` guard is needed.
 

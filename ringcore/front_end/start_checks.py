@@ -7,6 +7,7 @@ allocation succeeds, and the OOM killer ends some process of the host when the m
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections.abc import Callable
 
@@ -18,7 +19,9 @@ from ringcore.config.options import EXECUTORS
 from ringcore.config.rank_layout import LOCALHOST
 from ringcore.errors import CapacityError
 from ringcore.families import FAMILIES
+from ringcore.front_end.folder_check import folder_check
 from ringcore.host.byte_sizes import format_bytes
+from ringcore.host.cache_folder import our_cache_folder
 from ringcore.host.resources import Host
 from ringcore.kv_cache.capacity import budget_text
 from ringcore.kv_cache.layer_specs import layer_specs
@@ -27,6 +30,8 @@ from ringcore.kv_cache.spec import DTYPE_BYTES
 
 __all__ = ["check_host_memory", "check_start"]
 
+_log = logging.getLogger(__name__)
+
 # Per head-dimension pair and position, while the RoPE table is computed: angle, cosine, sine, and both concatenated.
 _ANGLE_BYTES = 20
 
@@ -34,14 +39,19 @@ _ANGLE_BYTES = 20
 def check_start(config: EngineConfig) -> None:
     """Raises `ModelLoadError` if files are missing or inconsistent, `CapacityError` if the host lacks the memory. For a
     user-defined executor it checks only the tokenizer."""
-    check_tokenizer_files(config.model.files)
     if config.parallel.executor not in EXECUTORS:
+        check_tokenizer_files(config.model.files)
         return
-    if isinstance(config.model.spec, ModelSpec):  # of any other the worker that builds it knows the tensors
-        check_checkpoint(config.model.files, config.model.spec, FAMILIES)
-    host = Host()
-    if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
-        check_host_memory(config.on_device("cpu"), host)
+    with folder_check(config.model, our_cache_folder("folders")):
+        check_tokenizer_files(config.model.files)
+        spec = config.model.spec
+        if isinstance(spec, ModelSpec):
+            check_checkpoint(config.model.files, spec, FAMILIES)
+        elif spec.is_part:
+            _log.warning("%s: its text model is served alone: it sees no images", spec.architecture)
+        host = Host()
+        if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
+            check_host_memory(config.on_device("cpu"), host)
 
 
 def check_host_memory(config: EngineConfig, host: Host) -> None:

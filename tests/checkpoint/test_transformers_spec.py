@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from ringcore.checkpoint import AnySpec, ModelSpec, TransformersSpec, find_model, read_model_spec
+from ringcore.checkpoint import AnySpec, ModelSpec, TransformersSpec, find_model, read_model_spec, transformers_spec
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.protocol.codec import decoder, encoder
@@ -38,6 +39,14 @@ GPT2 = {
     "eos_token_id": 1,
     "dtype": "float32",
 }
+TEXT = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 48,
+    "layer_types": ["full_attention"] * 3,
+}
 LLAMA = OLMO2 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e4}
 
 
@@ -58,6 +67,30 @@ def test_what_the_engine_needs_to_know_is_read(tmp_path):
 def test_older_names_of_the_sizes(tmp_path):
     spec = read(tmp_path, GPT2)
     assert (spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (32, 3, 64)
+
+
+def test_the_text_model_of_several_parts(tmp_path):
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": 7}
+    spec = read(tmp_path, whole | {"text_config": TEXT | {"eos_token_id": 8, "dtype": "float16"}})
+    assert isinstance(spec, TransformersSpec)
+    assert (spec.architecture, spec.is_part) == ("Gemma3ForConditionalGeneration", True)
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (90, 64, 3, 48)
+    assert (spec.dtype, spec.eos_token_ids) == ("float16", [7])
+    few = json.loads(spec.few_layers().config)
+    assert (few["text_config"]["num_hidden_layers"], few["text_config"]["layer_types"]) == (1, ["full_attention"])
+    assert few["model_type"] == "gemma3"
+
+
+def test_what_the_text_model_leaves_out_is_asked_of_a_program(tmp_path, monkeypatch):
+    """That it is transformers' default is seen in `tests/model_executor/models/test_text_parts.py`."""
+    monkeypatch.setattr(transformers_spec, "_DEFAULTS", "given_defaults")
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    config = {"architectures": ["X"], "model_type": "gemma3", "text_config": {"num_hidden_layers": 2}}
+    spec = read(tmp_path, config)
+    assert (spec.num_layers, spec.vocab_size, spec.hidden_size, spec.max_position_embeddings) == (2, 50, 60, 70)
+    config["text_config"] = {"num_hidden_layers": "many"}
+    with pytest.raises(ModelLoadError, match="'text_config' is not read by transformers: ValueError: many layers"):
+        read(tmp_path, config)
 
 
 @pytest.mark.parametrize("config", [OLMO2, LLAMA])
@@ -86,7 +119,8 @@ def test_model_impl_chooses(tmp_path):
             "'auto_map' names code of the folder for 'theirs'. There is no trust_remote_code: no code",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config' is present"),
-        ({"text_config": {"vocab_size": 3}}, "'text_config' is present"),
+        ({"text_config": TEXT | {"num_hidden_layers": "4"}}, "'text_config.num_hidden_layers' is '4'"),
+        ({"text_config": TEXT | {"quantization_config": {}}}, "'text_config.quantization_config' is present"),
         ({"vocab_size": None}, "'vocab_size' is missing"),
         ({"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
         ({"num_hidden_layers": "4"}, "'num_hidden_layers' is '4', an integer is needed"),

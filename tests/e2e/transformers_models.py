@@ -55,6 +55,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         **_EXPERTS,
     },
+    "llama4_text": {  # chunks, layers without them that scale queries by positions which they count, experts
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0, 1],
+        "floor_scale": 3,
+        "attn_scale": 0.9,
+        "moe_layers": [1],
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "head_dim": 16,
+    },
+    "gemma3": {  # its text part
+        "text_config": _SIZES | {"sliding_window": 8, "head_dim": 16},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    },
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},  # learned positions, transposed linears
 }
@@ -63,7 +84,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def config_of(model_type: str, **changes: Any):
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type](**_SIZES | MODELS.get(model_type, {}) | changes)
+    given = MODELS.get(model_type, {})
+    return CONFIG_MAPPING[model_type](**({} if "text_config" in given else _SIZES) | given | changes)
 
 
 @torch.no_grad()

@@ -9,10 +9,11 @@ from ringcore import LLM
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.expected_tensors import expected_tensors
 from ringcore.config import EngineConfig
-from ringcore.errors import CapacityError, ModelLoadError
+from ringcore.errors import CapacityError, EngineDeadError, ModelLoadError
 from ringcore.executor.child_process import ChildProcess
 from ringcore.families import FAMILIES
 from ringcore.families.llama import LLAMA
+from ringcore.front_end import folder_check
 from ringcore.front_end.start_checks import check_host_memory
 from ringcore.host.resources import Host
 
@@ -83,6 +84,63 @@ def test_a_checkpoint_of_other_sizes_starts_nothing(tmp_path, no_process, head_d
     (folder / "config.json").write_text(model_config[:-1] + f', "head_dim": {head_dim}}}')
     with pytest.raises(ModelLoadError, match=error):
         LLM(folder)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The names of the processes that are started."""
+    start, names = ChildProcess.start, list[str]()
+
+    def noted(name, *args):
+        names.append(name)
+        return start(name, *args)
+
+    monkeypatch.setattr(ChildProcess, "start", noted)
+    return names
+
+
+def llama_folder(path, *left_out: str):
+    folder = tokenizer_folder(model_folder(path, model_type="llama"), byte_level())
+    shapes = expected_tensors(read_model_spec(find_model(folder, "dummy"), FAMILIES), LLAMA)
+    tensors = {name: np.zeros(shape) for name, shape in shapes.items() if name not in left_out}
+    safetensors_file(folder / "model.safetensors", **tensors)
+    return folder
+
+
+def test_a_tensor_that_transformers_model_misses_starts_no_engine(tmp_path, started):
+    """The process that looks at the folder is the only one that starts."""
+    missing = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ModelLoadError, match=f"tensor '{missing}' is missing") as caught:
+        LLM(llama_folder(tmp_path / "m", missing), model_impl="transformers")
+    assert caught.value.details["tensor"] == missing
+    assert started == ["folder check"]
+
+
+def test_a_folder_that_has_passed_is_not_looked_at_again(tmp_path, monkeypatch, started):
+    monkeypatch.setattr(folder_check, "ENTRY", "passed_folder:main")
+
+    def check(folder):
+        model = EngineConfig.from_options(model=folder, model_impl="transformers").model
+        with folder_check.folder_check(model, str(tmp_path / "cache")):
+            pass
+
+    folder = llama_folder(tmp_path / "m")
+    check(folder)
+    check(folder)
+    assert started == ["folder check"]
+    check(llama_folder(tmp_path / "other", "model.norm.weight"))
+    assert started == ["folder check"] * 2
+
+
+def test_a_check_that_dies_is_an_error_and_no_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_check, "ENTRY", "passed_folder:die")
+    model = EngineConfig.from_options(model=llama_folder(tmp_path / "m"), model_impl="transformers").model
+    with (
+        pytest.raises(EngineDeadError, match=r"'folder check' \(pid \d+\) ended: exit code 3"),
+        folder_check.folder_check(model, str(tmp_path / "cache")),
+    ):
+        pass
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_numbers_by_hand(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext, TokenContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import SlidingWindowSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, SlidingWindowSpec
 
 
 class DenseAttention(AttentionBackend):
@@ -44,8 +44,12 @@ class DenseAttention(AttentionBackend):
             scores.masked_fill_(ahead > 0, float("-inf"))
             if isinstance(self.spec, SlidingWindowSpec):
                 scores.masked_fill_(ahead <= -self.spec.sliding_window, float("-inf"))
+            if isinstance(self.spec, ChunkedAttentionSpec):
+                chunks = torch.arange(length, device=query.device) // self.spec.chunk_size
+                scores.masked_fill_(chunks != chunks[at][None, :, None], float("-inf"))
             if sinks is not None:
-                scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, last - first, 1)), -1)
+                assert sinks.shape == query.shape[1:2]
+                scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(at), 1)], -1)
             weights = scores.softmax(-1)[..., :length]
             out[first:last] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
         return out

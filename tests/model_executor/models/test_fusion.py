@@ -20,6 +20,7 @@ from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.fusion import recognition
@@ -58,12 +59,12 @@ def counts(found: Recognised) -> tuple[int, int, int]:
     return len(found.plans), len(found.attentions), len(found.mlps)
 
 
-def found_in(model_type: str, change=None, **options: Any) -> Recognised:
+def found_in(model_type: str, change=None, num_positions: int = 64, **options: Any) -> Recognised:
     """change: of the body, on meta."""
     model = build_on_meta(config_of(model_type, **options).to_dict(), torch.float32, RECORD)
     if change is not None:
         change(model.base_model)
-    return recognise(model.base_model, record(model, 64))
+    return recognise(model.base_model, record(Body(model), 64), num_positions)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -204,8 +205,8 @@ def test_one_layer_of_another_kind():
 def fused_llama(change):
     """Our parts, installed after a change of what was found and of the tensors' layouts."""
     model = build_on_meta(config_of("llama").to_dict(), torch.float32, RECORD)
-    calls = record(model, 64)
-    found, layouts = change(recognise(model.base_model, calls), read_layouts(model))
+    calls = record(Body(model), 64)
+    found, layouts = change(recognise(model.base_model, calls, 64), read_layouts(model))
     in_body = {name.removeprefix("model."): layout for name, layout in layouts.items()}
     found = fitting(found, calls, in_body, torch.float32, 1)
     names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items()}
@@ -261,3 +262,11 @@ def test_two_ranks_compute_the_same(tmp_path, model_type):
 
     for logits in on_all_ranks(2, on_rank):
         torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
+
+
+def test_attention_that_depends_on_far_positions_stays_the_models_own():
+    """Its queries are scaled beyond the first 1024 positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
+    options = {"head_dim": 8, "max_position_embeddings": 4096, "rope_parameters": rope | {"llama_4_scaling_beta": 0.5}}
+    assert len(found_in("ministral3", num_positions=1024, **options).attentions) == 2
+    assert found_in("ministral3", num_positions=4096, **options).attentions == {}

@@ -14,6 +14,8 @@ import torch
 from dense_attention import DenseRun
 from gguf_models import write_gguf
 from thread_tp import on_all_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
@@ -21,7 +23,8 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
-from ringcore.model_executor.models.transformers.attention_calls import RECORD
+from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
 from ringcore.model_executor.models.transformers.fusion import fused_model
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
@@ -154,7 +157,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
     """Where attention is the model's own; ours has a KV head on several ranks."""
     written(tmp_path, "llama", num_key_value_heads=1)
     assert [(one.num_heads, one.num_kv_heads) for one in built(tmp_path, Rank(0, 4)).attention_layers] == [(1, 1)] * 2
-    monkeypatch.setattr(fused_model, "recognise", lambda body, calls: Recognised())
+    monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
     with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
         built(tmp_path, Rank(0, 4))
 
@@ -162,17 +165,13 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED = {
     "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution"),
-    "bloom": ({"max_position_embeddings": 64}, "in _softmax|in cumsum"),
+    "bloom": ({"max_position_embeddings": 64}, "in baddbmm"),
     "falcon": ({}, "its own code"),
     "roberta": ({"is_decoder": True}, "cumsum"),
     "bert": ({}, "looks at later tokens|neither causal"),
     "stablelm": ({}, "does not pass its keyword arguments on"),
     "diffllama": ({}, "4 attention calls in 2 layers"),
     "phi3": ({"rope_parameters": LONG, "original_max_position_embeddings": 32}, "in max|changes the model itself"),
-    "llama4_text": (
-        {"attention_chunk_size": 8, "num_local_experts": 2},
-        "depends on more than positions|neither causal nor a sliding window",
-    ),
 }
 
 
@@ -189,6 +188,84 @@ def test_windows_are_read_from_the_masks(tmp_path):
     layers = built(written(tmp_path, "cohere2", **options)).attention_layers
     assert [layer.sliding_window for layer in layers] == [5, None, 5]
     assert [layer.index for layer in layers] == [0, 1, 2]
+
+
+LLAMA4 = {
+    "num_hidden_layers": 3,
+    "no_rope_layers": [1, 1, 0],  # the last has neither chunks nor rotations, and scales queries by their position
+    "attention_chunk_size": 4,
+    "floor_scale": 3,
+    "attn_scale": 0.9,
+    "num_local_experts": 2,
+    "moe_layers": [1],
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+}
+
+
+def test_chunks_are_read_from_the_masks(tmp_path):
+    layers = built(written(tmp_path, "llama4_text", **LLAMA4)).attention_layers
+    assert [(layer.chunk_size, layer.sliding_window) for layer in layers] == [(4, None), (4, None), (None, None)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama4_text", LLAMA4),
+        ("phimoe", {"num_local_experts": 2}),  # computes the largest position, and does not use it
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),  # numbers its positions by a sum over a mask of ones
+    ],
+)
+def test_in_two_steps_of_several_sequences(tmp_path, model_type, options):
+    """The count of a row's tokens is no position."""
+    reference = torch.cat([logits_of(theirs(tmp_path, model_type, **options), ids) for ids in PROMPTS])
+    run = DenseRun(loaded(tmp_path), 64, 3, device=CPU)
+    first = run.step({0: PROMPTS[0][:5], 1: PROMPTS[1], 2: PROMPTS[2][:6]})
+    rest = run.step({0: PROMPTS[0][5:], 2: PROMPTS[2][6:]})
+    together = torch.cat([first[:5], rest[:2], first[5:6], first[6:], rest[2:]])
+    torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
+
+
+def test_tensors_that_it_makes_are_on_the_device_of_the_step():
+    """A CUDA graph holds no copy from the host."""
+    body = Body(build_on_meta(config_of("phimoe", num_local_experts=2).to_dict(), torch.float32, RECORD))
+    record(body, 64)
+
+    class Devices(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found = set[str]()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.found.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+            return out
+
+    ids = torch.zeros(3, dtype=torch.long, device="meta")
+    recorded: list[Any] = []
+    with Devices() as devices:
+        body(ids, ids, recorded)
+    assert devices.found == {"meta"}
+    body.names_no_device = False
+    with Devices() as devices:
+        body(ids, ids, recorded)
+    assert devices.found == {"meta", "cpu"}
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_two_ranks_have_the_sinks_of_their_heads(tmp_path, monkeypatch, is_fused):
+    if not is_fused:
+        monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
+    hf = theirs(tmp_path, "granite_swa", sliding_window=5)
+
+    def run(tp: TensorParallel) -> tuple[set[tuple[int, ...]], torch.Tensor]:
+        model = loaded(tmp_path, tp)
+        sinks = {weight.shape for weight in model.weights() if "sinks" in weight.name}
+        return sinks, DenseRun(model, 64, 1, device=CPU).step({0: PROMPTS[2]})
+
+    for sinks, logits in on_all_ranks(2, run):
+        assert sinks == {(2,)}
+        torch.testing.assert_close(logits, logits_of(hf, PROMPTS[2]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

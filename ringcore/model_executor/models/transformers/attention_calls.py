@@ -1,25 +1,31 @@
 """Recorded passes on meta: what a model computes between its tokens, or why it cannot run over a KV cache.
 
 A model runs here if its tokens meet in attention calls alone, one in each layer, whose masks are causal, perhaps with a
-window. That is looked for in what the model does, not in what it is called: an attention function and a mask function
-registered with transformers record the calls and their masks, and a dispatch mode sees every other operation. The
-passes have no values, so a model that asks for one on the host (to decide by the longest sequence of a batch) is
-refused too.
+window or in chunks. That is looked for in what the model does, not in what it is called: an attention function and a
+mask function registered with transformers record the calls and their masks, and a dispatch mode follows every other
+operation. The passes have no values, so a model that asks for one on the host (to decide by the longest sequence of a
+batch) is refused too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-__all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record"]
+from ringcore.model_executor.models.transformers.body import Body, NewTensors, TokensBefore
+from ringcore.model_executor.models.transformers.known_values import KnownValues
+from ringcore.model_executor.models.transformers.masks import MAX_ROW, Mask, Reach
+from ringcore.model_executor.models.transformers.refusal import CountsPositions, Refused, in_one_line
+from ringcore.model_executor.models.transformers.token_mixing import TokenMixing
+
+__all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record", "record_masked", "record_whole"]
 
 RECORD = "ringcore_record"  # the name of the recording functions in transformers' interfaces
 # What attention functions are told that does not change what they compute, or that is recorded.
@@ -27,17 +33,6 @@ _KNOWN = frozenset(
     {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"}
 )
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
-_MAX_REASON = 160  # characters
-_MAX_ROW = 1 << 18  # positions of a mask that are looked at
-
-
-class Refused(Exception):
-    """Why a model cannot run, in one line."""
-
-
-def in_one_line(error: Exception) -> str:
-    """Of an error that transformers or a model raises."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +44,9 @@ class AttentionCall:
     v_head_size: int
     scale: float
     sliding_window: int | None
+    chunk_size: int | None
     softcap: float | None
     has_sinks: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """What stands for a mask in a recorded pass: the rule that transformers would make it by."""
-
-    allows: Callable[..., torch.Tensor]  # (batch, head, query position, key position) -> bool
-
-    def sliding_window(self, num_positions: int) -> int | None:
-        """The window of a causal mask, None where it is over all. Raises `Refused` for any other mask."""
-        length = min(num_positions, _MAX_ROW)
-        window = int(self._row(length - 1, length).sum())
-        keys = torch.arange(length)
-        rows = {0, 1, 2, window - 1, window, window + 1, 2 * window, 3 * window // 2, length // 2, length - 1}
-        for row in sorted(row for row in rows if 0 <= row < length):
-            if not torch.equal(self._row(row, length), (keys <= row) & (keys > row - window)):
-                raise Refused("its attention has a mask that is neither causal nor a sliding window")
-        return None if window == length else window
-
-    def _row(self, query: int, length: int) -> torch.Tensor:
-        zero = torch.zeros((), dtype=torch.long)
-        try:
-            allowed = self.allows(zero, zero, torch.tensor(query), torch.arange(length))
-        except Exception as error:  # a rule that closes over tensors of the pass, which have no values
-            raise Refused("its attention has a mask that depends on more than positions") from error
-        return torch.as_tensor(allowed).expand(length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +70,7 @@ class _Recorded:
         if sinks is not None and sinks.shape != self.query.shape[1:2]:
             raise Refused(f"its attention has {sinks.numel()} sinks for {self.query.shape[1]} heads")
         head_size, scale = self.query.shape[-1], given.get("scaling")
+        reach = self._reach(num_positions, is_masked)
         return AttentionCall(
             self.module,
             num_heads=self.query.shape[1],
@@ -107,22 +78,23 @@ class _Recorded:
             head_size=head_size,
             v_head_size=self.value.shape[-1],
             scale=head_size**-0.5 if scale is None else float(scale),
-            sliding_window=self._window(num_positions, is_masked),
+            sliding_window=reach.sliding_window,
+            chunk_size=reach.chunk_size,
             softcap=given.get("softcap"),
             has_sinks=sinks is not None,
         )
 
-    def _window(self, num_positions: int, is_masked: bool) -> int | None:
+    def _reach(self, num_positions: int, is_masked: bool) -> Reach:
         """By the mask, which says it in full; a number that is passed beside it must say the same."""
         stated: int | None = self.given.get("sliding_window")
         if not is_masked and self.mask is None:
-            return stated
-        if not isinstance(self.mask, _Mask):
+            return Reach(sliding_window=stated)
+        if not isinstance(self.mask, Mask):
             raise Refused("its attention is given a mask of the model's own making")
-        window = self.mask.sliding_window(num_positions)
-        if stated is not None and window != (stated if stated < min(num_positions, _MAX_ROW) else None):
+        reach = self.mask.reach(num_positions)
+        if stated is not None and reach.sliding_window != (stated if stated < min(num_positions, MAX_ROW) else None):
             raise Refused(f"its attention is given a window of {stated} tokens and a mask of another")
-        return window
+        return reach
 
 
 def _matters(value: object) -> bool:
@@ -148,8 +120,9 @@ def _recording_attention(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _recording_mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> _Mask:
-    return _Mask(mask_function)
+def _recording_mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> Mask:
+    values = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KnownValues))
+    return Mask(mask_function, values)
 
 
 AttentionInterface.register(RECORD, _recording_attention)
@@ -157,89 +130,103 @@ AttentionMaskInterface.register(RECORD, _recording_mask)
 AttentionInterface.register(f"{RECORD}_unmasked", _recording_attention)
 
 
-_OVER_ONE_DIM = frozenset({"_softmax", "cumsum", "cumprod", "logcumsumexp", "slice", "select", "unbind"})
-_OVER_DIMS = frozenset({"max", "min", "amax", "amin", "argmax", "sum", "mean", "var", "any", "all", "flip", "roll"})
+def record(body: Body, num_positions: int) -> list[AttentionCall]:
+    """The attention calls of a pass of a body on meta, in order, as the passes of the engine are: without masks, so
+    that only a window that is stated is seen. Raises `Refused`.
 
-
-class _TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
-    """Refuses operations that mix the tokens of a pass outside attention: those over a dimension of its length, a prime
-    that is no size of the model."""
-
-    def __init__(self, model: PreTrainedModel, num_tokens: int, positions: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._num_tokens = num_tokens
-        kept = [*model.parameters(), *model.buffers()]
-        self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
-        self._positions = positions.untyped_storage()._cdata
-        self.reads_positions = self.counts_positions = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        if self._positions in storages:
-            self.reads_positions = True
-        if func._schema.is_mutable and storages and storages[0] in self._kept:
-            raise Refused("a pass changes the model itself, by the tokens that happen to be in it")
-        if name == "arange" and out.numel() == self._num_tokens:
-            self.counts_positions = True
-        if self._mixes(name, tensors, args, out):
-            raise Refused(f"its tokens meet outside attention, in {name}, of which the KV cache holds nothing")
-        return out
-
-    def _mixes(self, name: str, tensors: list[torch.Tensor], args: tuple[Any, ...], out: Any) -> bool:
-        if not tensors:
-            return False
-        shape = tensors[0].shape
-        if name == "convolution":
-            return True
-        if name in ("mm", "bmm", "baddbmm", "addmm"):
-            return tensors[-1].shape[-2] == self._num_tokens
-        if name in _OVER_ONE_DIM and len(shape) > 1:
-            dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-            return shape[dim] == self._num_tokens and not (name == "slice" and out.shape == shape)
-        if name in _OVER_DIMS:
-            given = args[1] if len(args) > 1 and isinstance(args[1], int | list) else None
-            dims = range(len(shape)) if given in (None, []) else [given] if isinstance(given, int) else given
-            return any(shape[dim] == self._num_tokens for dim in dims or ())
-        if name == "constant_pad_nd":
-            return any(a == self._num_tokens != b for a, b in zip(shape, out.shape, strict=True))
-        return False
-
-
-def record(
-    model: PreTrainedModel, num_positions: int, *, is_masked: bool = False, has_positions: bool = True
-) -> list[AttentionCall]:
-    """The attention calls of a pass of the model's body, which is on meta, in order. Raises `Refused`.
-
-    is_masked: transformers makes masks, from which the windows are read; else the pass is as those of the engine are,
-    without masks, and the windows are those that the calls state. has_positions: without, the model makes its own, and
-    is refused where it does more than count.
+    A model that counts the positions of its tokens, though it is given them, is told how many tokens are before each,
+    from then on (`Body.counts`).
     """
-    num_tokens, recorded = _unused_prime(model), list[_Recorded]()
-    positions = torch.arange(num_tokens, device="meta")[None]
-    ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids, "use_cache": False, "ringcore": recorded}
-    if has_positions:
-        inputs["position_ids"] = positions
-    if is_masked:  # no token is padding; without this, transformers looks for several sequences in the position ids
-        inputs["attention_mask"] = torch.ones(1, num_tokens, dtype=torch.long, device="meta")
-    model.config._experts_implementation = "batched_mm"  # the others ask for the chosen experts on the host
-    model.config._attn_implementation = RECORD if is_masked else f"{RECORD}_unmasked"
-    # Masks are made from positions, by operations over all of them; what mixes tokens is seen in the passes without.
-    mixing = None if is_masked else _TokenMixing(model, num_tokens, positions)
     try:
-        with torch.device("meta"), mixing or nullcontext():
-            model.base_model(**inputs)
+        return _unmasked_pass(body, num_positions)
+    except CountsPositions:
+        if body.counts:
+            raise
+        body.counts = True
+        return _unmasked_pass(body, num_positions)
+
+
+def record_masked(body: Body, num_positions: int) -> list[AttentionCall]:
+    """As `record`, of a pass for which transformers makes masks, from which it is read what a token sees. Raises
+    `Refused` also for a model that would give its tokens other positions than those of the engine."""
+    given = _MaskedPass(body.model, body.module)
+    if not given.sees_the_same_as(_MaskedPass(body.model, body.module, has_positions=False)):
+        mixing = TokenMixing(body.model, _unused_prime(body.model))
+        _MaskedPass(body.model, body.module, mixing, has_positions=False).check_that_it_counts(mixing)
+    return given.calls(num_positions)
+
+
+def record_whole(model: PreTrainedModel, num_positions: int) -> tuple[list[AttentionCall], set[int]]:
+    """As `record_masked`, of all of a model; and the storages that the pass reads."""
+    mixing = TokenMixing(model, _unused_prime(model))
+    return _MaskedPass(model, model, mixing).calls(num_positions), mixing.read
+
+
+def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
+    _set_recording(body.model, f"{RECORD}_unmasked")
+    num_tokens, recorded = _unused_prime(body.model), list[_Recorded]()
+    told = body.told(torch.arange(num_tokens, device="meta")[None])
+    cache: TokensBefore | None = told.get("past_key_values")
+    mixing = TokenMixing(body.model, num_tokens, None if cache is None else cache.get_seq_length())
+    ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
+    new = NewTensors(torch.device("meta"))
+    try:
+        with torch.device("meta"), new, mixing:
+            out = body.module(input_ids=ids, use_cache=False, ringcore=recorded, **told)
     except Refused:
         raise
     except Exception as error:  # whatever the model's own code raises where it meets something without a value
-        raise Refused(f"a pass without values fails: {in_one_line(error)}") from error
-    if mixing is not None and has_positions and mixing.counts_positions and not mixing.reads_positions:
-        raise Refused("it counts the positions of its tokens itself")
-    return [one.call(num_positions, is_masked) for one in recorded]
+        raise Refused(mixing.first_reason or f"a pass without values fails: {in_one_line(error)}") from error
+    for one in recorded:
+        mixing.check(one.query, one.key, one.value, one.given.get("s_aux"))
+    mixing.check(out.last_hidden_state)
+    body.names_no_device = body.names_no_device or new.was_needed
+    return [one.call(num_positions, is_masked=False) for one in recorded]
+
+
+class _MaskedPass:
+    """Masks are made from positions, by operations over all of them; what mixes tokens is seen in the other pass."""
+
+    def __init__(
+        self, model: PreTrainedModel, module: nn.Module, mixing: TokenMixing | None = None, has_positions: bool = True
+    ) -> None:
+        _set_recording(model, RECORD)
+        num_tokens, self._recorded, self._values = _unused_prime(model), list[_Recorded](), KnownValues()
+        inputs = {
+            "input_ids": torch.zeros(1, num_tokens, dtype=torch.long, device="meta"),
+            # No token is padding; without this, transformers looks for several sequences in the position ids.
+            "attention_mask": self._values.known(torch.ones(1, num_tokens, dtype=torch.long)),
+        }
+        if has_positions:
+            inputs["position_ids"] = self._values.known(torch.arange(num_tokens)[None])
+        try:
+            with torch.device("meta"), mixing or nullcontext(), self._values:
+                module(**inputs, use_cache=False, ringcore=self._recorded)
+        except Refused:
+            raise
+        except Exception as error:  # as above
+            raise Refused(f"a pass without values fails: {in_one_line(error)}") from error
+
+    def calls(self, num_positions: int) -> list[AttentionCall]:
+        return [one.call(num_positions, is_masked=True) for one in self._recorded]
+
+    def check_that_it_counts(self, mixing: TokenMixing) -> None:
+        """Raises `Refused` where positions that the model makes are more than the tokens' own count, as far as is seen
+        where they come from a tensor without a value."""
+        for one in self._recorded:
+            with suppress(CountsPositions):
+                mixing.check(one.query, one.key, one.value)
+
+    def sees_the_same_as(self, other: _MaskedPass) -> bool:
+        """Whether weights and token ids meet the same values in both."""
+        ours, theirs = self._values.met, other._values.met
+        pairs = zip(ours, theirs, strict=False)
+        return len(ours) == len(theirs) and all(torch.equal(a.double().ravel(), b.double().ravel()) for a, b in pairs)
+
+
+def _set_recording(model: PreTrainedModel, name: str) -> None:
+    model.config._experts_implementation = "batched_mm"  # the others ask for the chosen experts on the host
+    model.config._attn_implementation = name
 
 
 def _unused_prime(model: PreTrainedModel) -> int:

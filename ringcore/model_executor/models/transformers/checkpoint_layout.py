@@ -23,10 +23,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ringcore.model_executor.models.transformers.attention_calls import Refused
+from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.weight import Uniform, Weight, WeightPart
 
-__all__ = ["TensorLayout", "read_layouts"]
+__all__ = ["CheckpointNames", "TensorLayout", "read_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class TensorLayout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[_Piece, ...]
+    share: tuple[int, int] | None = None  # (start, length) along the first dimension, where a rank has only these
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the checkpoint's tensors that it consists of."""
+        return {piece.checkpoint_name: piece.shape for piece in self.pieces}
 
     @property
     def is_whole(self) -> bool:
@@ -51,7 +57,9 @@ class TensorLayout:
         return len(self.pieces) == 1 and self.pieces[0].shape == self.shape
 
     def weight(self) -> Weight:
-        """All of it."""
+        """All of it, or the rank's share."""
+        if self.share is not None:
+            return self.slice(0, *self.share)
         if not self.shape:  # a number, which is read as one row
             name = self.pieces[0].checkpoint_name
             return Weight(self.name, (1,), self.dtype, (WeightPart(name, (), 0, 0, 1),), self._init)
@@ -105,20 +113,39 @@ def read_layouts(model: PreTrainedModel, found: Collection[str] = ()) -> dict[st
     return layouts | _under_found_names(model, layouts, found)
 
 
+class CheckpointNames:
+    """The names that transformers gives the tensors of a checkpoint when it loads them into a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self._prefix, self._state = model.base_model_prefix, model.state_dict()
+
+    def in_model(self, checkpoint_name: str) -> str:
+        return self._renamed(checkpoint_name)[0]
+
+    def of_whole(self, checkpoint_name: str) -> str | None:
+        """None for a tensor that is converted, with others perhaps, before it is one of the model's."""
+        name, pattern = self._renamed(checkpoint_name)
+        return name if pattern is None else None
+
+    def _renamed(self, checkpoint_name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(
+            checkpoint_name, self._renamings, self._converters, self._prefix, self._state
+        )
+        return found
+
+
 def _under_found_names(
     model: PreTrainedModel, layouts: Mapping[str, TensorLayout], found: Collection[str]
 ) -> dict[str, TensorLayout]:
     """The layouts of whole tensors that the checkpoint has under another name."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    state = model.state_dict()
-    renamed = {}
+    names, renamed = CheckpointNames(model), {}
     for other in found:
-        name, pattern = rename_source_key(other, renamings, converters, model.base_model_prefix, state)
-        layout = layouts.get(name)
-        if pattern is None and layout is not None and layout.is_whole and layout.pieces[0].checkpoint_name not in found:
-            renamed[name] = replace(layout, pieces=(replace(layout.pieces[0], checkpoint_name=other),))
+        layout = layouts.get(names.of_whole(other) or "")
+        if layout is not None and layout.is_whole and layout.pieces[0].checkpoint_name not in found:
+            renamed[layout.name] = replace(layout, pieces=(replace(layout.pieces[0], checkpoint_name=other),))
     return renamed
 
 

@@ -7,6 +7,7 @@ way to a dtype is torch's global default dtype, so a mode of this thread stands 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,9 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-__all__ = ["build_on_meta", "make_buffers", "module_of"]
+from ringcore.checkpoint import TransformersSpec
+from ringcore.model_executor.models.transformers.attention_calls import RECORD
+from ringcore.model_executor.models.transformers.body import is_composite
+from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
+
+__all__ = ["build_on_meta", "forget_padding", "make_buffers", "module_of", "on_meta"]
 
 _FACTORIES = frozenset(
     {
@@ -42,18 +55,41 @@ class _DefaultDtype(TorchFunctionMode):
         return result
 
 
+def on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, in evaluation mode, without memory. Raises `Refused`."""
+    try:
+        return build_on_meta(json.loads(spec.config), dtype, RECORD)
+    except Exception as error:  # transformers' checks of a configuration raise many types
+        if isinstance(error, KeyError) and RECORD in error.args:
+            raise Refused("its attention is its own code, which nothing can replace") from error
+        raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
+
+
 def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model of a config.json, in evaluation mode, without memory. attention: a name in transformers' interface."""
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     with torch.device("meta"), _DefaultDtype(dtype):
         # float32, the default dtype already: transformers sets what is given here as the default of all threads.
-        model = AutoModelForCausalLM.from_config(parsed, attn_implementation=attention, dtype=torch.float32)
-    model.config.dtype = dtype
-    # No token is padding here. Some models look for it among the ids, on the host; some would refuse to be told.
-    object.__setattr__(parsed, "pad_token_id", None)
+        model = _auto_class(parsed).from_config(parsed, attn_implementation=attention, dtype=torch.float32)
+    for one in (parsed, parsed.get_text_config()):
+        one.dtype = dtype
+    if not is_composite(model):
+        forget_padding(model)
     _keep_float32(model, dtype)
     model.eval().requires_grad_(False)
     return model
+
+
+def forget_padding(model: PreTrainedModel) -> None:
+    """No token is padding here. Some models look for it among the ids, on the host; some would refuse to be told."""
+    for config in (model.config, model.config.get_text_config()):
+        object.__setattr__(config, "pad_token_id", None)
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """By the kind of model that the checkpoint has, of which the text model may be a part."""
+    is_part = config.get_text_config() is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_part else AutoModelForCausalLM
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ringcore.model_executor.models.transformers.attention_calls import Refused, in_one_line
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.linears import ParallelLinear
+from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
 
 __all__ = ["check_head", "head_of", "logits_of"]
 
@@ -32,14 +32,9 @@ class _GivenHidden(nn.Module):
         return _BodyOutput(last_hidden_state=inputs_embeds)
 
 
-def head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What the model computes after its body (projection, scale, softcap), as a module that shares its parts: the
-    model's own forward pass over another body, so that whatever a head does is done."""
-    head = copy.copy(model)
-    if model.base_model is model:
-        raise Refused("it has no body apart from its head")
-    head.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _GivenHidden()}
-    return head
+def head_of(body: Body) -> PreTrainedModel:
+    """What the model computes after its body (projection, scale, softcap), as a module that shares its parts."""
+    return body.replaced(_GivenHidden())
 
 
 def logits_of(head: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What can be done with each type of causal LM that the installed transformers has, by building it on meta.
+"""What can be done with each type of causal LM that the installed transformers has, or of a model that sees images
+beside, by building it on meta.
 
 A program of its own, which `ringcore models` runs: `python -m ... [TYPE ...]` writes a JSON object a line, a type each.
 """
@@ -15,7 +16,10 @@ from typing import Any
 import msgspec
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelFiles, TransformersSpec
@@ -31,6 +35,7 @@ from ringcore.model_executor.models.transformers.model import TransformersModel
 
 __all__ = ["KnownType", "known_type"]
 
+_KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}  # type -> model class
 _PATH = "the default configuration"  # in place of a file, in errors
 
 
@@ -39,6 +44,7 @@ class KnownType(msgspec.Struct, frozen=True):
     architecture: str
     model_impl: str  # what "auto" takes: "native", "transformers", or "refused"
     reason: str = ""  # of a refusal
+    is_part: bool = False  # whether it is the text model of several parts, and served as that
     attention: list[str] = []  # what its layers have beside causal attention
     tensor_parallel: bool = False  # whether there is a plan that splits its linears; without, each rank has all of it
     gguf: bool = False  # whether its GGUF files are read
@@ -46,11 +52,12 @@ class KnownType(msgspec.Struct, frozen=True):
 
 def known_type(model_type: str) -> KnownType:
     """By the default configuration of the type, cut to a few layers where that can be built."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    name = _KNOWN[model_type]
     architecture = name if isinstance(name, str) else name[0]
     is_native = FAMILIES.native([architecture]) is not None
     try:
-        model = _built(_spec(model_type))
+        spec = _spec(model_type)
+        model = _built(spec)
     except ModelLoadError as error:
         reason = str(error.details.get("reason") or error)
         if is_native:
@@ -60,6 +67,7 @@ def known_type(model_type: str) -> KnownType:
         model_type,
         architecture,
         "native" if is_native else "transformers",
+        is_part=spec.is_part,
         attention=sorted({kind for layer in model.attention_layers for kind in _kinds(layer)}),
         tensor_parallel=is_native or model.has_plan,
         gguf=_has_gguf(model_type, architecture),
@@ -85,6 +93,7 @@ def _built(spec: TransformersSpec) -> TransformersModel:
 def _kinds(layer: Attention) -> list[str]:
     given = {
         "sliding window": layer.sliding_window is not None,
+        "chunks": layer.chunk_size is not None,
         "softcap": layer.softcap is not None,
         "sinks": layer.has_sinks,
         "values of another width": layer.v_head_size is not None,
@@ -122,8 +131,8 @@ def _left_open(config: Mapping[str, Any]) -> dict[str, Any]:
 def main(types: Sequence[str]) -> None:
     logging.disable(logging.WARNING)  # transformers warns of its own default configurations
     warnings.simplefilter("ignore")
-    for model_type in types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for model_type in types or sorted(_KNOWN):
+        if model_type not in _KNOWN:
             row = KnownType(model_type, "", "refused", "transformers has no causal LM of this type")
         else:
             row = known_type(model_type)

@@ -3,9 +3,7 @@ in place of those that compute the same."""
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,24 +15,20 @@ from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenCo
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.errors import ModelLoadError
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.models.transformers.attention_calls import (
-    RECORD,
-    AttentionCall,
-    Refused,
-    in_one_line,
-    record,
-)
+from ringcore.model_executor.models.transformers.attention_calls import AttentionCall, record, record_masked
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout, read_layouts
-from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers, module_of
+from ringcore.model_executor.models.transformers.construction import make_buffers, module_of, on_meta
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
 from ringcore.model_executor.models.transformers.fusion.plan import local_attention
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
+from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
+from ringcore.model_executor.models.transformers.text_part import keep_text
 from ringcore.model_executor.weight import Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
 
@@ -68,35 +62,31 @@ class TransformersModel(CausalLM):
         self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
-        try:
-            # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
-            with torch.inference_mode(False), torch.no_grad():
-                self._build(spec, tp, dtype, max_model_len, scheme_of)
-        except Refused as refusal:
-            raise ModelLoadError(
-                f"{spec.model_type}: {refusal}; this model cannot be served yet",
-                architecture=spec.architecture,
-                reason=str(refusal),
-            ) from refusal
+        # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
+        with refusals_of(spec), torch.inference_mode(False), torch.no_grad():
+            self._build(spec, tp, dtype, max_model_len, scheme_of)
 
     def _build(
         self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
     ) -> None:
-        model, num_positions = _on_meta(spec, dtype), spec.max_position_embeddings
-        _check_calls(record(model, num_positions, has_positions=False), spec.num_layers)
-        calls = record(model, num_positions, is_masked=True)
+        model, num_positions = on_meta(spec, dtype), spec.max_position_embeddings
+        self._body = body = Body(model)
+        self._left_out = keep_text(body, num_positions)
+        whole = record(body, num_positions)
+        _check_calls(whole, spec.num_layers)
+        calls = record_masked(body, num_positions)
         layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
-        self._fusion = Fusion.of(model, calls, layouts, dtype, tp.size)
+        self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         replaced = self._fusion.replaced
         shares = {} if tp.size == 1 else shard(model, layouts, tp.detached(), replaced)
-        on_rank = record(model, num_positions)
+        on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
-        ours = self._fusion.install(model, calls, layouts, dtype, tp, max_model_len, scheme_of)
+        ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
         self.vocab_size = spec.vocab_size
         self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
         self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
         _use_products(model, self._fusion.linears, tp)
-        self._model, self._body, self._head = model, model.base_model, head_of(model)
+        self._model, self._head = model, head_of(body)
         self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
         for module in model.modules():
             if isinstance(module, ParallelLinear | ParallelEmbedding):
@@ -117,9 +107,9 @@ class TransformersModel(CausalLM):
         return [*self._own_weights, *self._fusion.weights()]
 
     def may_ignore(self, checkpoint_name: str) -> bool:
-        """Also what transformers leaves out by its model class: layers that only predict several tokens at once."""
-        patterns = self._model._keys_to_ignore_on_load_unexpected
-        return super().may_ignore(checkpoint_name) or any(re.search(one, checkpoint_name) for one in patterns)
+        """Also what transformers leaves out by its model class (layers that only predict several tokens at once), and
+        the tensors of the parts that are left out here."""
+        return super().may_ignore(checkpoint_name) or checkpoint_name in self._left_out
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         for weight in self._own_weights:
@@ -151,10 +141,7 @@ class TransformersModel(CausalLM):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
-        given = ForwardPass(ctx, self._layers, self._fusion.rotations(positions))
-        out = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, ringcore=given)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+        return self._body(input_ids, positions, ForwardPass(ctx, self._layers, self._fusion.rotations(positions)))
 
     def compute_logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT
@@ -168,15 +155,6 @@ class TransformersModel(CausalLM):
 
     def _linears(self) -> Iterator[ParallelLinear]:
         return (module for module in self._model.modules() if isinstance(module, ParallelLinear))
-
-
-def _on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        return build_on_meta(json.loads(spec.config), dtype, RECORD)
-    except Exception as error:  # transformers' checks of a configuration raise many types
-        if isinstance(error, KeyError) and RECORD in error.args:
-            raise Refused("its attention is its own code, which nothing can replace") from error
-        raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
 
 
 def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:

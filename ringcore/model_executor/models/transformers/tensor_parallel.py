@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import TypeGuard
 
 from torch import nn
@@ -49,10 +50,11 @@ def weights_of(share: Share, weight: TensorLayout, bias: TensorLayout | None) ->
 
 
 def shard(
-    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel, fused: Container[str]
+    model: PreTrainedModel, layouts: dict[str, TensorLayout], tp: TensorParallel, fused: Container[str]
 ) -> dict[str, Share]:
     """Replaces the modules that can be split, with `tp`; -> the shares by the module's name. fused: names of those that
-    our layers replace."""
+    our layers replace. Of a vector that the plan splits (attention sinks), the layout becomes that of this rank's
+    share."""
     plan = {re.compile(key.replace(".", r"\.").replace("*", r"\d+")): style for key, style in model.tp_plan.items()}
     shares: dict[str, Share] = {}
     for name, module in list(model.named_modules()):
@@ -70,6 +72,14 @@ def shard(
     for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
         setattr(parent, leaf, share)
+    for name, vector in list(model.named_parameters()):
+        style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), "")
+        is_split = style in _STYLES and _STYLES[style][0] == 0
+        if name not in fused and is_split and vector.dim() == 1 and len(vector) % tp.size == 0:
+            length = len(vector) // tp.size
+            layouts[name] = replace(layouts[name], share=(tp.rank * length, length))
+            module, leaf = module_of(model, name)
+            module._parameters[leaf] = nn.Parameter(vector.new_empty(length), requires_grad=False)
     return shares
 
 

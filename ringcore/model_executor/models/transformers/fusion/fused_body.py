@@ -45,7 +45,13 @@ class FusedBody:
 
 
 class _Unread(nn.Module):
-    """In place of a rotary embedding that no layer of the model's own reads."""
+    """In place of a rotary embedding that no layer of the model's own reads; a body may read its other attributes."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(replaced).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[()]:
         return ()
@@ -89,7 +95,7 @@ class _Fuser:
             if mlp.down not in taken:
                 modules[path] = FusedMLP(plain.gated(path, mlp), plain.prologue(None))
                 taken.update(modules_of(mlp))
-        final = found.final_norm if self._plans[-1] is not None else None
+        final = found.final_norm if self._plans and self._plans[-1] is not None else None
         for path, norm in found.norms.items():
             if path not in taken and norm != final:
                 modules[path] = FusedNorm(plain.norm(norm))
@@ -101,7 +107,7 @@ class _Fuser:
             body.set_submodule(final.path, nn.Identity())
         if len(self._body.attentions) == len(self._plans):
             for source in found.sources:
-                body.set_submodule(source.path, _Unread())
+                body.set_submodule(source.path, _Unread(body.get_submodule(source.path)))
         return self._body
 
     def _layer(self, index: int, body: nn.Module) -> FusedLayer:

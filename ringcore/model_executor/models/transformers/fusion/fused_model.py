@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from ringcore.attention.layer import Attention
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.rotary import RotaryTable, Rotation
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
+from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.fusion.coverage import Part, fitting, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
@@ -42,15 +42,19 @@ class Fusion:
     @classmethod
     def of(
         cls,
-        model: PreTrainedModel,
+        body: Body,
         calls: Sequence[AttentionCall],
         layouts: Mapping[str, TensorLayout],
         dtype: torch.dtype,
         num_ranks: int,
+        num_positions: int,
     ) -> Self:
-        """Of a model on meta, whose attention calls were recorded."""
-        prefix = f"{model.base_model_prefix}."
-        found = recognise(model.base_model, calls)
+        """Of a body on meta, whose attention calls were recorded. num_positions: of the model."""
+        prefix = f"{body.path}."
+        found = recognise(body.module, calls, num_positions)
+        if body.counts:  # a sample pass is over one sequence, of few positions
+            reasons = {**found.reasons, "": "its attention counts the positions of its tokens itself"}
+            found = replace(found, plans={}, attentions={}, reasons=reasons)
         found = fitting(found, calls, _in_body(layouts, prefix), dtype, num_ranks)
         kinds: list[Mapping[str, Part]] = [found.plans, found.attentions, found.mlps, found.norms]
         modules = {module for kind in kinds for part in kind.values() for module in modules_of(part)}
@@ -62,7 +66,7 @@ class Fusion:
 
     def install(
         self,
-        model: PreTrainedModel,
+        body: Body,
         calls: Sequence[AttentionCall],
         layouts: Mapping[str, TensorLayout],
         dtype: torch.dtype,
@@ -70,17 +74,16 @@ class Fusion:
         max_model_len: int,
         scheme_of: SchemeOf,
     ) -> dict[int, Attention]:
-        """Puts our layers in the model, whose buffers have values. -> their attention, by index of the layer."""
-        body = model.base_model
-        in_body = _in_body(layouts, f"{model.base_model_prefix}.")
+        """Puts our layers in the body, whose buffers have values. -> their attention, by index of the layer."""
+        in_body = _in_body(layouts, f"{body.path}.")
         names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items() if layout.is_whole}
-        modules = dict(body.named_modules())
-        size = body.config.get_text_config().hidden_size
+        modules = dict(body.module.named_modules())
+        size = body.module.config.get_text_config().hidden_size
 
         def parts(scale: float) -> Parts:
             return Parts(names, modules, size, dtype, tp, scheme_of, scale)
 
-        self._body = fuse(body, self.recognised, calls, parts, lambda index: index)
+        self._body = fuse(body.module, self.recognised, calls, parts, lambda index: index)
         self._angles = [self._table(modules, *rotary, max_model_len) for rotary in self._body.rotaries]
         return self._body.attentions
 

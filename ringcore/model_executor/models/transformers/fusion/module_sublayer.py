@@ -60,8 +60,8 @@ class ModuleSublayer(Sublayer):
         else:
             kwargs[given.hidden] = rows
         out = self._module(*args, **kwargs)
-        contribution: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
-        return contribution
+        contribution: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return contribution.view(rows.shape)[0]  # some experts return one row a token
 
 
 def _value(argument: Argument, inputs: ModuleInputs) -> Any:

@@ -271,6 +271,7 @@ def local_attention(call: AttentionCall, index: int, num_heads: int, num_kv_head
         call.head_size,
         call.scale,
         call.sliding_window,
+        call.chunk_size,
         v_head_size=call.v_head_size,
         softcap=call.softcap,
         has_sinks=call.has_sinks,

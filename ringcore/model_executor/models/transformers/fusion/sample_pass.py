@@ -183,9 +183,11 @@ def _sample_attention(
 AttentionInterface.register(_SAMPLE, _sample_attention)
 
 
-def run_sample(body: PreTrainedModel, layers: Sequence[str], attentions: Sequence[str]) -> SamplePass:
+def run_sample(
+    body: PreTrainedModel, layers: Sequence[str], attentions: Sequence[str], num_positions: int
+) -> SamplePass:
     """body: on meta; layers and attentions: the names in it of its decoder layers and of their attention sublayers.
-    Raises `NotRecognised` where a copy of it cannot be run."""
+    num_positions: of the model. Raises `NotRecognised` where a copy of it cannot be run."""
     generator = torch.Generator().manual_seed(0)
     body = copy.deepcopy(body)
     make_buffers(body)
@@ -194,12 +196,25 @@ def run_sample(body: PreTrainedModel, layers: Sequence[str], attentions: Sequenc
     for layer, attention in zip(layers, attentions, strict=True):
         _replace_large(body, layer, attention, generator)
     _fill(body, generator)
-    positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
     ids = torch.randint(_NUM_IDS, (1, _NUM_TOKENS), generator=generator)
+    positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
+    far = positions.clone()
+    far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
+    try:
+        return _run(body, ids, far)
+    except IndexError:  # a table of positions, of which a sample has few rows
+        return _run(body, ids, positions)
+
+
+def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> SamplePass:
     sample = SamplePass(body, positions)
     try:
         with torch.no_grad(), _recorded(sample):
             body(input_ids=ids, position_ids=positions, use_cache=False, ringcore=sample)
+    except IndexError:
+        if int(positions.max()) >= _NUM_IDS:
+            raise
+        raise NotRecognised("a sample pass fails: an index is out of range") from None
     except Exception as error:  # whatever the model's own code raises with stand-ins for its parts
         raise NotRecognised(f"a sample pass fails: {in_one_line(error)}") from error
     return sample

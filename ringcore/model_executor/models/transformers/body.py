@@ -1,0 +1,129 @@
+"""The body of a model, which makes hidden states of token ids, apart from its head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ringcore.model_executor.models.transformers.refusal import Refused
+
+__all__ = ["Body", "NewTensors", "TokensBefore", "is_composite"]
+
+
+class TokensBefore:
+    """Stands for a KV cache towards a model that adds the tokens' own count to the number of those in the cache: for
+    each token the number that makes the sum its position. It keeps nothing."""
+
+    is_compileable = False
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        """positions: [1, num_tokens]"""
+        self._before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return self._before
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
+# Not those that copy from the host, which a CUDA graph cannot hold.
+_NEW = frozenset({torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros})
+
+
+class NewTensors(TorchFunctionMode):
+    """On this thread, new tensors are on `device` where the caller names none: the default is a CPU's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.was_needed = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEW and kwargs.get("device") is None:
+            self.was_needed = True
+            kwargs = kwargs | {"device": self._device}
+        return func(*args, **kwargs)
+
+
+class Body:
+    """module: the body. path: its name in the model. What a recorded pass found out:
+
+    counts: whether it counts the positions of its tokens though it is given them
+    names_no_device: whether it makes tensors and does not say on which device
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises `Refused` for a model that is its own body."""
+        self.model = model
+        self.counts = self.names_no_device = False
+        self.path = _around_embeddings(model)
+        self.module: PreTrainedModel = model.get_submodule(self.path)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ringcore: object) -> torch.Tensor:
+        """input_ids and positions: [num_tokens] -> hidden states [num_tokens, hidden_size]. ringcore: for the attention
+        calls, to which the model hands it down."""
+        inputs = {"input_ids": input_ids[None], "use_cache": False, "ringcore": ringcore, **self.told(positions[None])}
+        if self.names_no_device and input_ids.device.type != "cpu":
+            with NewTensors(input_ids.device):
+                return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
+        return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def told(self, positions: torch.Tensor) -> dict[str, Any]:
+        """The keyword arguments that tell it the positions, [1, num_tokens], of its tokens."""
+        told: dict[str, Any] = {"position_ids": positions}
+        return told | {"past_key_values": TokensBefore(positions)} if self.counts else told
+
+    def replaced(self, other: nn.Module) -> PreTrainedModel:
+        """The model's forward pass over another body, as a module that shares all other parts: so that whatever the
+        model computes after its body is computed. In a model of several parts, what is around the body and has no head
+        is replaced with it."""
+        head = model = copy.copy(self.model)
+        output = self.model.get_output_embeddings()
+        *outer, last = self.path.split(".")
+        for part in outer:
+            module = model._modules[part]
+            assert module is not None
+            if is_composite(self.model) and (output is None or not _has(module, output)):
+                last = part
+                break
+            module = copy.copy(module)
+            model.__dict__["_modules"] = {**model._modules, part: module}
+            model = module
+        model.__dict__["_modules"] = {**model._modules, last: other}
+        return head
+
+
+def is_composite(model: PreTrainedModel) -> bool:
+    """Whether the text model is one of several parts."""
+    return model.config.get_text_config() is not model.config
+
+
+def _around_embeddings(model: PreTrainedModel) -> str:
+    """The innermost model around the embedding of the tokens."""
+    embeddings = model.get_input_embeddings()
+    names: list[str] = [
+        name for name, part in model.named_modules() if name and _is_model(part) and _has(part, embeddings)
+    ]
+    if not names:
+        raise Refused("it has no body apart from its head")
+    return names[-1]
+
+
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)
+
+
+def _has(module: nn.Module, part: nn.Module) -> bool:
+    return any(one is part for one in module.modules())

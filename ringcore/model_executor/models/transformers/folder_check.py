@@ -1,0 +1,52 @@
+"""A program that compares a checkpoint's tensors with those of the model that its configuration describes, on meta.
+
+It imports torch, so a front end runs it in a process of its own before a worker starts: `front_end.folder_check`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import torch
+
+from ringcore.checkpoint import TensorIndex
+from ringcore.checkpoint.expected_tensors import check_tensors, is_dispensable
+from ringcore.errors import ModelLoadError, error_to_wire
+from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
+from ringcore.model_executor.models.transformers.construction import on_meta
+from ringcore.model_executor.models.transformers.refusal import refusals_of
+from ringcore.model_executor.models.transformers.text_part import keep_text
+from ringcore.protocol.codec import decoder
+from ringcore.protocol.folder_check import CHANNEL, FolderCheckStart
+from ringcore.protocol.job_channel import framed
+
+__all__ = ["check_folder", "main"]
+
+
+def check_folder(start: FolderCheckStart) -> None:
+    """Raises `ModelLoadError` for a tensor that is missing, of another shape, or without a place in the model."""
+    spec, index = start.spec, TensorIndex(start.files.weight_files)
+    with refusals_of(spec), torch.no_grad():
+        model = on_meta(spec, torch.float32)
+        left_out = keep_text(Body(model), spec.max_position_embeddings)
+        layouts = read_layouts(model, list(index))
+    check_tensors(
+        {name: shape for layout in layouts.values() for name, shape in layout.tensors.items()},
+        {name: entry.shape for name, entry in index.items()},
+        start.files.path,
+        lambda name: index[name].file,
+        lambda name: is_dispensable(name) or name in left_out,
+    )
+
+
+def main(payload: bytes, fds: dict[str, int]) -> None:
+    """The entry of the process."""
+    with socket.socket(fileno=fds[CHANNEL]) as channel:
+        try:
+            check_folder(decoder(FolderCheckStart).decode(payload))
+        except ModelLoadError as error:
+            channel.sendall(framed(json.dumps(error_to_wire(error)).encode()))
+        else:
+            channel.sendall(framed(b""))

@@ -1,0 +1,39 @@
+"""Why a model of transformers cannot run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ringcore.checkpoint import TransformersSpec
+from ringcore.errors import ModelLoadError
+
+__all__ = ["CountsPositions", "Refused", "in_one_line", "refusals_of"]
+
+_MAX_REASON = 160  # characters
+
+
+class Refused(Exception):
+    """The reason, in one line."""
+
+
+class CountsPositions(Refused):
+    """The model counts the positions of its tokens, though it is given them."""
+
+
+def in_one_line(error: Exception) -> str:
+    """Of an error that transformers or a model raises."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
+
+
+@contextmanager
+def refusals_of(spec: TransformersSpec) -> Iterator[None]:
+    """Raises a refusal as the `ModelLoadError` of this model."""
+    try:
+        yield
+    except Refused as refusal:
+        raise ModelLoadError(
+            f"{spec.model_type}: {refusal}; this model cannot be served yet",
+            architecture=spec.architecture,
+            reason=str(refusal),
+        ) from refusal

@@ -1,0 +1,81 @@
+"""The text model of a model of several parts, as those that see images are.
+
+The model is built whole, and a pass over text is recorded: what it does not read belongs to the other parts. That is
+left out, and so are its tensors of the checkpoint. The text model is then run by itself, if its attention is the same
+alone and within the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ringcore.model_executor.models.transformers.attention_calls import Refused, record_masked, record_whole
+from ringcore.model_executor.models.transformers.body import Body, is_composite
+from ringcore.model_executor.models.transformers.checkpoint_layout import CheckpointNames
+from ringcore.model_executor.models.transformers.construction import forget_padding
+
+__all__ = ["LeftOut", "keep_text"]
+
+
+class LeftOut:
+    """The names of a checkpoint's tensors that are left out: those that transformers' model class leaves out (of layers
+    that only predict several tokens at once), and those of the parts that were removed."""
+
+    def __init__(
+        self, model: PreTrainedModel, parts: Collection[str] = (), names: CheckpointNames | None = None
+    ) -> None:
+        """parts: names of modules and parameters. names: of the model before they were removed."""
+        self._patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected]
+        self._parts, self._names = parts, names
+
+    def __contains__(self, checkpoint_name: str) -> bool:
+        if any(pattern.search(checkpoint_name) for pattern in self._patterns):
+            return True
+        if self._names is None:
+            return False
+        name = self._names.in_model(checkpoint_name)
+        return any(name == part or name.startswith(f"{part}.") for part in self._parts)
+
+
+def keep_text(body: Body, num_positions: int) -> LeftOut:
+    """Removes all but the text model and its head from a model of several parts. Raises `Refused`."""
+    model = body.model
+    if not is_composite(model):
+        return LeftOut(model)
+    names = CheckpointNames(model)
+    whole, read = record_whole(model, num_positions)
+    forget_padding(model)  # the whole may put it where images are
+    if whole != record_masked(body, num_positions):
+        raise Refused("its text model computes something else by itself than as a part of it")
+    parts = list(_remove_unread(model, body.path, read))
+    tied = model.all_tied_weights_keys
+    for name in [name for name in tied if any(name.startswith(f"{part}.") for part in parts)]:
+        del tied[name]
+    return LeftOut(model, parts, names)
+
+
+def _remove_unread(model: nn.Module, path: str, read: Collection[int]) -> Iterator[str]:
+    """Around the body, whose path is given: what holds tensors and of which none was read. -> the names."""
+    outer = ""
+    for part in path.split("."):
+        for name, child in list(model._modules.items()):
+            tensors = [] if child is None else [*child.parameters(), *child.buffers()]
+            if name != part and tensors and not any(_is_read(tensor, read) for tensor in tensors):
+                del model._modules[name]
+                yield outer + name
+        for name, parameter in list(model._parameters.items()):
+            if parameter is not None and not _is_read(parameter, read):
+                del model._parameters[name]
+                yield outer + name
+        child = model._modules[part]
+        assert child is not None
+        model, outer = child, f"{outer}{part}."
+
+
+def _is_read(tensor: torch.Tensor, read: Collection[int]) -> bool:
+    return tensor.untyped_storage()._cdata in read

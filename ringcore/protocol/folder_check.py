@@ -1,0 +1,19 @@
+"""What a front end asks of the process that compares a checkpoint with transformers' model, before a worker starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ringcore.checkpoint import ModelFiles, TransformersSpec
+
+__all__ = ["CHANNEL", "ENTRY", "FolderCheckStart"]
+
+ENTRY = "ringcore.model_executor.models.transformers.folder_check:main"
+CHANNEL = "channel"  # of `protocol.job_channel`: its only message is the error, or that there is none
+
+
+class FolderCheckStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload."""
+
+    spec: TransformersSpec
+    files: ModelFiles
