@@ -35,9 +35,16 @@ class DecodeLoad:
     new_tokens: int
 
 
-DECODE_LOADS = (DecodeLoad(1, 128, 512), DecodeLoad(32, 1024, 256), DecodeLoad(256, 512, 256))
+DECODE_LOADS = (
+    DecodeLoad(1, 128, 512),
+    DecodeLoad(8, 1024, 256),
+    DecodeLoad(32, 1024, 256),
+    DecodeLoad(64, 1024, 256),
+    DecodeLoad(256, 512, 256),
+)
 WHAT = ("decode", "prefill", "offline")
-# What is measured of each model where nothing else is said.
+_COMMON_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "offline")
+# What is measured of each model where nothing else is said; of the others `_COMMON_PARTS`.
 PARTS = {
     "Llama-3.2-1B": ("decode 1",),
     "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline"),
@@ -78,7 +85,8 @@ class Gpu(Benchmark):
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             for model in models:
                 if deadline.allows(model.name):
-                    session.measure(model, Path(folder), [part for part in PARTS[model.name] if part in parts])
+                    of_model = PARTS.get(model.name, _COMMON_PARTS)
+                    session.measure(model, Path(folder), [part for part in of_model if part in parts])
         return session.findings()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import EngineSpec, Plan, child_specs, note
-from benchmarks.models import MODELS
+from benchmarks.models import DEFAULT_MODELS, MODELS
 
 __all__ = [
     "Deadline",
@@ -21,7 +21,7 @@ __all__ = [
 
 MAX_MODEL_LEN = 4096
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_ALONE_SHARE, _BESIDE_SHARE = 0.9, 0.4  # of the device's memory: two engines that are loaded at once have 0.4 each
+_ALONE_SHARE, _BESIDE_SHARE = 0.9, 0.8  # of the device's memory: for an engine alone; for all that are loaded at once
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,14 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {','.join(MODELS)} (default: all)")
+    default = ",".join(DEFAULT_MODELS)
+    parser.add_argument("--models", default=default, help=f"some of {','.join(MODELS)} (default: {default})")
+    parser.add_argument(
+        "--model-impl",
+        choices=("auto", "native", "transformers", "both"),
+        default="auto",
+        help="of ringcore; both: its native classes and transformers' modules beside each other (default: auto)",
+    )
     parser.add_argument("--memory-share", type=float, help="of the device's memory, for each engine (default: as fits)")
 
 
@@ -41,11 +48,25 @@ def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True) -
     `are_together`: whether all are loaded at once, and share the memory.
     """
     options = plan.options
-    share = options.memory_share or (_BESIDE_SHARE if are_together and len(plan.specs) > 1 else _ALONE_SHARE)
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
-    settings |= {"memory_share": share, "tensor_parallel_size": size}
-    specs = child_specs(plan.specs, part, "child for the GPU benchmarks", settings)
+    specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
+    fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
+    placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
+    specs = [replace(spec, settings={**spec.settings, **placed}) for spec in specs]
     return [without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
+
+
+def _by_impl(specs: list[EngineSpec], impl: str) -> list[EngineSpec]:
+    """ringcore once for each implementation of the models."""
+    found = []
+    for spec in specs:
+        if spec.name != "ringcore" or impl == "auto":
+            found.append(spec)
+            continue
+        for one in ("native", "transformers") if impl == "both" else (impl,):
+            name = spec.name if impl != "both" or one == "native" else f"{spec.name} by transformers"
+            found.append(replace(spec, name=name, settings={**spec.settings, "model_impl": one}))
+    return found
 
 
 def without_cpu_settings(spec: EngineSpec) -> EngineSpec:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.driver import BenchmarkError
 
-__all__ = ["MODELS", "PublishedModel", "find_published"]
+__all__ = ["DEFAULT_MODELS", "MODELS", "PublishedModel", "find_published"]
 
 _QWEN3: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,11 +70,15 @@ class PublishedModel:
     config: Mapping[str, Any]
 
     @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    @property
     def layer_weights(self) -> int:
         """Of all layers' products; their norms are too few to count."""
         c = self.config
         heads = 2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]  # q and o; k and v
-        one_layer = c["hidden_size"] * (heads * c["head_dim"] + 3 * c["intermediate_size"])
+        one_layer = c["hidden_size"] * (heads * self.head_dim + 3 * c["intermediate_size"])
         return int(c["num_hidden_layers"] * one_layer)
 
     @property
@@ -91,13 +95,13 @@ class PublishedModel:
     @property
     def kv_numbers_a_token(self) -> int:
         c = self.config
-        return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
+        return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim)
 
     @property
     def attention_width(self) -> int:
         """Query numbers of a token in all layers: each takes 2 * n * n FLOPs of a prompt of n tokens, causally."""
         c = self.config
-        return int(c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"])
+        return int(c["num_hidden_layers"] * c["num_attention_heads"] * self.head_dim)
 
     def write(self, folder: Path) -> Path:
         """A model folder in `folder`, with the config.json alone."""
@@ -107,8 +111,116 @@ class PublishedModel:
         return path
 
 
+# Families without a native class.
+_OLMO2: Mapping[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "vocab_size": 100352,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+    "pad_token_id": 100277,
+    "torch_dtype": "bfloat16",
+}
+_GRANITE: Mapping[str, Any] = {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "vocab_size": 49159,
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 10000000.0,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+_GLM4: Mapping[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329,
+    "torch_dtype": "bfloat16",
+}
+_PHI4: Mapping[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rope_theta": 250000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 100257,
+    "eos_token_id": 100265,
+    "pad_token_id": 100349,
+    "torch_dtype": "bfloat16",
+}
+
+
 def _dense(base: Mapping[str, Any], layers: int, hidden: int, heads: int, intermediate: int, tied: bool) -> Any:
-    """All three have 8 KV heads."""
+    """All of Qwen3 and Llama 3.2 have 8 KV heads."""
     shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 8}
     windows = {"max_window_layers": layers} if base is _QWEN3 else {}
     return {**base, **shape, **windows, "intermediate_size": intermediate, "tie_word_embeddings": tied}
@@ -120,8 +232,15 @@ MODELS: dict[str, PublishedModel] = {
         PublishedModel("Llama-3.2-1B", _dense(_LLAMA_32, 16, 2048, 32, 8192, tied=True)),
         PublishedModel("Qwen3-0.6B", _dense(_QWEN3, 28, 1024, 16, 3072, tied=True)),
         PublishedModel("Qwen3-8B", _dense(_QWEN3, 36, 4096, 32, 12288, tied=False)),
+        PublishedModel("Llama-3.2-3B", {**_dense(_LLAMA_32, 28, 3072, 24, 8192, tied=True), "head_dim": 128}),
+        PublishedModel("Qwen3-4B", _dense(_QWEN3, 36, 2560, 32, 9728, tied=True)),
+        PublishedModel("OLMo-2-7B", _OLMO2),
+        PublishedModel("Granite-3.3-8B", _GRANITE),
+        PublishedModel("GLM-4-9B", _GLM4),
+        PublishedModel("Phi-4", _PHI4),
     )
 }
+DEFAULT_MODELS = ("Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-8B")  # of a run that names none
 
 
 def find_published(names: str) -> list[PublishedModel]:

@@ -81,6 +81,7 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     same = ("device", "dtype", "max_model_len", "tensor_parallel_size")
     options = {name: settings[name] for name in same}
     options["enable_sleep_mode"] = settings.get("enable_sleep_mode", False)
+    options["model_impl"] = settings.get("model_impl", "auto")
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 
 

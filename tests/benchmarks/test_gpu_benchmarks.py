@@ -53,8 +53,11 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_published_models_have_the_weights_they_are_named_for() -> None:
-    counts = {name: model.step_weights / 1e9 for name, model in MODELS.items() if name != "tiny"}
-    assert counts == pytest.approx({"Llama-3.2-1B": 1.236, "Qwen3-0.6B": 0.596, "Qwen3-8B": 7.568}, abs=1e-3)
+    counts = {name: model.num_weights / 1e9 for name, model in MODELS.items() if name != "tiny"}
+    small = {"Llama-3.2-1B": 1.236, "Qwen3-0.6B": 0.596, "Llama-3.2-3B": 3.213, "Qwen3-4B": 4.022}
+    large = {"Qwen3-8B": 8.190, "OLMo-2-7B": 7.298, "Granite-3.3-8B": 8.171, "GLM-4-9B": 9.399, "Phi-4": 14.659}
+    assert counts == pytest.approx(small | large, abs=1e-3)
+    assert MODELS["Qwen3-8B"].step_weights / 1e9 == pytest.approx(7.568, abs=1e-3)
     assert MODELS["Qwen3-8B"].kv_numbers_a_token * 2 == 147_456
     assert [model.name for model in find_published("Qwen3-8B,tiny")] == ["Qwen3-8B", "tiny"]
     with pytest.raises(BenchmarkError, match=r"no model 'gpt'; there are: Llama-3\.2-1B, Qwen3-0\.6B, Qwen3-8B"):
@@ -70,7 +73,7 @@ def test_ringcore_and_transformers_know_the_published_models(tmp_path: Path) -> 
         path = model.write(tmp_path)
         spec = EngineConfig.from_options(model=path, load_format="dummy").model.spec
         known = AutoConfig.from_pretrained(path)
-        assert (spec.num_layers, spec.num_kv_heads) == (known.num_hidden_layers, known.num_key_value_heads)
+        assert (spec.num_layers, spec.hidden_size) == (known.num_hidden_layers, known.hidden_size)
         assert json.loads((path / "config.json").read_text()) == dict(model.config)
 
 
@@ -251,6 +254,13 @@ def test_an_engine_alone_has_the_whole_device(fake: str) -> None:
 def test_two_engines_share_the_device(fake: str) -> None:
     findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1")
     assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.4
+
+
+def test_native_classes_and_transformers_modules_beside_each_other(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1", "--model-impl=both")
+    impls = {name: engine["settings"].get("model_impl") for name, engine in findings.engines.items()}
+    assert impls == {"ringcore": "native", "ringcore by transformers": "transformers", "vllm": None}
+    assert {engine["settings"]["memory_share"] for engine in findings.engines.values()} == {0.8 / 3}
 
 
 def test_what_is_measured_is_kept_case_by_case(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
