@@ -49,8 +49,8 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         tensors = tensors_of([*args, *kwargs.values()])
         changed = tensors[:1] if func._schema.is_mutable else []
         if changed and _storage(changed[0]) in self._kept:
-            reason = "a pass changes the model itself, by the tokens that happen to be in it"
-            raise Refused(reason, Need.INDEPENDENCE)
+            why = "a pass changes the model itself, by the tokens that happen to be in it"
+            raise Refused(why, Need.INDEPENDENCE)
         self.read.update(map(_storage, tensors))
         reason = self._reason(name, tensors, args, out)
         if reason is not None:
