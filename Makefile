@@ -54,6 +54,7 @@ lint-imports: $(INSTALLED)
 
 lint-documents: $(INSTALLED)
 	$(BIN)/python -m benchmarks report --check
+	$(BIN)/python -m benchmarks.models_page --check
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 ci: setup

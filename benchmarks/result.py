@@ -22,6 +22,7 @@ __all__ = [
     "merge_results",
     "read_result",
     "with_condition",
+    "write_json",
     "write_result",
 ]
 
@@ -84,8 +85,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def write_result(path: Path, result: Result) -> None:
+    write_json(path, result)
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
     """Writes `path` whole or not at all."""
-    text = msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+    text = msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:

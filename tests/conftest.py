@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ LONGEST = ["test_kill_matrix.py", "test_leaks.py", "test_scheduler_properties.py
 
 def pytest_addoption(parser):
     parser.addoption("--chaos-long", action="store_true", help="the long form of random tests (hours, not minutes)")
+    parser.addoption("--all-types", action="store_true", help="every type of causal LM of transformers, not a sample")
+    parser.addoption("--seen", type=Path, metavar="FILE", help="note what is seen of each type in FILE")
 
 
 def pytest_configure(config):
@@ -31,6 +35,17 @@ def pytest_configure(config):
         settings.load_profile("short")
 
 
+def pytest_generate_tests(metafunc):
+    """`@pytest.mark.types(...)`: the sample of types of causal LM that a test runs without --all-types."""
+    sample = metafunc.definition.get_closest_marker("types")
+    if sample is None:
+        return
+    types = sample.args
+    if metafunc.config.option.all_types:
+        from ringcore.model_executor.models.transformers.known_types import TYPES as types
+    metafunc.parametrize("model_type", types)
+
+
 def pytest_collection_modifyitems(config, items):
     """Where processes share the files: the longest first, so that no other waits for one of them at the end."""
     if hasattr(config, "workerinput"):
@@ -41,6 +56,32 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def is_long(pytestconfig) -> bool:
     return pytestconfig.option.chaos_long
+
+
+@pytest.fixture(scope="session")
+def all_types(pytestconfig) -> bool:
+    return pytestconfig.option.all_types
+
+
+@pytest.fixture(scope="session")
+def seen_on(pytestconfig) -> Callable[..., None] | None:
+    """Notes facts of a type in the file of --seen; None without one."""
+    file = pytestconfig.option.seen
+    if file is None:
+        return None
+    from benchmarks.machine import git_commit, machine_facts
+    from benchmarks.models_page import note_seen
+
+    machine, commit = machine_facts(), git_commit()
+    paths = [os.path.relpath(path, pytestconfig.rootpath) for path in pytestconfig.args]
+    command = " ".join(["pytest", *paths, "--all-types"])
+    return lambda model_type, **facts: note_seen(file, model_type, machine, command, facts | {"commit": commit})
+
+
+@pytest.fixture
+def note(model_type, seen_on) -> Callable[..., None]:
+    """note(fact=value, ...) of the type that the test is about: the fields of `benchmarks.models_page.SeenType`."""
+    return functools.partial(seen_on, model_type) if seen_on is not None else lambda **facts: None
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
 
     def few_layers(self) -> TransformersSpec:
         """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that
-        some mixtures of experts begin with. Lists with an entry per layer are cut too."""
+        some mixtures of experts begin with. Fields by layer are cut too."""
         whole = msgspec.json.decode(self.config)
         config = whole[TEXT_CONFIG] if self.is_part else whole
         kinds = config.get("layer_types") or []
@@ -101,8 +101,15 @@ class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
         for name, value in config.items():
             if isinstance(value, list) and len(value) == self.num_layers:
                 config[name] = value[:num_layers]
+            elif isinstance(value, dict) and _is_by_layer(value):
+                config[name] = {index: one for index, one in value.items() if int(index) < num_layers}
         config[self.layers_field] = num_layers
         return msgspec.structs.replace(self, num_layers=num_layers, config=msgspec.json.encode(whole).decode())
+
+
+def _is_by_layer(value: dict[str, object]) -> bool:
+    """Whether these are fields of single layers, by their index."""
+    return all(index.isdecimal() and isinstance(one, dict) for index, one in value.items())
 
 
 AnySpec = ModelSpec | TransformersSpec

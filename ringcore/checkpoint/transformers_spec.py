@@ -35,6 +35,8 @@ def read_transformers_spec(config: Metadata, files: ModelFiles) -> TransformersS
     """Raises `ModelLoadError` for a type that this transformers does not have, and for a folder that brings its own
     code, which is never run."""
     model_type = _model_type(config)
+    if config.get("is_encoder_decoder") is True:
+        raise config.error("is_encoder_decoder", f"is true: of {model_type!r}, no encoder is computed")
     text = _text_config(config)
     for part in (config, text):
         refuse_quantized(part)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["models"]
+__all__ = ["in_words", "models"]
 
 # It imports torch, and this process does not.
 _PROGRAM = "ringcore.model_executor.models.transformers.known_types"
@@ -22,8 +22,8 @@ def models(
     """Lists the types of causal LM that the installed transformers has, and of models whose text part is one: served by
     a native model, by transformers' own, or refused and why.
 
-    Each is found out by building the model of its default configuration, without weights, which takes two minutes
-    for all. A configuration that asks for more than the default may be refused when it is loaded.
+    Each is found out by building the model of its default configuration, without weights, which takes a minute for
+    all. A configuration that asks for more than the default may be refused when it is loaded.
 
     Examples:
 
@@ -36,12 +36,28 @@ def models(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         for line in program.stdout:
-            print(line.rstrip() if as_json else _row(json.loads(line)), flush=True)
+            print(line.rstrip() if as_json else in_words(json.loads(line)), flush=True)
     if program.returncode:
         raise typer.Exit(1)
 
 
-def _row(found: dict[str, Any]) -> str:
-    flags = {"is_part": "text only", "tensor_parallel": "tensor parallel", "gguf": "GGUF"}
-    notes = [*found["attention"], *(text for flag, text in flags.items() if found[flag])]
-    return f"{found['model_type']:<24} {found['model_impl']:<13} {found['reason'] or ', '.join(notes)}".rstrip()
+def in_words(found: dict[str, Any]) -> str:
+    """A line about a type, from its row of `ringcore models --json`."""
+    notes = _refusal(found) if found["model_impl"] == "refused" else ", ".join(_notes(found))
+    return f"{found['model_type']:<24} {found['model_impl']:<13} {notes}".rstrip()
+
+
+def _refusal(found: dict[str, Any]) -> str:
+    return f"{found['reason']}; needs {found['needs']}{' (planned)' if found['is_planned'] else ''}"
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    notes = [*(["text only"] if found["is_part"] else []), *found["attention"]]
+    if found["two_ranks_refused"]:
+        notes.append(f"one rank alone: {found['two_ranks_refused']}")
+    elif found["tensor_parallel"]:
+        share = found["share_of_two"]
+        notes.append("tensor parallel" if share is None else f"tensor parallel (each of two ranks {share:.0%})")
+    if found["kept_from_graphs"]:
+        notes.append(f"no CUDA graphs: {found['kept_from_graphs']}")
+    return notes + ([f"fused: {found['fused']}"] if found["fused"] else []) + (["GGUF"] if found["gguf"] else [])

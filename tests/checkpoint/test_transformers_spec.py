@@ -121,6 +121,7 @@ def test_model_impl_chooses(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config' is present"),
         ({"text_config": TEXT | {"num_hidden_layers": "4"}}, "'text_config.num_hidden_layers' is '4'"),
         ({"text_config": TEXT | {"quantization_config": {}}}, "'text_config.quantization_config' is present"),
+        ({"is_encoder_decoder": True}, "'is_encoder_decoder' is true: of 'olmo2', no encoder is computed"),
         ({"vocab_size": None}, "'vocab_size' is missing"),
         ({"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
         ({"num_hidden_layers": "4"}, "'num_hidden_layers' is '4', an integer is needed"),
@@ -139,12 +140,15 @@ def test_code_of_the_folder_is_not_needed_where_transformers_has_the_type(tmp_pa
     assert read(tmp_path, OLMO2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}).model_type == "olmo2"
 
 
-def test_few_layers_have_one_of_every_kind_and_lists_as_long_as_they_are(tmp_path):
+def test_few_layers_have_one_of_every_kind_and_fields_by_layer_as_long_as_they_are(tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     few = read(tmp_path, OLMO2 | {"layer_types": kinds, "eos_token_id": 2}).few_layers()
     config = json.loads(few.config)
     assert (few.num_layers, config["num_hidden_layers"], config["layer_types"]) == (2, 2, kinds[:2])
-    assert read(tmp_path, OLMO2).few_layers().num_layers == 1
+    by_layer = {"00": {"head_dim": 8}, "3": {"head_dim": 4}}
+    few = read(tmp_path, OLMO2 | {"per_layer_config": by_layer, "id2label": {"0": "a", "1": "b"}}).few_layers()
+    config = json.loads(few.config)
+    assert (few.num_layers, config["per_layer_config"], len(config["id2label"])) == (1, {"00": {"head_dim": 8}}, 2)
     assert read(tmp_path, OLMO2 | {"first_k_dense_replace": 2}).few_layers().num_layers == 3
     assert json.loads(read(tmp_path, GPT2).few_layers().config)["n_layer"] == 1
 

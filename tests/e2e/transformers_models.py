@@ -3,98 +3,81 @@
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from reference import Entry
+from tiny_configs import VOCABULARY, tiny_config
 
-VOCABULARY, NEW_TOKENS = 198, 8
+from ringcore.model_executor.models.transformers.known_types import architecture_of
+
+__all__ = ["MODELS", "NEW_TOKENS", "PROMPTS", "VOCABULARY", "Saved", "saved", "write_config"]
+
+NEW_TOKENS = 8
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [[3 + (7 * i + j * j + j // 5) % 190 for j in range(n)] for i, n in enumerate(lengths)]
+
+
 # Around the edges of blocks of 4 tokens and chunks of 16, and several chunks.
-PROMPTS = [[3 + (7 * i + j * j + j // 5) % 190 for j in range(n)] for i, n in enumerate([1, 4, 15, 16, 17, 40])]
+PROMPTS = prompts(1, 4, 15, 16, 17, 40)
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# By type: what differs from `_SIZES`. Each is there for something that the others do not have.
+# By type: what differs from its tiny configuration. The types are the sample; each is there for something that the
+# others do not have.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "phi3": {},  # fused tensors in the checkpoint; a plan that gathers
     "olmo2": {},  # norms after the layers, and over all heads of q and k
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # a scale of its own, and a head that divides
     "cohere2": {  # windows by layer, layers without positions, attention beside the MLP, scaled logits
-        "sliding_window": 8,
+        "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "head_dim": 16,
     },
-    "gemma3_text": {"sliding_window": 8, "head_dim": 16},  # scaled embeddings, norms of 1 + weight, two bases of RoPE
-    "qwen3_moe": {"num_experts": 4, "head_dim": 16, **_EXPERTS},  # experts that the checkpoint has one by one
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # and under other names
-    "gemma2": {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "head_dim": 16, "num_experts_per_tok": 2},  # sinks
-    "deepseek_v3": {  # latent attention with its heads expanded: values narrower than keys; a dense layer, then experts
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        **_EXPERTS,
+    "gemma3_text": {  # scaled embeddings, norms of 1 + weight, two bases of RoPE
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "qwen3_moe": {},  # experts that the checkpoint has one by one
+    "mixtral": {},  # and under other names
+    "gemma2": {},  # softcaps
+    "gpt_oss": {},  # sinks
+    "deepseek_v3": {},  # latent attention, its heads expanded: values narrower than keys; a dense layer, then experts
     "llama4_text": {  # chunks, layers without them that scale queries by positions which they count, experts
-        "attention_chunk_size": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
         "no_rope_layers": [1, 0, 1],
         "floor_scale": 3,
         "attn_scale": 0.9,
         "moe_layers": [1],
-        "num_local_experts": 4,
         "intermediate_size_mlp": 96,
-        "head_dim": 16,
     },
-    "gemma3": {  # its text part
-        "text_config": _SIZES | {"sliding_window": 8, "head_dim": 16},
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-    },
+    "gemma3": {},  # its text part
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},  # learned positions, transposed linears
+    "gpt2": {},  # learned positions, transposed linears
 }
 
 
-def config_of(model_type: str, **changes: Any):
-    from transformers import CONFIG_MAPPING
-
-    given = MODELS.get(model_type, {})
-    return CONFIG_MAPPING[model_type](**({} if "text_config" in given else _SIZES) | given | changes)
+def write_config(model_type: str, folder: Path, **changes: Any) -> str:
+    """The tiny configuration as a folder without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(model_type, **MODELS.get(model_type, {}) | changes)
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture_of(model_type)]}))
+    return str(folder)
 
 
 @torch.no_grad()
-def random_model(config):
+def random_model(folder: str):
     """Weights that make attention matter: logits far apart, and other ones for other prompts."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForMultimodalLM if config.get_text_config() is not config else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -106,19 +89,47 @@ def random_model(config):
     return model
 
 
+@dataclass(frozen=True)
+class Saved:
+    path: str
+    entries: list[Entry]  # what transformers generates greedily for each prompt, with log-probabilities
+    has_plan: bool  # for tensor parallelism
+    # The control, as `Entry.logprobs`: of the same tokens, where each prompt is preceded by another one as though both
+    # were one sequence. Positions are right, so only the boundary is wrong.
+    mixed: list[list[float]]
+
+
 @functools.cache
-def saved(model_type: str, folder: Path) -> tuple[str, list[Entry]]:
-    """(its folder, what transformers generates greedily for each of `PROMPTS`)."""
-    model = random_model(config_of(model_type))
-    model.save_pretrained(folder / model_type)
-    return str(folder / model_type), [continued(model, prompt) for prompt in PROMPTS]
+def saved(model_type: str, folder: Path, lengths: tuple[int, ...] = tuple(map(len, PROMPTS))) -> Saved:
+    path = folder / model_type
+    model = random_model(write_config(model_type, path))
+    model.save_pretrained(path)
+    entries = [continued(model, prompt) for prompt in prompts(*lengths)]
+    before = entries[-1].prompt_token_ids[:20]
+    return Saved(str(path), entries, bool(model.tp_plan), [preceded(model, before, entry) for entry in entries])
 
 
 @torch.no_grad()
 def continued(model, prompt: list[int]) -> Entry:
-    ids, gaps = list(prompt), []
+    ids, gaps, logprobs = list(prompt), [], []
     for _ in range(NEW_TOKENS):
-        best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        best = logits.topk(2)
         gaps.append(float(best.values[0] - best.values[1]))
+        logprobs.append(float(logits.log_softmax(-1)[best.indices[0]]))
         ids.append(int(best.indices[0]))
-    return Entry(prompt_token_ids=prompt, token_ids=ids[len(prompt) :], gaps=gaps)
+    return Entry(prompt_token_ids=prompt, token_ids=ids[len(prompt) :], gaps=gaps, logprobs=logprobs)
+
+
+@torch.no_grad()
+def preceded(model, before: list[int], entry: Entry) -> list[float]:
+    """The log-probabilities of an entry's tokens after other tokens, which are no part of its sequence."""
+    own = [*entry.prompt_token_ids, *entry.token_ids[:-1]]
+    ids = torch.tensor([[*before, *own]])
+    logits = model(
+        input_ids=ids,
+        position_ids=torch.tensor([[*range(len(before)), *range(len(own))]]),
+        attention_mask=torch.ones_like(ids),  # else transformers would see two sequences by the positions
+        use_cache=False,
+    ).logits[0, -NEW_TOKENS:]
+    return logits.log_softmax(-1).gather(1, torch.tensor(entry.token_ids)[:, None])[:, 0].tolist()

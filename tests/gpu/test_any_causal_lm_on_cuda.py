@@ -9,13 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
-from engine import generate, make_core, tokens
-from reference import differences
-from transformers_models import MODELS, NEW_TOKENS, PROMPTS, saved
+from against_transformers import assert_equal, refusal
+from engine import make_core
+from transformers_models import MODELS, saved
 
-from ringcore import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 OPTIONS = {
     "device": "cuda",
     "dtype": "float32",
@@ -28,10 +25,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_tokens_are_those_of_transformers_whole_and_in_chunks_cold_and_warm(model_type, tmp_path):
-    path, entries = saved(model_type, tmp_path)
+@pytest.mark.types(*MODELS)
+def test_tokens_are_those_of_transformers_whole_and_in_chunks_cold_and_warm(model_type, tmp_path, all_types, note):
+    if all_types and (reason := refusal(model_type, tmp_path, enforce_eager=True, **OPTIONS)):
+        note(refused=reason)
+        pytest.skip("refused")
+    model = saved(model_type, tmp_path)
+    note(one_rank="failed", error=None, control=None)
     for max_num_batched_tokens in (16, 96):
-        with make_core(path, max_num_batched_tokens=max_num_batched_tokens, **OPTIONS) as core:
-            assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == [], "cold"
-            assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == [], "warm"
+        with make_core(model.path, max_num_batched_tokens=max_num_batched_tokens, **OPTIONS) as core:
+            facts = assert_equal(model, core)
+    note(one_rank="equal", **facts)

@@ -28,6 +28,7 @@ from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
 from ringcore.model_executor.models.transformers.fusion import fused_model
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
+from ringcore.model_executor.models.transformers.needs import Need
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -163,23 +164,31 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]}
 REFUSED = {
-    "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution"),
-    "bloom": ({"max_position_embeddings": 64}, "in baddbmm"),
-    "falcon": ({}, "its own code"),
-    "roberta": ({"is_decoder": True}, "cumsum"),
-    "bert": ({}, "looks at later tokens|neither causal"),
-    "stablelm": ({}, "does not pass its keyword arguments on"),
-    "diffllama": ({}, "4 attention calls in 2 layers"),
-    "phi3": ({"rope_parameters": LONG, "original_max_position_embeddings": 32}, "in max|changes the model itself"),
+    "qwen3_next": ({"head_dim": 8}, "tokens meet outside attention, in convolution", Need.REQUEST_STATE),
+    "bamba": (BAMBA, "in convolution", Need.REQUEST_STATE),  # its file has an infinity
+    "bloom": ({"max_position_embeddings": 64}, "in baddbmm", Need.INTERFACE),
+    "falcon": ({}, "its own code", Need.INTERFACE),
+    "roberta": ({"is_decoder": True}, "cumsum", Need.POSITIONS),
+    "bert": ({}, "looks at later tokens|neither causal", Need.DECODER),
+    "stablelm": ({}, "does not pass its keyword arguments on", Need.INTERFACE),
+    "xmod": ({"is_decoder": True}, "without values fails in XmodModel: ValueError", Need.NO_VALUES),
+    "diffllama": ({}, "4 attention calls in 2 layers", Need.ONE_CALL),
+    "phi3": (
+        {"rope_parameters": LONG, "original_max_position_embeddings": 32},
+        "in max|changes the model itself",
+        Need.INDEPENDENCE,
+    ),
 }
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_would_be_computed_wrongly_is_refused_with_the_reason(tmp_path, model_type):
-    options, reason = REFUSED[model_type]
-    with pytest.raises(ModelLoadError, match=f"^{model_type}: .*({reason}).*cannot be served yet"):
+    options, reason, need = REFUSED[model_type]
+    with pytest.raises(ModelLoadError, match=f"^{model_type}: .*({reason}).*cannot be served yet") as caught:
         built(written(tmp_path, model_type, **options))
+    assert caught.value.details["need"] == need.name
 
 
 def test_windows_are_read_from_the_masks(tmp_path):

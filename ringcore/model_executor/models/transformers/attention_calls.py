@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ringcore.model_executor.models.transformers.body import Body, NewTensors, TokensBefore
 from ringcore.model_executor.models.transformers.known_values import KnownValues
 from ringcore.model_executor.models.transformers.masks import MAX_ROW, Mask, Reach
+from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import CountsPositions, Refused, in_one_line
 from ringcore.model_executor.models.transformers.token_mixing import TokenMixing
 
@@ -65,7 +67,7 @@ class _Recorded:
         if unknown := sorted(name for name, value in given.items() if name not in _KNOWN and _matters(value)):
             raise Refused(f"its attention is given {unknown[0]!r}, which is not computed")
         if given.get("is_causal") is False or (given.get("is_causal") is None and not _is_causal(self.module)):
-            raise Refused("its attention looks at later tokens")
+            raise Refused("its attention looks at later tokens", Need.DECODER)
         sinks = given.get("s_aux")
         if sinks is not None and sinks.shape != self.query.shape[1:2]:
             raise Refused(f"its attention has {sinks.numel()} sinks for {self.query.shape[1]} heads")
@@ -90,7 +92,7 @@ class _Recorded:
         if not is_masked and self.mask is None:
             return Reach(sliding_window=stated)
         if not isinstance(self.mask, Mask):
-            raise Refused("its attention is given a mask of the model's own making")
+            raise Refused("its attention is given a mask of the model's own making", Need.KNOWN_MASK)
         reach = self.mask.reach(num_positions)
         if stated is not None and reach.sliding_window != (stated if stated < min(num_positions, MAX_ROW) else None):
             raise Refused(f"its attention is given a window of {stated} tokens and a mask of another")
@@ -115,7 +117,7 @@ def _recording_attention(
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     if ringcore is None:
-        raise Refused("it does not pass its keyword arguments on to its attention")
+        raise Refused("it does not pass its keyword arguments on to its attention", Need.INTERFACE)
     ringcore.append(_Recorded(module, query, key, value, attention_mask, given))
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -176,7 +178,7 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
     except Refused:
         raise
     except Exception as error:  # whatever the model's own code raises where it meets something without a value
-        raise Refused(mixing.first_reason or f"a pass without values fails: {in_one_line(error)}") from error
+        raise (mixing.first_refusal or _failed(error)) from error
     for one in recorded:
         mixing.check(one.query, one.key, one.value, one.given.get("s_aux"))
     mixing.check(out.last_hidden_state)
@@ -205,7 +207,7 @@ class _MaskedPass:
         except Refused:
             raise
         except Exception as error:  # as above
-            raise Refused(f"a pass without values fails: {in_one_line(error)}") from error
+            raise _failed(error) from error
 
     def calls(self, num_positions: int) -> list[AttentionCall]:
         return [one.call(num_positions, is_masked=True) for one in self._recorded]
@@ -222,6 +224,13 @@ class _MaskedPass:
         ours, theirs = self._values.met, other._values.met
         pairs = zip(ours, theirs, strict=False)
         return len(ours) == len(theirs) and all(torch.equal(a.double().ravel(), b.double().ravel()) for a, b in pairs)
+
+
+def _failed(error: Exception) -> Refused:
+    """A pass, with this error, in the code of a module."""
+    frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    where = next((type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)), "its body")
+    return Refused(f"a pass without values fails in {where}: {in_one_line(error)}", Need.NO_VALUES)
 
 
 def _set_recording(model: PreTrainedModel, name: str) -> None:

@@ -27,6 +27,7 @@ from transformers import (
 from ringcore.checkpoint import TransformersSpec
 from ringcore.model_executor.models.transformers.attention_calls import RECORD
 from ringcore.model_executor.models.transformers.body import is_composite
+from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
 
 __all__ = ["build_on_meta", "forget_padding", "make_buffers", "module_of", "on_meta"]
@@ -61,13 +62,14 @@ def on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
         return build_on_meta(json.loads(spec.config), dtype, RECORD)
     except Exception as error:  # transformers' checks of a configuration raise many types
         if isinstance(error, KeyError) and RECORD in error.args:
-            raise Refused("its attention is its own code, which nothing can replace") from error
-        raise Refused(f"transformers cannot build it: {in_one_line(error)}") from error
+            raise Refused("its attention is its own code, which nothing can replace", Need.INTERFACE) from error
+        raise Refused(f"transformers cannot build it: {in_one_line(error)}", Need.CONFIGURATION) from error
 
 
 def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model of a config.json, in evaluation mode, without memory. attention: a name in transformers' interface."""
-    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    # As transformers reads a file, in which infinity is an object.
+    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(config))
     with torch.device("meta"), _DefaultDtype(dtype):
         # float32, the default dtype already: transformers sets what is given here as the default of all threads.
         model = _auto_class(parsed).from_config(parsed, attn_implementation=attention, dtype=torch.float32)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ringcore.model_executor.models.transformers.known_values import KnownValues
+from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused
 
 __all__ = ["MAX_ROW", "Mask", "Reach"]
@@ -54,7 +55,9 @@ class Mask:
         rows = [row for row in {0, 1, 2, 3 * edge // 2, length // 2, length - 1} | near if 0 <= row < length]
         expected = {row: (keys <= row) & (keys >= reach.first_seen(row)) for row in rows}
         if edge == 0 or not all(torch.equal(self._row(row, length), sees) for row, sees in expected.items()):
-            raise Refused("its attention has a mask that is neither causal, nor a sliding window or chunks")
+            raise Refused(
+                "its attention has a mask that is neither causal, nor a sliding window or chunks", Need.KNOWN_MASK
+            )
         return reach
 
     def _row(self, query: int, length: int) -> torch.Tensor:
@@ -66,8 +69,8 @@ class Mask:
             with self._values:
                 found = self._allows(zero, zero, self._values.known(query), self._values.known(key))
         except Exception as error:  # whatever a rule raises at positions outside of the tensors that it holds
-            raise Refused("its attention has a mask that depends on more than positions") from error
+            raise Refused("its attention has a mask that depends on more than positions", Need.KNOWN_MASK) from error
         value = self._values.value_of(torch.as_tensor(found))
         if value is None:
-            raise Refused("its attention has a mask that depends on more than positions")
+            raise Refused("its attention has a mask that depends on more than positions", Need.KNOWN_MASK)
         return value.expand(length)

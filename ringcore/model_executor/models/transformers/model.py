@@ -26,6 +26,7 @@ from ringcore.model_executor.models.transformers.fusion.fused_model import Fusio
 from ringcore.model_executor.models.transformers.fusion.plan import local_attention
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
+from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
@@ -160,9 +161,10 @@ class TransformersModel(CausalLM):
 def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
     """Raises `Refused` where the KV cache does not hold all that a later token needs."""
     if len(calls) != num_layers:
-        raise Refused(f"it has {len(calls)} attention calls in {num_layers} layers, and the others have another state")
+        reason = f"it has {len(calls)} attention calls in {num_layers} layers, and the others have another state"
+        raise Refused(reason, Need.REQUEST_STATE if len(calls) < num_layers else Need.ONE_CALL)
     if len({call.module for call in calls}) != num_layers:
-        raise Refused("a layer is computed more than once")
+        raise Refused("a layer is computed more than once", Need.ONE_CALL)
 
 
 def _attention_layers(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ringcore.checkpoint import TransformersSpec
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor.models.transformers.needs import Need
 
 __all__ = ["CountsPositions", "Refused", "in_one_line", "refusals_of"]
 
@@ -14,7 +15,11 @@ _MAX_REASON = 160  # characters
 
 
 class Refused(Exception):
-    """The reason, in one line."""
+    """The reason, in one line, and what the model would need."""
+
+    def __init__(self, reason: str, need: Need = Need.OTHER) -> None:
+        super().__init__(reason)
+        self.need = need
 
 
 class CountsPositions(Refused):
@@ -36,4 +41,5 @@ def refusals_of(spec: TransformersSpec) -> Iterator[None]:
             f"{spec.model_type}: {refusal}; this model cannot be served yet",
             architecture=spec.architecture,
             reason=str(refusal),
+            need=refusal.need.name,
         ) from refusal

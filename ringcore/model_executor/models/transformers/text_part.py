@@ -18,6 +18,7 @@ from ringcore.model_executor.models.transformers.attention_calls import Refused,
 from ringcore.model_executor.models.transformers.body import Body, is_composite
 from ringcore.model_executor.models.transformers.checkpoint_layout import CheckpointNames
 from ringcore.model_executor.models.transformers.construction import forget_padding
+from ringcore.model_executor.models.transformers.needs import Need
 
 __all__ = ["LeftOut", "keep_text"]
 
@@ -51,7 +52,7 @@ def keep_text(body: Body, num_positions: int) -> LeftOut:
     whole, read = record_whole(model, num_positions)
     forget_padding(model)  # the whole may put it where images are
     if whole != record_masked(body, num_positions):
-        raise Refused("its text model computes something else by itself than as a part of it")
+        raise Refused("its text model computes something else by itself than as a part of it", Need.TEXT_PART)
     parts = list(_remove_unread(model, body.path, read))
     tied = model.all_tied_weights_keys
     for name in [name for name in tied if any(name.startswith(f"{part}.") for part in parts)]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import CountsPositions, Refused
 
 __all__ = ["TokenMixing", "tensors_of"]
@@ -37,6 +38,7 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self.read: set[int] = set()  # the storages that an operation has read
         self._reasons: dict[int, str] = {}  # by storage: why its tensors are not of one token each
         self._order: list[str] = []  # the reasons as they were found
+        self._needs: dict[str, Need] = {}  # by reason
         self._alive: list[torch.Tensor] = []  # of these storages, so that no other one gets their address
 
     def __torch_dispatch__(
@@ -47,7 +49,8 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         tensors = tensors_of([*args, *kwargs.values()])
         changed = tensors[:1] if func._schema.is_mutable else []
         if changed and _storage(changed[0]) in self._kept:
-            raise Refused("a pass changes the model itself, by the tokens that happen to be in it")
+            why = "a pass changes the model itself, by the tokens that happen to be in it"
+            raise Refused(why, Need.INDEPENDENCE)
         self.read.update(map(_storage, tensors))
         reason = self._reason(name, tensors, args, out)
         if reason is not None:
@@ -60,12 +63,14 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Raises `Refused` where one of them is not computed token by token."""
         reason = self._first(tensor for tensor in tensors if tensor is not None)
         if reason is not None:
-            raise (CountsPositions if reason == _COUNTED else Refused)(reason)
+            if reason == _COUNTED:
+                raise CountsPositions(reason, Need.POSITIONS)
+            raise Refused(reason, self._needs[reason])
 
     @property
-    def first_reason(self) -> str | None:
+    def first_refusal(self) -> Refused | None:
         """Why the model would be refused if everything were used."""
-        return self._order[0] if self._order else None
+        return Refused(self._order[0], self._needs[self._order[0]]) if self._order else None
 
     def _first(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """The reason that was found first; counting only where there is no other."""
@@ -81,6 +86,7 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             reason = f"its tokens meet outside attention, in {name}, of which the KV cache holds nothing"
             if reason not in self._order:
                 self._order.append(reason)
+                self._needs[reason] = Need.of_operation(name)
             return reason
         if name == "arange" and out.numel() == self._num_tokens:
             return _COUNTED

@@ -31,14 +31,16 @@ def body_agrees(sample: SamplePass, trial: Trial, found: Recognised, calls: Sequ
     """Fuses the sample's body, of which nothing else can be tried afterwards."""
     whole = sample.calls[-1]
     fused = fuse(sample.body, found, calls, trial.parts, lambda index: 0)
-    trial.bind(fused.weighted())
-    fused.bind_device(torch.device("cpu"))
-    rotations = [trial.rotation(plan, head_size) for plan, head_size in fused.rotaries]
-    given = _SampleForward(trial.context(), {}, rotations)
     try:
+        trial.bind(fused.weighted())
+        fused.bind_device(torch.device("cpu"))
+        rotations = [trial.rotation(plan, head_size) for plan, head_size in fused.rotaries]
+        given = _SampleForward(trial.context(), {}, rotations)
         with torch.no_grad():
             out = sample.body(*whole.args, **{**whole.kwargs, "ringcore": given})
-    except Exception:  # whatever the model's own code raises where it reads more of a part than its result
+    except (
+        Exception
+    ):  # whatever the model's own code raises where it reads more of a part than its result, or never runs a part
         return False
     ours, theirs = out.last_hidden_state[0], whole.output.last_hidden_state[0]
     return agree(ours, theirs, _TOLERANCE)
