@@ -202,6 +202,17 @@ def test_one_layer_of_another_kind():
     assert (list(found.plans), list(found.mlps)) == (["layers.0", "layers.1"], ["layers.0.mlp"])
 
 
+def test_a_norm_among_experts_stays_theirs():
+    def change(body) -> None:
+        for layer in body.layers:
+            layer.mlp.inner = copy.deepcopy(layer.input_layernorm)
+        with_forward("mlp", lambda forward: lambda self, x: forward(self, self.inner(x)))(body)
+
+    found = found_in("qwen3_moe", change, **MOE)
+    assert counts(found) == (2, 2, 0)
+    assert len(found.norms) == len(found_in("qwen3_moe", **MOE).norms)
+
+
 def fused_llama(change):
     """Our parts, installed after a change of what was found and of the tensors' layouts."""
     model = build_on_meta(config_of("llama").to_dict(), torch.float32, RECORD)

@@ -27,6 +27,8 @@ def find_norms(sample: SamplePass) -> dict[str, NormPlan]:
         own = dict(module.named_parameters())
         if module not in of_one or set(own) != {"weight"} or own["weight"].dim() != 1:
             continue
+        if own["weight"].is_meta:  # within a sublayer for which something else stands
+            continue
         size, floats = own["weight"].numel(), _floats(module)
         key = (type(module), size, floats)
         if key not in known:  # of one module for all that differ in nothing but values
