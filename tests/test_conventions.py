@@ -51,6 +51,12 @@ def test_every_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
+def test_no_two_test_files_have_one_name():
+    """A file's directory is no package: pytest imports it by its name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_public_names_are_there():
     module = importlib.import_module("ringcore")
     for name in module.__all__:

@@ -10,7 +10,7 @@ from engine import generate, make_core, tokens
 from gguf_models import loaded_by_transformers, write_gguf
 from reference import differences
 from test_any_causal_lm import GREEDY, OPTIONS
-from transformers_models import NEW_TOKENS, PROMPTS, config_of, continued, random_model
+from transformers_models import NEW_TOKENS, PROMPTS, continued, random_model, write_config
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.families import FAMILIES
@@ -19,7 +19,13 @@ _EXPERTS = {"num_experts_per_tok": 2}
 # general.architecture: (model_type, what differs from the tiny configuration of `transformers_models`).
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
-    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}),
+    "phi3": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 4096,
+        },
+    ),
     "starcoder2": ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),  # of heads of 16, as GGML has it
     "gpt2": ("gpt2", {"n_inner": 96}),
@@ -33,12 +39,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 # transformers maps the fields of gpt-oss, but reads other tensors than its files have.
 UNREAD_BY_TRANSFORMERS = ("gpt-oss",)
 # Fields of a configuration that say nothing of what is computed.
-INCIDENTAL = ("architectures", "dtype", "transformers_version", "pad_token_id", "eos_token_id")
+INCIDENTAL = ("architectures", "dtype", "_name_or_path", "transformers_version", "pad_token_id", "eos_token_id")
 
 
 def random_file(folder, architecture: str, kind: str = "F32") -> tuple[str, Any]:
     model_type, changes = ARCHITECTURES[architecture]
-    model = random_model(config_of(model_type, **changes))
+    model = random_model(write_config(model_type, folder / "configuration", **changes))
     return write_gguf(folder, architecture, model, kind), model
 
 
@@ -54,7 +60,7 @@ def test_configuration_and_tokens_are_those_of_transformers(architecture, tmp_pa
     model = loaded_by_transformers(path, model) if is_read else model
     entries = [continued(model, prompt) for prompt in PROMPTS]
     assert sum(entry.num_decisive for entry in entries) > 0.8 * NEW_TOKENS * len(PROMPTS)
-    with make_core(path, executor="uniproc", steps_in_flight=2, **OPTIONS) as core:
+    with make_core(path, steps_in_flight=2, **OPTIONS) as core:
         for _ in range(2):  # the prefix cache is cold, then warm
             assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
 
@@ -64,7 +70,7 @@ def test_awake_again_and_updated_by_the_names_of_the_folder(tmp_path):
     path, model = random_file(tmp_path, "qwen3moe", "Q4_0")
     exact = [continued(model, prompt) for prompt in PROMPTS]
     entries = [continued(loaded_by_transformers(path, model), prompt) for prompt in PROMPTS]
-    with make_core(path, executor="uniproc", enable_sleep_mode=True, **OPTIONS) as core:
+    with make_core(path, enable_sleep_mode=True, **OPTIONS) as core:
         core.sleep()
         core.wake_up()
         assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
@@ -77,7 +83,7 @@ def test_random_weights_are_those_of_the_folder(tmp_path):
     path, _ = random_file(tmp_path, "qwen2moe")
     found = []
     for model in (path, str(tmp_path)):
-        with make_core(model, executor="uniproc", load_format="dummy", **OPTIONS | {"model_impl": "auto"}) as core:
+        with make_core(model, load_format="dummy", **OPTIONS | {"model_impl": "auto"}) as core:
             found.append(tokens(generate(core, PROMPTS, GREEDY)))
     assert found[0] == found[1]
     assert len({tuple(one) for one in found[0]}) > 1
