@@ -12,10 +12,11 @@ from ringcore.model_executor.models.transformers.attention_calls import Attentio
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_body import fuse
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
-from ringcore.model_executor.models.transformers.fusion.sample_pass import Heads, SamplePass
+from ringcore.model_executor.models.transformers.fusion.sample_pass import Heads, NotRecognised, SamplePass
 from ringcore.model_executor.models.transformers.fusion.trial import Trial, agree
+from ringcore.model_executor.models.transformers.refusal import in_one_line
 
-__all__ = ["body_agrees"]
+__all__ = ["check_body"]
 
 _TOLERANCE = 1e-2  # of the largest error against the root mean square, after the errors of all layers
 
@@ -27,8 +28,9 @@ class _SampleForward(ForwardPass):
     heads: dict[nn.Module, Heads] = field(default_factory=dict)
 
 
-def body_agrees(sample: SamplePass, trial: Trial, found: Recognised, calls: Sequence[AttentionCall]) -> bool:
-    """Fuses the sample's body, of which nothing else can be tried afterwards."""
+def check_body(sample: SamplePass, trial: Trial, found: Recognised, calls: Sequence[AttentionCall]) -> None:
+    """Fuses the sample's body, of which nothing else can be tried afterwards. Raises `NotRecognised` where it computes
+    something else then."""
     whole = sample.calls[-1]
     fused = fuse(sample.body, found, calls, trial.parts, lambda index: 0)
     try:
@@ -38,9 +40,8 @@ def body_agrees(sample: SamplePass, trial: Trial, found: Recognised, calls: Sequ
         given = _SampleForward(trial.context(), {}, rotations)
         with torch.no_grad():
             out = sample.body(*whole.args, **{**whole.kwargs, "ringcore": given})
-    except (
-        Exception
-    ):  # whatever the model's own code raises where it reads more of a part than its result, or never runs a part
-        return False
+    except Exception as error:  # whatever the model's own code raises, which may read more of a part than its result
+        raise NotRecognised(f"its body fails with our layers in it: {in_one_line(error)}") from error
     ours, theirs = out.last_hidden_state[0], whole.output.last_hidden_state[0]
-    return agree(ours, theirs, _TOLERANCE)
+    if not agree(ours, theirs, _TOLERANCE):
+        raise NotRecognised("its layers are recognised, but between them it computes something else")

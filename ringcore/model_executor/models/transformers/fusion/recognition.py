@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
-from ringcore.model_executor.models.transformers.fusion.body_trial import body_agrees
+from ringcore.model_executor.models.transformers.fusion.body_trial import check_body
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Argument, Arguments
 from ringcore.model_executor.models.transformers.fusion.norms import find_norms
 from ringcore.model_executor.models.transformers.fusion.plan import (
@@ -51,10 +51,8 @@ def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall], num_positio
         sample = run_sample(body, layers, attentions, num_positions)
         trial = Trial(sample, body.config.get_text_config().hidden_size)
         found = _Search(sample, trial).result(layers, attentions, calls)
-        agrees = body_agrees(sample, trial, found, calls)
+        check_body(sample, trial, found, calls)
         sample.calls.clear()  # their arguments refer to the sample, which is large
-        if not agrees:
-            raise NotRecognised("its layers are recognised, but between them it computes something else")
         return found
     except NotRecognised as error:
         return Recognised(tuple(layers), reasons={"": str(error)})

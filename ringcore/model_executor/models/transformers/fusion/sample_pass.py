@@ -43,7 +43,7 @@ class SampleLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._thin = _random(generator, linear.in_features, _RANK) / linear.in_features**0.5
-        self._wide = _random(generator, _RANK, linear.out_features)
+        self._wide = _random(generator, _RANK, linear.out_features) / _RANK**0.5
         self.bias = None if linear.bias is None else nn.Parameter(_random(generator, linear.out_features) / 2)
         self.outputs: list[torch.Tensor] | None = None  # collected as leaves of the autograd graph, where given
 
@@ -161,7 +161,7 @@ def attend(heads: Heads, scale: float) -> torch.Tensor:
     key, value = (x.repeat_interleave(repeats, 1) for x in (heads.key, heads.value))
     scores = (heads.query @ key.transpose(2, 3)) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ value).transpose(1, 2).contiguous()
 
 
 def _sample_attention(
@@ -279,7 +279,10 @@ def _fill(root: nn.Module, generator: torch.Generator) -> None:
         spread = _random(generator, *shape)
         value = 4 * spread if isinstance(root, nn.Embedding) else 1 + spread / 4
         root._parameters[name] = nn.Parameter(value, requires_grad=False)
+    for name, buffer in root._buffers.items():
+        if buffer is not None and buffer.isnan().any():  # a checkpoint has it
+            root._buffers[name] = 1 + _random(generator, *buffer.shape) / 4
 
 
 def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(shape, generator=generator)
