@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-import ringcore
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.config.options import ModelConfig
 from ringcore.errors import RingcoreError
@@ -53,7 +52,7 @@ def _key(spec: TransformersSpec) -> str:
     """All that the result depends on."""
     shapes = {name: entry.shape for name, entry in TensorIndex(spec.weight_files).items()}
     key = hashlib.sha256(encoder().encode([spec.config, shapes, version("transformers"), version("torch")]))
-    code = Path(ringcore.__file__).parent
+    code = Path(__file__).parent.parent
     for file in (*sorted(code.glob("model_executor/models/transformers/*.py")), *sorted(code.glob("checkpoint/*.py"))):
         key.update(file.read_bytes())
     return key.hexdigest()

@@ -45,6 +45,20 @@ def _norm_weight(
     return Weight(f"{name}.weight", (size,), dtype, (split,), _DUMMY)
 
 
+def _qk_weights(
+    name: str,
+    checkpoint_names: tuple[str, str],
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    order: tuple[int, ...],
+) -> list[Weight]:
+    """Of the norms of q and of k."""
+    return [
+        _norm_weight(f"{name}.{which}", checkpoint_name, size, dtype, order)
+        for which, checkpoint_name, size in zip(("q", "k"), checkpoint_names, sizes, strict=True)
+    ]
+
+
 class RMSNorm(WeightedLayer):
     """Normalises rows of `size`, such as the residual stream, which is float32 for every `dtype`; the result is of
     `dtype`, rounded once. Replicated on every rank. `plus_one`: see `bind_rms_norm`."""
@@ -143,10 +157,7 @@ class HeadNorm(WeightedLayer):
         *,
         plus_one: bool = False,
     ) -> None:
-        self._weights = [
-            _norm_weight(f"{name}.{which}", checkpoint_name, head_dim, dtype, order)
-            for which, checkpoint_name in zip(("q", "k"), checkpoint_names, strict=True)
-        ]
+        self._weights = _qk_weights(name, checkpoint_names, (head_dim, head_dim), dtype, order)
         self._num_heads = num_heads
         self.eps = eps
         self._plus_one = plus_one
@@ -192,10 +203,7 @@ class QKNorm(WeightedLayer):
         plus_one: bool = False,
     ) -> None:
         """sizes: of all heads of q, and of k."""
-        self._weights = [
-            _norm_weight(f"{name}.{which}", checkpoint_name, size, dtype, order)
-            for which, checkpoint_name, size in zip(("q", "k"), checkpoint_names, sizes, strict=True)
-        ]
+        self._weights = _qk_weights(name, checkpoint_names, sizes, dtype, order)
         self._sizes, self._eps, self._plus_one = sizes, eps, plus_one
         self._derived = Derived()
         self._normalise: Callable[[torch.Tensor], None]
