@@ -9,6 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes are started; each would compile torch anew where the environment forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 LINTERS := lint-style lint-types lint-imports lint-documents
 
