@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -17,3 +18,19 @@ def is_alive(pid: int) -> bool:
     """One that only waits to be reaped is not."""
     fields = stat_fields(pid)
     return fields is not None and fields[0] not in "ZX"
+
+
+def children() -> list[int]:
+    """Processes that this one started and has not reaped."""
+    fields = {int(name): stat_fields(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return [pid for pid, of_pid in fields.items() if of_pid is not None and int(of_pid[1]) == os.getpid()]
+
+
+def session_members(session: int) -> list[int]:
+    """The living processes of a session: whoever was started in it, also by a process that has ended."""
+    found = []
+    for name in os.listdir("/proc"):
+        fields = stat_fields(int(name)) if name.isdigit() else None
+        if fields is not None and fields[0] not in "ZX" and int(fields[3]) == session:
+            found.append(int(name))
+    return found

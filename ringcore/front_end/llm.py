@@ -63,8 +63,12 @@ class LLM(RpcCaller, MemoryMethods):
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
-        self._tokenizer_pool.start()
-        self._front_end = FrontEnd(self.config, self._client)
+        try:
+            self._tokenizer_pool.start()
+            self._front_end = FrontEnd(self.config, self._client)
+        except BaseException:  # whose traceback may keep this object for long
+            self.close()
+            raise
 
     # -----------------------------------------------------------------------------------------------------------
     # Generating.

@@ -7,17 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from process_stat import stat_fields
-
-
-def session_members(session: int) -> list[int]:
-    """The living processes of a session: whoever was started in it, also by a process that has ended."""
-    found = []
-    for name in os.listdir("/proc"):
-        fields = stat_fields(int(name)) if name.isdigit() else None
-        if fields is not None and fields[0] not in "ZX" and int(fields[3]) == session:
-            found.append(int(name))
-    return found
+from process_stat import children
 
 
 def wait_until(condition, timeout_s: float) -> bool:
@@ -67,15 +57,6 @@ def status_kb(field: str, pid: int | str = "self") -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
     raise KeyError(field)
-
-
-def children(pid: int | str = "self") -> list[int]:
-    mine = os.getpid() if pid == "self" else pid
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := stat_fields(int(name))) and int(fields[1]) == mine:
-            found.append(int(name))
-    return found
 
 
 class Census:

@@ -18,8 +18,8 @@ from typing import Any
 
 from chaos_plan import FRONT_END, STACKS_SIGNAL, VARIABLE, Plan, read_roles
 from kill_points import GROUP, Point
-from process_stat import is_alive
-from process_table import session_members, shared_memory_names, status_kb, wait_until
+from process_stat import is_alive, session_members
+from process_table import shared_memory_names, status_kb, wait_until
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent.parent

@@ -10,16 +10,16 @@ import textwrap
 
 import pytest
 from chaos_engine import check_serves, make_config
-from process_stat import is_alive
-from process_table import Census, session_members, status_kb, wait_until
+from process_stat import is_alive, session_members
+from process_table import Census, status_kb, wait_until
 from scenarios import child_environment
 
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 
-SHORT, LONG = 30, 200  # engines
+SHORT, LONG = 20, 200  # engines
 WARM_UP = 5
-GROWTH_KB = 4 << 10
+GROWTH_KB = 3 << 10
 GONE_S = 20.0
 WAIT_S = 30.0
 

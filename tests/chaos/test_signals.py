@@ -11,7 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from process_table import session_members, wait_until
+from process_stat import session_members
+from process_table import wait_until
 from scenarios import HERE, child_environment
 
 SHORT, LONG = 10, 50  # moments in each phase

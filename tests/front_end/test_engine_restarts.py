@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import SLOW, BrokenMultiproc, FragileMultiproc, expected, make_model_folder
-from process_stat import is_alive, stat_fields
+from process_stat import children, is_alive, session_members
 
 from ringcore import AsyncEngine, SamplingParams
 from ringcore.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -161,7 +161,7 @@ def test_a_first_start_that_fails_is_not_repeated(folder):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5])
 def test_a_close_during_a_restart_ends_everything(folder, holds, seconds):
-    num_threads = threading.active_count()
+    num_threads, before = threading.active_count(), children()
 
     async def scenario():
         engine = AsyncEngine(folder, **OPTIONS, engine_restarts=1)
@@ -179,13 +179,7 @@ def test_a_close_during_a_restart_ends_everything(folder, holds, seconds):
         return pids
 
     assert_gone(run(scenario()), num_threads)
-    assert not my_children()
-
-
-def my_children() -> list[int]:
-    """Processes that this one started and that live."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if (fields := stat_fields(pid)) and int(fields[1]) == os.getpid() and fields[0] != "Z"]
+    assert not set(filter(is_alive, children())).difference(before)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2", None])
@@ -229,11 +223,6 @@ def test_nothing_is_left_where_the_owner_is_killed_in_a_restart(folder, seconds)
         owner.kill()
         owner.wait()
         deadline = time.monotonic() + WAIT_S
-        while left := in_session(owner.pid):
+        while left := session_members(owner.pid):
             assert time.monotonic() < deadline, left
             time.sleep(0.01)
-
-
-def in_session(session: int) -> list[int]:
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if (fields := stat_fields(pid)) and int(fields[3]) == session and fields[0] != "Z"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
+from process_stat import children, is_alive
 
 from ringcore import LLM, RequestOutput, SamplingParams
 from ringcore.errors import (
@@ -328,8 +329,11 @@ def test_an_interrupt_leaves_the_engine_usable(llm):
     ],
 )
 def test_errors_at_construction(folder, options, error, says):
-    with pytest.raises(error, match=says):
+    before = children()
+    with pytest.raises(error, match=says) as caught:
         LLM(folder, **(OPTIONS | options))
+    left = set(filter(is_alive, children())).difference(before)
+    assert not left, f"{left} live as long as {caught.value!r}"
 
 
 def test_a_missing_folder():
