@@ -29,15 +29,13 @@ run: setup
 	$(BIN)/python examples/offline_batch.py
 
 # Files of tests go three at a time, a thread each, the longest first: on two cores a third fills the time in which the
-# others wait; more where there are more cores: `make test TEST_PROCESSES=6`. These have the machine alone: the
-# benchmarks look at the clock, the chat page is in a browser, a GPU is measured.
+# others wait; more where there are more cores: `make test TEST_PROCESSES=6`. A GPU is measured by one process.
 TEST_PROCESSES := 3
-ALONE := tests/benchmarks tests/serve/test_chat_page.py tests/gpu
 
 test: setup
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest $(ALONE)
+		--ignore=tests/gpu
+	$(BIN)/python -m pytest tests/gpu
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/scheduler/test_scheduler_properties.py --chaos-long --timeout 3600 -s

@@ -32,11 +32,14 @@ def core(smollm2):
         yield engine
 
 
-def test_forty_prompts_of_1_to_1500_tokens(core):
-    """All at once, so that each is among 39 others; and their log-probabilities, to a thousandth."""
-    assert len(ENTRIES) == 40
-    outputs = check(core, ENTRIES)
-    for entry, one in zip(ENTRIES, outputs, strict=True):
+def test_prompts_of_1_to_1500_tokens(core, is_long):
+    """All at once, so that each is among many others; and their log-probabilities, to a thousandth."""
+    lengths = [len(entry.prompt_token_ids) for entry in ENTRIES]
+    # Half of the time is for the longest ones, of which the short form takes one that is in a single step.
+    entries = [entry for entry, n in zip(ENTRIES, lengths, strict=True) if is_long or n <= 513 or n == max(lengths)]
+    assert len(entries) >= 36
+    outputs = check(core, entries)
+    for entry, one in zip(entries, outputs, strict=True):
         got = [row.logprobs[0] for output in one for row in output.logprobs]
         n = entry.num_decisive
         assert got[:n] == pytest.approx(entry.logprobs[:n], abs=1e-3)
