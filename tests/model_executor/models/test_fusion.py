@@ -213,6 +213,25 @@ def test_a_norm_among_experts_stays_theirs():
     assert len(found.norms) == len(found_in("qwen3_moe", **MOE).norms)
 
 
+class Summed(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.one, self.other = linear, copy.deepcopy(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.other(x)
+
+
+def test_a_head_of_two_linears_stays_the_models_own():
+    def change(body) -> None:
+        for layer in body.layers:
+            layer.self_attn.q_proj = Summed(layer.self_attn.q_proj)
+
+    found = found_in("llama", change)
+    assert counts(found) == (2, 0, 2)
+    assert found.reasons["layers.0.self_attn"] == "a head depends on 2 linears"
+
+
 def fused_llama(change):
     """Our parts, installed after a change of what was found and of the tensors' layouts."""
     model = build_on_meta(config_of("llama").to_dict(), torch.float32, RECORD)

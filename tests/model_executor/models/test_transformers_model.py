@@ -7,17 +7,20 @@ import json
 import operator
 import re
 import threading
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import DenseRun
 from gguf_models import write_gguf
+from raw_files import phi3_gguf
 from thread_tp import on_all_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint import TransformersSpec, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
@@ -26,9 +29,11 @@ from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
+from ringcore.model_executor.models.transformers.folder_check import check_folder
 from ringcore.model_executor.models.transformers.fusion import fused_model
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.protocol.folder_check import FolderCheckStart
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -386,6 +391,23 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor_and_file(tmp_path, c
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=match):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({}, None),
+        ({"blk.1.ffn_down.weight": None}, "tensor 'model.layers.1.mlp.down_proj.weight' is missing"),
+        ({"output_norm.weight": np.zeros(7)}, r"x.gguf: tensor 'model.norm.weight' has the shape \[7\], .* \[32\]"),
+        ({"blk.0.extra.weight": np.zeros(3)}, "not known for 'phi3', the first is 'blk.0.extra.weight'"),
+    ],
+)
+def test_a_gguf_file_must_have_the_tensors_of_the_model_before_a_worker_starts(tmp_path, changed, match):
+    files = find_model(phi3_gguf(tmp_path / "x.gguf", changed))
+    spec = read_model_spec(files, FAMILIES)
+    assert isinstance(spec, TransformersSpec)
+    with nullcontext() if match is None else pytest.raises(ModelLoadError, match=match):
+        check_folder(FolderCheckStart(spec, files))
 
 
 def test_tensors_with_a_place_of_their_own_are_computed_from_where_they_are(tmp_path):
