@@ -26,13 +26,16 @@ from ringcore.model_executor.models.transformers.construction import build_on_me
 from ringcore.model_executor.models.transformers.fusion import recognition
 from ringcore.model_executor.models.transformers.fusion.coverage import fitting
 from ringcore.model_executor.models.transformers.fusion.fused_body import fuse
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, PlainPlan, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 
 IDS = [3, 90, 14, 15, 92, 65, 35, 8, 9, 7, 93, 23]
 MOE = {"head_dim": 8, **EXPERTS}
 SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "relu"}
 # By type: options, and how many of two layers are ours as a whole, of their attentions, and of their MLPs.
 TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "llama": ({"attention_bias": True, "mlp_bias": True}, (2, 2, 2)),
@@ -46,11 +49,18 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gemma3_text": ({"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, (2, 2, 2)),
     "qwen3_moe": (MOE, (2, 2, 0)),
     "gpt_oss": (SINKS, (2, 2, 0)),
-    "cohere2": ({"head_dim": 8}, (0, 2, 2)),  # attention beside the MLP
-    "gpt_neox": ({}, (0, 2, 0)),  # heads of q, k and v in turn in one linear
+    "cohere2": ({"head_dim": 8}, (2, 2, 2)),  # attention beside the MLP, both of one norm, which has no bias
+    "gpt_neox": ({}, (2, 2, 2)),  # each of a norm of its own; heads of q, k and v in turn in one linear
+    "phi": ({}, (2, 2, 2)),
+    "starcoder2": ({}, (2, 2, 2)),  # norms with a mean, an MLP without a gate
+    "olmo": ({}, (2, 2, 2)),  # norms without a weight
+    "arcee": ({}, (2, 2, 2)),  # the square of a ReLU
+    "gpt_bigcode": (BIGCODE, (2, 2, 2)),  # one KV head, beside those of q in one linear
+    "opt": (OPT, (2, 2, 2)),  # q scaled by itself, the linears of an MLP among those of the layer
+    "cohere2_moe": (MOE, (2, 2, 0)),
     "gpt2": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        (0, 0, 0),
+        (2, 0, 0),
     ),  # no nn.Linear
 }
 
@@ -116,10 +126,6 @@ def with_forward(path: str, make):
     return change
 
 
-def centred(forward):
-    return lambda self, x: forward(self, x - x.mean(-1, keepdim=True))
-
-
 def clamped(forward):
     return lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.3) * self.up_proj(x))
 
@@ -165,7 +171,7 @@ def beside_its_input(forward):
 @pytest.mark.parametrize(
     ("path", "make", "expected"),
     [
-        ("input_layernorm", centred, (0, 2, 2)),
+        ("input_layernorm", doubled, (0, 2, 2)),
         ("mlp", clamped, (2, 2, 0)),
         ("mlp", reading_a_weight, (0, 0, 0)),
         ("self_attn", rotated_twice, (2, 0, 2)),

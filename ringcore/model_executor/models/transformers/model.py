@@ -23,7 +23,7 @@ from ringcore.model_executor.models.transformers.checkpoint_layout import Tensor
 from ringcore.model_executor.models.transformers.construction import make_buffers, module_of, on_meta
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
-from ringcore.model_executor.models.transformers.fusion.plan import local_attention
+from ringcore.model_executor.models.transformers.fusion.parts import local_attention
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.models.transformers.needs import Need

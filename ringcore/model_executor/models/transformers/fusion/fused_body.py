@@ -14,12 +14,8 @@ from ringcore.model_executor.models.transformers.attention_calls import Attentio
 from ringcore.model_executor.models.transformers.fusion.coverage import modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedAttention, FusedMLP, FusedNorm
-from ringcore.model_executor.models.transformers.fusion.plan import (
-    AttentionPlan,
-    ModulePlan,
-    Parts,
-    RotaryPlan,
-)
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, ModulePlan, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -92,12 +88,12 @@ class _Fuser:
                     modules[path] = FusedAttention(ours, plain.prologue(None), found.num_results[path])
                     taken.update(modules_of(attention))
         for path, mlp in found.mlps.items():
-            if mlp.down not in taken:
-                modules[path] = FusedMLP(plain.gated(path, mlp), plain.prologue(None))
+            if mlp.down not in taken and mlp.down.startswith(f"{path}."):
+                modules[path] = FusedMLP(plain.mlp(path, mlp), plain.prologue(None))
                 taken.update(modules_of(mlp))
         final = found.final_norm if self._plans and self._plans[-1] is not None else None
         for path, norm in found.norms.items():
-            if path not in taken and norm != final:
+            if path not in taken and norm != final and not norm.is_centred:
                 modules[path] = FusedNorm(plain.norm(norm))
         layers = {path: self._layer(index, body) for index, path in enumerate(found.layers) if path in found.plans}
         for path, module in (modules | layers).items():

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ringcore.attention.context import ForwardContext
+from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.norm import AnyNorm, RMSNorm
-from ringcore.model_executor.models.decoder_layer import GatedMLP, LayerInputs, SelfAttention
+from ringcore.model_executor.models.decoder_layer import GatedMLP, LayerInputs, PlainMLP, SelfAttention
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
@@ -41,7 +42,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    def __init__(self, sublayer: GatedMLP, unnormed: AnyNorm) -> None:
+    def __init__(self, sublayer: GatedMLP | PlainMLP, unnormed: AnyNorm) -> None:
         super().__init__()
         self.sublayer, self._unnormed = sublayer, unnormed
 
@@ -58,7 +59,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm | LayerNorm) -> None:
         super().__init__()
         self.norm = norm
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,10 +200,10 @@ def run_sample(
     positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
     far = positions.clone()
     far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
-    try:
-        return _run(body, ids, far)
-    except IndexError:  # a table of positions, of which a sample has few rows
-        return _run(body, ids, positions)
+    for tried in (far, positions):
+        with suppress(IndexError):  # a table of positions, of which a sample has few rows
+            return _run(body, ids, tried)
+    raise NotRecognised("a sample pass fails: an index is out of range")
 
 
 def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> SamplePass:
@@ -212,9 +212,7 @@ def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> S
         with torch.no_grad(), _recorded(sample):
             body(input_ids=ids, position_ids=positions, use_cache=False, ringcore=sample)
     except IndexError:
-        if int(positions.max()) >= _NUM_IDS:
-            raise
-        raise NotRecognised("a sample pass fails: an index is out of range") from None
+        raise
     except Exception as error:  # whatever the model's own code raises with stand-ins for its parts
         raise NotRecognised(f"a sample pass fails: {in_one_line(error)}") from error
     return sample

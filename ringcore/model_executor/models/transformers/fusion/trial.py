@@ -21,7 +21,8 @@ from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, Sublayer
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleInputs
-from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.sample_pass import Call, Heads, SampleLinear, SamplePass, attend
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
