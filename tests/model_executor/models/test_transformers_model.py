@@ -177,7 +177,6 @@ REFUSED = {
     "falcon": ({}, "its own code", Need.INTERFACE),
     "roberta": ({"is_decoder": True}, "cumsum", Need.POSITIONS),
     "bert": ({}, "looks at later tokens|neither causal", Need.DECODER),
-    "stablelm": ({}, "does not pass its keyword arguments on", Need.INTERFACE),
     "xmod": ({"is_decoder": True}, "without values fails in XmodModel: ValueError", Need.NO_VALUES),
     "diffllama": ({}, "4 attention calls in 2 layers", Need.ONE_CALL),
     "phi3": (
@@ -194,6 +193,29 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_the_reason(tmp_p
     with pytest.raises(ModelLoadError, match=f"^{model_type}: .*({reason}).*cannot be served yet") as caught:
         built(written(tmp_path, model_type, **options))
     assert caught.value.details["need"] == need.name
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
+def test_layers_that_keep_their_keyword_arguments_hand_down_the_mask(tmp_path, monkeypatch, model_type, is_fused):
+    if not is_fused:
+        monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
+    reference, model = theirs(tmp_path, model_type), loaded(tmp_path)
+    assert model.report().fused["attentions"] == (2 if is_fused else 0)
+    found = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
+    expected = torch.cat([logits_of(reference, ids) for ids in PROMPTS])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_keep_the_mask_too_are_refused(tmp_path, monkeypatch):
+    from transformers.models.stablelm.modeling_stablelm import StableLmAttention
+
+    forward = StableLmAttention.forward
+    without = lambda self, hidden_states, attention_mask, **rest: forward(self, hidden_states, **rest)  # noqa: E731
+    monkeypatch.setattr(StableLmAttention, "forward", without)
+    with pytest.raises(ModelLoadError, match="does not pass its keyword arguments on to its attention") as caught:
+        built(written(tmp_path, "stablelm"))
+    assert caught.value.details["need"] == Need.INTERFACE.name
 
 
 def test_windows_are_read_from_the_masks(tmp_path):

@@ -21,7 +21,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRecognised
 
-__all__ = ["Part", "fitting", "modules_of"]
+__all__ = ["Part", "fitting", "is_of_module", "modules_of"]
 
 Part = LayerPlan | AttentionPlan | MLPPlan | NormPlan
 
@@ -42,12 +42,12 @@ def fitting(
     def fits(path: str, part: AttentionPlan | MLPPlan | NormPlan) -> bool:
         try:
             _check_tensors(part, layouts, dtype)
-            if isinstance(part, AttentionPlan):
-                _check_heads(part, next(call for layer, call in call_of.items() if path.startswith(layer)), num_ranks)
-            if isinstance(part, GatedPlan | PlainPlan):
-                length = part.gate.length if isinstance(part, GatedPlan) else part.up.length
-                if length % num_ranks:
-                    raise NotRecognised(f"{length} intermediate entries do not divide over {num_ranks} ranks")
+            match part:
+                case AttentionPlan():
+                    call = next(call for layer, call in call_of.items() if path.startswith(f"{layer}."))
+                    _check_heads(part, call, num_ranks)
+                case GatedPlan() | PlainPlan() if part.up.length % num_ranks:
+                    raise NotRecognised(f"{part.up.length} intermediate entries do not divide over {num_ranks} ranks")
         except NotRecognised as error:
             reasons[path] = str(error)
             return False
@@ -59,18 +59,22 @@ def fitting(
     left = [*attentions.values(), *mlps.values(), *norms.values()]
     plans = {path: plan for path, plan in found.plans.items() if all(part in left for part in _parts_of(plan))}
     final_norm = found.final_norm if found.final_norm in left else None
-    ours = {final_norm, *(part for plan in plans.values() for part in _parts_of(plan))}
-    mlps = {path: part for path, part in mlps.items() if part in ours or part.down.startswith(f"{path}.")}
-    norms = {path: part for path, part in norms.items() if part in ours or not part.is_centred}
+    in_layers = {final_norm, *(part for plan in plans.values() for part in _parts_of(plan))}
     return replace(
         found,
         attentions=attentions,
-        mlps=mlps,
-        norms=norms,
+        mlps={path: part for path, part in mlps.items() if part in in_layers or is_of_module(path, part)},
+        norms={path: part for path, part in norms.items() if part in in_layers or not part.is_centred},
         plans=plans,
         reasons=reasons,
         final_norm=final_norm,
     )
+
+
+def is_of_module(path: str, mlp: MLPPlan) -> bool:
+    """Whether it is all that the module at `path` computes, and not an MLP of several modules, of which that is the
+    first."""
+    return mlp.down.startswith(f"{path}.")
 
 
 def modules_of(part: Part) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringcore.attention.layer import Attention
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
-from ringcore.model_executor.models.transformers.fusion.coverage import modules_of
+from ringcore.model_executor.models.transformers.fusion.coverage import is_of_module, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedAttention, FusedMLP, FusedNorm
 from ringcore.model_executor.models.transformers.fusion.parts import Parts
@@ -88,7 +88,7 @@ class _Fuser:
                     modules[path] = FusedAttention(ours, plain.prologue(None), found.num_results[path])
                     taken.update(modules_of(attention))
         for path, mlp in found.mlps.items():
-            if mlp.down not in taken and mlp.down.startswith(f"{path}."):
+            if mlp.down not in taken and is_of_module(path, mlp):
                 modules[path] = FusedMLP(plain.mlp(path, mlp), plain.prologue(None))
                 taken.update(modules_of(mlp))
         final = found.final_norm if self._plans and self._plans[-1] is not None else None

@@ -52,7 +52,7 @@ class Fusion:
     ) -> Self:
         """Of a body on meta, whose attention calls were recorded. num_positions: of the model."""
         prefix = f"{body.path}."
-        found = recognise(body.module, calls, num_positions)
+        found = recognise(body.module, calls, num_positions, body.in_mask)
         if body.counts:  # a sample pass is over one sequence, of few positions
             reasons = {**found.reasons, "": "its attention counts the positions of its tokens itself"}
             found = replace(found, plans={}, attentions={}, reasons=reasons)

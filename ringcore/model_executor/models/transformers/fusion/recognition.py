@@ -42,14 +42,16 @@ from ringcore.model_executor.models.transformers.fusion.trial import Trial
 __all__ = ["recognise"]
 
 
-def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall], num_positions: int) -> Recognised:
-    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model."""
+def recognise(
+    body: PreTrainedModel, calls: Sequence[AttentionCall], num_positions: int, in_mask: bool = False
+) -> Recognised:
+    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model. in_mask: see `Body`."""
     names = {module: name for name, module in body.named_modules()}
     layers: list[str] = []
     try:
         layers += [_layer_around(body, names[call.module]) for call in calls]
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
-        sample = run_sample(body, layers, attentions, num_positions)
+        sample = run_sample(body, layers, attentions, num_positions, in_mask)
         trial = Trial(sample, body.config.get_text_config().hidden_size)
         found = _Search(sample, trial).result(layers, attentions, calls)
         check_body(sample, trial, found, calls)

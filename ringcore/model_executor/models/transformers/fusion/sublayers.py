@@ -44,11 +44,8 @@ def find_attention(
     if len(has_biases) > 1 or {*used, out} != set(linears) or out in used:
         raise NotRecognised(f"{path} has other linears than those of q, k, v and its output")
     heads = [attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size]
-    names = {id(tensor): name for name, tensor in sample.body.named_parameters()}
-    if sinks is not None and id(sinks) not in names:
-        raise NotRecognised(f"{path} computes its sinks")
-    rotaries = list(_rotaries(call, sample.rotaries, attention.head_size))
-    pairs = list(_norm_pairs(own_norms, heads, attention.head_size))
+    pairs = _norm_pairs(own_norms, heads, attention.head_size)
+    rotaries = _rotaries(call, sample.rotaries, attention.head_size)
     # Some scale q themselves, and not by the attention call.
     for query_scale, pair, rotary in itertools.product((1.0, attention.head_size**-0.5), pairs, rotaries):
         plan = AttentionPlan(
@@ -59,12 +56,21 @@ def find_attention(
             query_scale=query_scale,
             rotary=rotary,
             qk_norms=pair,
-            sinks=None if sinks is None else names[id(sinks)],
+            sinks=_name_of_sinks(sample, path, sinks),
         )
         ours = trial.parts().attention(path, plan, attention)
         if trial.sublayer_agrees(ours, call, [trial.rotation(rotary, attention.head_size)]):
             return plan
     raise NotRecognised(f"{path} computes its heads otherwise than by a norm and a rotation of linears' rows")
+
+
+def _name_of_sinks(sample: SamplePass, path: str, sinks: torch.Tensor | None) -> str | None:
+    if sinks is None:
+        return None
+    names = {id(tensor): name for name, tensor in sample.body.named_parameters()}
+    if id(sinks) not in names:
+        raise NotRecognised(f"{path} computes its sinks")
+    return names[id(sinks)]
 
 
 def _head_rows(
