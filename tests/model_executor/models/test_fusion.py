@@ -240,6 +240,14 @@ def test_an_mlp_without_a_gate_has_the_activation_of_its_model(activation):
     assert [plan.activation for plan in found.mlps.values()] == [kinds.get(activation, activation)] * 2
 
 
+def test_norms_of_heads_with_a_mean_stay_the_models_own():
+    def change(body) -> None:
+        for layer in body.layers:
+            layer.self_attn.q_norm, layer.self_attn.k_norm = (nn.LayerNorm(8, elementwise_affine=False) for _ in "qk")
+
+    assert counts(found_in("qwen3", change, head_dim=8)) == (2, 0, 2)
+
+
 def test_an_mlp_of_several_modules_is_ours_with_its_layer_alone():
     def change(body) -> None:
         first = body.decoder.layers[0]

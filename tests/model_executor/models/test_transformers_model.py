@@ -8,6 +8,7 @@ import operator
 import re
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -195,13 +196,18 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_the_reason(tmp_p
     assert caught.value.details["need"] == need.name
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("fused", ["nothing", "sublayers", "layers"])
 @pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
-def test_layers_that_keep_their_keyword_arguments_hand_down_the_mask(tmp_path, monkeypatch, model_type, is_fused):
-    if not is_fused:
+def test_layers_that_keep_their_keyword_arguments_hand_down_the_mask(tmp_path, monkeypatch, model_type, fused):
+    recognise = fused_model.recognise
+    if fused == "nothing":
         monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
+    if fused == "sublayers":
+        monkeypatch.setattr(fused_model, "recognise", lambda *given: replace(recognise(*given), plans={}))
     reference, model = theirs(tmp_path, model_type), loaded(tmp_path)
-    assert model.report().fused["attentions"] == (2 if is_fused else 0)
+    counted = model.report().fused
+    assert counted["attentions"] == (0 if fused == "nothing" else 2)
+    assert counted["layers"] == (2 if fused == "layers" else 0)
     found = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
     expected = torch.cat([logits_of(reference, ids) for ids in PROMPTS])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -93,7 +93,7 @@ class _Fuser:
                 taken.update(modules_of(mlp))
         final = found.final_norm if self._plans and self._plans[-1] is not None else None
         for path, norm in found.norms.items():
-            if path not in taken and norm != final and not norm.is_centred:
+            if path not in taken and norm != final:
                 modules[path] = FusedNorm(plain.norm(norm))
         layers = {path: self._layer(index, body) for index, path in enumerate(found.layers) if path in found.plans}
         for path, module in (modules | layers).items():

@@ -11,7 +11,6 @@ from ringcore.model_executor.layers.norm import AnyNorm
 from ringcore.model_executor.models.decoder_layer import DecoderLayer
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleInputs
-from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -44,19 +43,16 @@ class FusedLayer(nn.Module):
             if isinstance(value, str | int | float) and name not in vars(self):
                 setattr(self, name, value)
 
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, ringcore: ForwardPass | None = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, ringcore: ForwardPass, **kwargs: Any) -> Any:
         """hidden_states: [1, num_tokens, hidden_size]; not read where the stream continues."""
-        given: ForwardPass = handed_down(ringcore, *args, *kwargs.values())
-        stream = given.stream
+        stream = ringcore.stream
         if not self._continues or stream is None:
             stream = Residual(hidden_states[0].to(torch.float32, copy=True))
             if self._scale != 1:
                 stream.rows.div_(self._scale)
-        own = kwargs if ringcore is None else kwargs | {"ringcore": ringcore}
-        self.layer(stream, ModuleInputs(given.ctx, given.rotations, (hidden_states, *args), own))
-        given.stream = stream if self._is_continued else None
+        given = kwargs | {"ringcore": ringcore}
+        self.layer(stream, ModuleInputs(ringcore.ctx, ringcore.rotations, (hidden_states, *args), given))
+        ringcore.stream = stream if self._is_continued else None
         out = hidden_states if self._is_continued else self._left(stream, hidden_states.dtype)
         return out if self._num_results is None else (out,)
 

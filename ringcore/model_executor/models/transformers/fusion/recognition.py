@@ -156,9 +156,6 @@ class _Search:
         raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
 
     def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
-        read = (plan.norms.input,) if plan.is_parallel else (plan.norms.input, plan.norms.mlp)
-        if plan.scale != 1 and None in read:
-            return False  # a sublayer would read the stream in units of the scale
         attention = plan.attention
         rotations = (
             [self._trial.rotation(attention.rotary, call.head_size)] if isinstance(attention, AttentionPlan) else []
