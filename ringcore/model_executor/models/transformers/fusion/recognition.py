@@ -68,6 +68,7 @@ class _Search:
         self._attentions: dict[str, AttentionPlan] = {}
         self._mlps: dict[str, MLPPlan] = {}
         self._reasons: dict[str, str] = {}
+        self._last_form = 0  # of the layer before, which is tried first
 
     def result(self, layers: Sequence[str], attentions: Sequence[str], calls: Sequence[AttentionCall]) -> Recognised:
         plans: dict[str, LayerPlan] = {}
@@ -149,9 +150,11 @@ class _Search:
         norms = [self._norms.get(one.name) for one in children]
         placements = _placements(norms[:first], norms[first + 1 : second], norms[last + 1 :])
         scales = [1.0, *(value for value in vars(whole.module).values() if isinstance(value, float) and value > 0)]
-        for (placed, is_parallel), scale in itertools.product(placements, scales):
+        forms = [*enumerate(itertools.product(placements, scales))]
+        for index, ((placed, is_parallel), scale) in sorted(forms, key=lambda form: form[0] != self._last_form):
             candidate = replace(plan, norms=placed, scale=scale, is_parallel=is_parallel)
             if self._agrees(candidate, whole, call):
+                self._last_form = index
                 return candidate
         raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
 

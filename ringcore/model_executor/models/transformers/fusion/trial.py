@@ -166,9 +166,10 @@ class _SampleProduct(Product):
         self._outputs, self._linears, self._bias = shard.outputs, linears, bias
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
-        slices = []
+        names = dict.fromkeys(part.checkpoint_name for part in self._outputs)
+        products, slices = {name: self._linears[name].product(x) for name in names}, []
         for part in self._outputs:
-            rows = self._linears[part.checkpoint_name].product(x)[:, part.start : part.start + part.length]
+            rows = products[part.checkpoint_name][:, part.start : part.start + part.length]
             if part.order is not None:
                 rows = rows.reshape(len(x), -1, len(part.order))[:, :, list(part.order)].flatten(1)
             slices.append(rows)
