@@ -22,6 +22,7 @@ from ringcore.config.admin_keys import (
     require_curve,
 )
 from ringcore.engine_core.admin.endpoint import MAX_TIMEOUT_S
+from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.errors import ConfigError, InvalidRequestError, RpcTimeoutError
 from ringcore.executor.rpc_call import WorkerCall
 from ringcore.front_end.admin_connection import AdminConnection
@@ -135,7 +136,9 @@ class AdminClient(EngineCaller):
             message = RpcCall(next(self._call_ids), target, method, **options)
             if not self._connection.send(message, encoded.parts, deadline):
                 raise _timed_out(method, timeout, "the engine does not read")
-            reply = self._connection.receive(message.call_id, deadline + _REPLY_GRACE_S)
+            is_answered_at_once = target == "engine" and method in ENGINE_CALLS
+            grace_s = 0.0 if is_answered_at_once else _REPLY_GRACE_S
+            reply = self._connection.receive(message.call_id, deadline + grace_s)
         finally:
             self._lock.release()
         if reply is None:

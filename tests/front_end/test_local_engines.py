@@ -224,8 +224,10 @@ def test_a_stopped_engine_is_found_and_its_calls_time_out(pids, monkeypatch):
         assert admin.health().state == "ready"
 
 
-def starting() -> list[LocalEngine]:
-    return [one for one in local_engines() if one.description.executor.endswith("FragileMultiproc")]
+def starting(folder) -> list[LocalEngine]:
+    fragile = "fake_engine:FragileMultiproc"
+    found = [one for one in local_engines() if one.model == folder]
+    return [one for one in found if one.description.executor == fragile]
 
 
 def test_an_engine_that_starts_is_found_and_answers_once_it_is_ready(folders):
@@ -233,8 +235,8 @@ def test_an_engine_that_starts_is_found_and_answers_once_it_is_ready(folders):
     hold.touch()
     try:
         with start(folders[0], executor="fake_engine:FragileMultiproc") as client:
-            wait_until(starting)
-            (engine,) = starting()
+            wait_until(lambda: starting(folders[0]))
+            (engine,) = starting(folders[0])
             assert engine.status().num_calls == 0
             with AdminClient.local(engine) as admin:
                 threading.Timer(0.2, hold.unlink).start()

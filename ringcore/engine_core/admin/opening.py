@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 import time
 from contextlib import ExitStack
 
@@ -57,7 +56,7 @@ def open_admin(config: EngineConfig, status_fd: int) -> AdminEndpoint | None:
 
 def _describe(config: EngineConfig, status_fd: int, admin_endpoint: str | None) -> EngineDescription:
     return EngineDescription(
-        engine_id=secrets.token_hex(4),
+        engine_id=os.urandom(4).hex(),
         pid=os.getpid(),
         model=config.model.model,
         executor=config.parallel.executor,
