@@ -16,7 +16,7 @@ from ringcore.front_end.admin_client import AdminClient
 from ringcore.front_end.local_engines import LocalEngine
 from ringcore.protocol.messages import EngineHealth, HealthState
 
-__all__ = ["EngineReport", "EngineState", "survey"]
+__all__ = ["EngineReport", "EngineState", "silence", "survey"]
 
 # Besides the states that an engine reports: "paused" by a call; "busy": it cannot answer now, and nothing says that it
 # will not; "hung".
@@ -64,7 +64,7 @@ def _look_at(engine: LocalEngine, timeout_s: float) -> EngineReport:
     except EngineDeadError as error:
         return _report(engine, "dead", error.message)
     except RingcoreError as error:
-        return _report(engine, *(_silent(engine) or ("hung", error.message)))
+        return _report(engine, *(silence(engine) or ("hung", error.message)))
     state, detail = _answered(health)
     return msgspec.structs.replace(
         _report(engine, state, detail),
@@ -88,8 +88,8 @@ def _answered(health: EngineHealth) -> tuple[EngineState, str | None]:
     return health.state, health.error or (health.restart_cause if health.state == "starting" else None)
 
 
-def _silent(engine: LocalEngine) -> tuple[EngineState, str] | None:
-    """What the kernel and the engine's shared memory say of one that does not answer; None: nothing."""
+def silence(engine: LocalEngine) -> tuple[EngineState, str] | None:
+    """The state, and why, of an engine that does not answer, from the kernel and its shared memory; None: not known."""
     status, now_ns = engine.status(), time.monotonic_ns()
     if engine.pid is None or status is None:
         return None
