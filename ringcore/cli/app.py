@@ -17,6 +17,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
 
+    from ringcore.cli.doctor import doctor
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
@@ -31,5 +32,6 @@ def make_app() -> typer.Typer:
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
     app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
+    app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
     return app
