@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from admin_peers import WAIT_S
+from admin_peers import ANY_PORT, WAIT_S, make_keys
 from fake_engine import make_model_folder
 
 from ringcore import EngineConfig
 from ringcore.cli import main
+from ringcore.cli.ps import ps
+from ringcore.cli.rpc import rpc
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.local_engines import local_engines
 
@@ -28,8 +32,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
+def keys(tmp_path_factory):
+    return make_keys(tmp_path_factory.mktemp("admin"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder, keys):
     options = {"executor": "fake_engine:FakeMultiproc", "tensor_parallel_size": 2, "max_model_len": 64}
+    options |= {"admin_endpoint": ANY_PORT, "admin_keys": keys}
     with EngineCoreClient(EngineConfig.from_options(model=folder, load_format="dummy", **options)) as client:
         client.wait_ready()
         yield client
@@ -106,3 +116,32 @@ def test_no_such_engine(capsys, pid):
         "ringcore: engine: 'no-such-model': no such engine; give a pid, the beginning of an id, or a "
     )
     assert f"{pid} (" in line
+
+
+DOCUMENTS = [
+    ps.__doc__,
+    rpc.__doc__,
+    *((ROOT / "docs" / "guide" / f"{name}.md").read_text() for name in ("operators", "workers")),
+]
+COMMANDS = dict.fromkeys(
+    found.strip().rstrip("`")
+    for text in DOCUMENTS
+    for found in re.findall(r"(?:^ {4,}|`)ringcore (?:ps|rpc) [^`\n]+|^ {4}ringcore ps$", text, re.M)
+)
+
+
+def test_there_are_documented_commands():
+    assert len(COMMANDS) > 12
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documented_commands(capsys, engine, pid, folder, keys, command):
+    command = command.removeprefix("`").replace("SmolLM2-135M", Path(folder).name).replace("./admin-keys", keys)
+    command = re.sub(r"\b(4242|PID)\b", str(pid), command).replace("tcp://127.0.0.1:5600", engine.ready.admin_endpoint)
+    program, *args = shlex.split(command)
+    assert program == "ringcore"
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, err) == (0, "")
+    assert out
