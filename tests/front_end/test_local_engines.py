@@ -15,7 +15,7 @@ import pytest
 from admin_peers import WAIT_S, local_name, wait_until
 from fake_engine import make_model_folder
 
-from ringcore import AdminClient, EngineConfig
+from ringcore import AdminClient, EngineConfig, SamplingParams
 from ringcore.engine_core.admin.listener import ADMIN_LIMITS
 from ringcore.engine_core.admin.local_listener import LocalListener
 from ringcore.engine_core.admin.local_name import LocalName
@@ -23,6 +23,7 @@ from ringcore.errors import EngineDeadError, InvalidRequestError, PermissionDeni
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.local_engines import LocalEngine, find_engine, local_engines
 from ringcore.protocol.engine_description import EngineDescription
+from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.scopes import SCOPES
 
 TESTS = Path(__file__).parents[1]
@@ -196,6 +197,17 @@ def test_a_read_only_call_is_answered_while_a_step_or_call_runs(engines, pids):
         assert other.collective_rpc("stats", unique_reply_rank=0)["rank"] == 0
         assert thread.is_alive()
         thread.join(WAIT_S)
+
+
+def test_an_engine_that_never_polls_still_answers(engines, pids):
+    """Its own process computes the steps, one after the other."""
+    client = engines[1]
+    client.add_requests([EngineCoreRequest("long", [5, 6], SamplingParams(max_tokens=60), arrival_s=0.0)])
+    with AdminClient.local(pids[1]) as admin:
+        answers = [admin.stats().step for _ in range(20)]
+    assert answers == sorted(answers)
+    while not any(one.finish_reason for one in client.get_outputs(timeout=WAIT_S).outputs):
+        continue
 
 
 def test_an_idle_engine_does_nothing(pids):
