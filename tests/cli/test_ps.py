@@ -112,6 +112,10 @@ def test_a_stopped_engine_delays_no_other(pids):
         assert rows[pids[0]]["detail"] == f"the process is stopped; 'kill -CONT {pids[0]}' has it go on"
         assert rows[pids[0]]["num_running"] is None
         assert rows[pids[0]]["num_ranks"] == 2
+        (engine,) = [one for one in local_engines() if one.pid == pids[0]]
+        began = time.monotonic()
+        assert [report.state for report in survey([engine] * 10, 0.4)] == ["hung"] * 10
+        assert time.monotonic() - began < 3  # and not 10 times as long as one
     finally:
         os.kill(pids[0], signal.SIGCONT)
     wait_until(lambda: listed("--timeout", "5")[pids[0]]["state"] == "ready")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from admin_peers import METHODS, SILENCE_S, WAIT_S, echo, local_name, receive, wait_until
 
+from ringcore.engine_core.admin import endpoint as admin_endpoint
 from ringcore.engine_core.admin import local_listener
 from ringcore.engine_core.admin.endpoint import AdminEndpoint
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT
@@ -139,6 +140,23 @@ def test_large_replies_are_written_as_the_client_reads(endpoint, peer):
             endpoint.receive()
         assert answer == (RpcResult(call_id, [1]), [bytes([call_id]) * size])
     assert endpoint.num_lost_replies == 0
+
+
+def test_the_loop_looks_when_its_poll_says_so_and_now_and_then(endpoint, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(admin_endpoint.time, "monotonic", lambda: clock[0])
+    assert endpoint.is_due
+    assert endpoint.receive() is None
+    assert not endpoint.is_due
+    endpoint.notice({12345})
+    assert not endpoint.is_due
+    endpoint.notice({12345, *endpoint.fds})
+    assert endpoint.is_due
+    assert endpoint.receive() is None
+    clock[0] += 0.9e-3
+    assert not endpoint.is_due
+    clock[0] += 0.2e-3
+    assert endpoint.is_due
 
 
 def test_everybody_who_waits_gets_the_error_at_the_end(endpoint, peer, name):

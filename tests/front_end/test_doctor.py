@@ -67,14 +67,16 @@ def test_findings_of_the_program_among_what_libraries_print():
 
 
 def test_a_check_that_ends_the_program_is_an_error_and_the_next_are_made():
-    code = "name == 'triton' and (print('LLVM ERROR: no', flush=True), os.abort())"
-    assert list(device_findings(program(code))) == [
+    code = "name == 'triton' and (print('LLVM ERROR: no', flush=True), os.abort()); "
+    code += "name == DEVICE_CHECKS[-1] and say(type='finding', check=name, level='ok', found='x')"
+    assert list(device_findings(program(code.replace("DEVICE_CHECKS[-1]", repr(DEVICE_CHECKS[-1]))))) == [
         Finding(
             "triton",
             "error",
             "the check ended its process, killed by SIGABRT; it said last: LLVM ERROR: no",
             "python -m ringcore.worker.checkup 'triton'",
-        )
+        ),
+        Finding(DEVICE_CHECKS[-1], "ok", "x"),
     ]
 
 
