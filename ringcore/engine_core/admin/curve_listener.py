@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from typing import ClassVar
 
 import zmq
 
@@ -34,6 +35,8 @@ class CurveListener(AdminListener):
 
     Raises `ConfigError` for unusable keys and for an address that cannot be bound.
     """
+
+    is_edge_triggered: ClassVar[bool] = True
 
     def __init__(self, endpoint: str, keys: str, limits: FrameLimits) -> None:
         server = read_server_keys(keys)

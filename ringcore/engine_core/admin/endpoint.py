@@ -67,6 +67,7 @@ class AdminEndpoint:
 
     def __init__(self, listeners: Iterable[AdminListener], limits: FrameLimits) -> None:
         self._listeners = deque(listeners)
+        self._edge_triggered = [one for one in self._listeners if one.is_edge_triggered]
         self._limits = limits
         self.fds = frozenset(listener.fileno() for listener in self._listeners)
         self.address = next((one.address for one in self._listeners if one.address is not None), None)
@@ -86,9 +87,10 @@ class AdminEndpoint:
     @property
     def has_messages(self) -> bool:
         """Whether the descriptors will not signal messages that have arrived."""
-        if any(listener.has_messages for listener in self._listeners):
-            self._is_signalled = True
-            return True
+        for listener in self._edge_triggered:
+            if listener.has_messages:
+                self._is_signalled = True
+                return True
         return False
 
     @property

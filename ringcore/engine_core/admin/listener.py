@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ringcore.config.admin_keys import KnownClient
 from ringcore.engine_core.transport.framing import MAX_BUFFERS_PER_RANK, Buffer, FrameLimits
@@ -30,15 +30,16 @@ class AdminListener(ABC):
     """
 
     address: str | None = None
+    is_edge_triggered: ClassVar[bool] = False  # whether its descriptor may not signal messages that have arrived
 
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that becomes readable when `receive` has something to do: messages, or unsent replies."""
 
     @property
-    @abstractmethod
     def has_messages(self) -> bool:
         """Whether the descriptor will not signal messages that have arrived: then the caller must not poll."""
+        return False
 
     @property
     @abstractmethod

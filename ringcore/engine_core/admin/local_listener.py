@@ -76,10 +76,6 @@ class LocalListener(AdminListener):
         return self._epoll.fileno()
 
     @property
-    def has_messages(self) -> bool:
-        return False  # the kernel still has every message that was not received, and signals it
-
-    @property
     def num_rejected(self) -> int:
         return self._refused.num
 
