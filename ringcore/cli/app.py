@@ -17,9 +17,11 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
 
+    from ringcore.cli.doctor import doctor
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
+    from ringcore.cli.ps import ps
     from ringcore.cli.rpc import rpc
     from ringcore.cli.serve import make_serve
     from ringcore.cli.simulate import make_simulate
@@ -28,6 +30,8 @@ def make_app() -> typer.Typer:
     app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
+    app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
+    app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
     return app

@@ -323,9 +323,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     def health(self) -> EngineHealth:
         """The state of the engine and of each worker, read without a call to the workers. Never waits, never raises."""
-        return engine_health(
-            self._scheduler, self._steps, self._executor, self._supervisor, self._memory.states, self._clock()
-        )
+        states, num_blocks, now = self._memory.states, self.ready.num_blocks, self._clock()
+        return engine_health(self._scheduler, self._steps, self._executor, self._supervisor, states, num_blocks, now)
 
     # -----------------------------------------------------------------------------------------------------------
     # Shutdown.

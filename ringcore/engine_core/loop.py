@@ -60,7 +60,7 @@ class _PendingCall(NamedTuple):
 class EngineLoop:
     """Serves one client until it sends `Shutdown` or disconnects, and the calls that arrive at `admin`.
 
-    The loop never blocks on a step: it polls the client's socket, the admin endpoint's and the executor's descriptors
+    The loop never blocks on a step: it polls the client's socket, the admin sockets and the executor's descriptors
     together, so it receives messages between steps and while one runs.
 
     Before the loop polls, the last future it checks is the oldest one, a step's or a call's. Checking any future drains
@@ -104,7 +104,7 @@ class EngineLoop:
         return poll
 
     def _own_fds(self) -> list[int]:
-        return [self._channel.fileno(), *([] if self._admin is None else [self._admin.fileno()])]
+        return [self._channel.fileno(), *(() if self._admin is None else self._admin.fds)]
 
     def run(self) -> None:
         """Runs until shutdown. Raises `EngineDeadError` if the engine dies."""
@@ -130,7 +130,7 @@ class EngineLoop:
         """Polls until a message, a result, a worker's death, room for the outgoing backlog, a call's deadline, or the
         time for idle work."""
         if self._admin is not None and self._admin.has_messages:
-            return  # its edge-triggered descriptor will not signal them again
+            return  # an edge-triggered descriptor will not signal them again
         if not self._calls and self._idle_work.advance():
             return  # messages are received before the next capture
         if self._core.is_operating or self._was_operating or self._polled is not self._core.ready:
@@ -142,6 +142,8 @@ class EngineLoop:
         self._poll.modify(self._channel.fileno(), wanted)
         self._iteration_ends()
         ready = {fd for fd, _ in self._poll.poll(self._poll_timeout_ms())}
+        if self._admin is not None:
+            self._admin.notice(ready)
         ready.difference_update(self._own_fds())
         if ready and not self._core.num_in_flight and not self._calls:
             self._core.check_workers()  # a late reply, or a worker's death: no pending future would notice it
@@ -183,13 +185,13 @@ class EngineLoop:
 
     def _receive_admin_calls(self) -> bool:
         """-> whether any call arrived."""
-        if self._admin is None:
+        if self._admin is None or not self._admin.is_due:
             return False
         for index in range(_MESSAGES_PER_ITERATION):
             received = self._admin.receive()
             if received is None:
                 return index > 0
-            self._call(received.call, received.parts, partial(self._admin.send, received.identity))
+            self._call(received.call, received.parts, partial(self._admin.send, received.caller))
         return True
 
     def _add(self, requests: list[EngineCoreRequest]) -> None:
