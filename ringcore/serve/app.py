@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
@@ -138,4 +139,5 @@ def _add_monitoring(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = await asyncio.to_thread(generate_latest, service.metrics)  # it asks the engine, which may be silent
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
