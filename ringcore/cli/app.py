@@ -17,6 +17,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
 
+    from ringcore.cli.bench import make_bench
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
@@ -27,6 +28,7 @@ def make_app() -> typer.Typer:
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
     app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
+    app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
