@@ -22,6 +22,7 @@ __all__ = ["Chunk", "HttpFailure", "OpenAIClient", "Usage"]
 _DATA, _DONE = b"data:", b"[DONE]"
 _MAX_SHOWN = 500  # of an error's body
 _CONNECT_TIMEOUT_S = 30.0
+_KEEP_ALIVE_S = 3.0  # less than services keep idle connections, which they may close under a request
 
 
 class HttpFailure(RingcoreError):
@@ -105,7 +106,7 @@ class OpenAIClient:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers=self._headers,
             auto_decompress=False,

@@ -49,7 +49,7 @@ class RawHandler(BaseHTTPRequestHandler):
             if i == 1 and "FAULT-form" in prompt:
                 return self._end([1, 2])
             if i == 1 and "FAULT-slow" in prompt:
-                time.sleep(3.0)
+                time.sleep(2.0)
             if "FAULT-text" not in prompt:
                 delta = {"reasoning_content": "hm "} if i == 0 else {"content": f"w{i} "}
                 self._event({"choices": [{"delta": delta} if is_chat else {"text": f" w{i}"}]})
