@@ -33,6 +33,8 @@ from ringcore.protocol.requests import EngineStats
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from ringcore.metrics.server import MetricsServer
+
 __all__ = ["AsyncEngine", "OutputStream"]
 
 T = TypeVar("T")
@@ -234,6 +236,9 @@ class AsyncEngine(RpcCaller):
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         """`LLM.metrics`. A scrape may take seconds while the engine does not answer: not in the event loop's thread."""
         return self._metrics.registry(model_name or as_utf8(self.config.model.model))
+
+    def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
+        return self._metrics.serve(self.metrics(model_name), port, host)
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self._call(self._client.reset_prefix_cache, preempt_running)

@@ -19,6 +19,8 @@ from ringcore.protocol.requests import NO_STATS, EngineStats
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from ringcore.metrics.server import MetricsServer
+
 __all__ = ["EngineMetrics"]
 
 _STEPS_TIMEOUT_S = 1.0
@@ -65,6 +67,11 @@ class EngineMetrics:
             self._log = RequestLog()
             self._observers.append(self._log)
         return make_registry(self, self._log, model_name)
+
+    def serve(self, registry: CollectorRegistry, port: int, host: str) -> MetricsServer:
+        from ringcore.metrics.server import MetricsServer
+
+        return MetricsServer(registry, port, host)
 
     # `metrics.exposition.EngineSource`.
 

@@ -41,6 +41,8 @@ from ringcore.protocol.operations import MemoryOperation
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from ringcore.metrics.server import MetricsServer
+
 __all__ = ["LLM"]
 
 Message = Mapping[str, Any]
@@ -226,12 +228,15 @@ class LLM(RpcCaller, MemoryMethods):
         return self._client.ready
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
-        """A registry of Prometheus metrics, under vLLM's names where it has them; counted from the first call on. Serve
-        it with `prometheus_client.start_http_server(port, registry=llm.metrics())`. It does not keep the engine alive.
+        """A registry of Prometheus metrics, under vLLM's names where it has them; counted from the first call on.
 
         model_name: their label; default: the `model` option. Raises `ConfigError` without `ringcore[metrics]`.
         """
         return self._metrics.registry(model_name or as_utf8(self.config.model.model))
+
+    def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
+        """Serves `metrics` at http://host:port/metrics until it is closed. It does not keep the engine alive."""
+        return self._metrics.serve(self.metrics(model_name), port, host)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -262,3 +263,28 @@ def test_an_error_before_a_conversation_is_one_line(capsys, flags, says):
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_the_commands_of_the_guide(service, folder, tmp_path):
+    """As typed in a shell, with a service at another port, and a model without weights."""
+    (tmp_path / "model").symlink_to(folder)
+    guide = (TESTS.parent / "docs" / "guide" / "chat.md").read_text()
+    commands = re.findall(r"^    (.*ringcore chat .*)$", guide, re.M)
+    assert len(commands) == 3
+    for command in commands:
+        typed = command.replace("http://127.0.0.1:8000", service.url)
+        typed = typed.replace("ringcore chat", f"{sys.executable} -m ringcore.cli chat")
+        typed = typed if "echo" in typed else f"echo hi | {typed}"
+        typed += "" if "--url" in typed else f" {' '.join(FAKE)} --max-tokens 9"
+        done = subprocess.run(
+            typed,
+            shell=True,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, (typed, done.stderr)
+        assert done.stdout.strip()

@@ -7,13 +7,14 @@ import gc
 import re
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 from fake_engine import KILLS_ONCE, ROW_FAILS, FakeMultiproc, make_model_folder
-from prometheus_client import generate_latest, start_http_server
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringcore import LLM, AsyncEngine, SamplingParams
@@ -97,17 +98,19 @@ def test_requests_that_do_not_reach_their_end(llm):
 
 
 def test_as_documented_with_a_server_of_its_own(llm):
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=llm.metrics())
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
+    with llm.start_metrics_server(0) as server:
+        accepting = urllib.request.Request(server.url, headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+        with urllib.request.urlopen(accepting, timeout=30) as answer:
             text = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert "vllm:kv_cache_usage_perc" in text
-    assert "ringcore:step_seconds_bucket" in text
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(server.url + "x", timeout=30)
+        with pytest.raises(ConfigError, match=f"port={server.port}: cannot listen at 127.0.0.1"):
+            llm.start_metrics_server(server.port)
+    assert "\nvllm:kv_cache_usage_perc" in text
+    assert "\nringcore:step_seconds_bucket" in text
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.url, timeout=30)
 
 
 def test_a_registry_keeps_no_engine(folder):
