@@ -45,6 +45,7 @@ class MetricsCost(Benchmark):
                         min(options.steps, Load(size, True).max_tokens),
                     )
                     arguments = {"num_requests": size, "num_tokens": num_tokens, "num_pairs": options.pairs}
+                    measurements += turns.measure(f"{shown}, observers", "observers", TIMEOUT_S, num_requests=size)
                     measurements += turns.measure(shown, "compare", TIMEOUT_S, **arguments)
         return Findings(measurements=measurements, engines=fleet.facts, conditions=_conditions(plan))
 
@@ -53,7 +54,7 @@ def _conditions(plan: Plan) -> list[str]:
     return [
         "As the benchmark null_engine, with the engine in a process of its own: requests that decode together, and an "
         "executor that gives each a token at once. One engine has its metrics on, one has not; they take turns.",
-        f"A sample is the median of {plan.options.pairs} pairs of turns; what metrics add is the median of each pair's "
-        "own difference. CPU: of the client's process and of the engine's together.",
+        f"A sample is of {plan.options.pairs} pairs of turns: their medians, and their fastest. CPU: of the client's "
+        "process and of the engine's together. Observers: what they take, called by themselves.",
         "Metrics on: the engine's step log, and the request log at its client. No scrape within a turn.",
     ]

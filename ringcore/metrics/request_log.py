@@ -18,7 +18,8 @@ from ringcore.protocol.requests import OutputColumns
 __all__ = ["FINISH_REASONS", "HISTOGRAMS", "EndedRequest", "RequestLog", "RequestTotals"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
-_MAX_MESSAGES = 256
+_MAX_MESSAGES = 16  # few, so that what they hold stays in the processor's caches
+_MAX_GAPS = 1024
 
 _SECONDS: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _SECONDS += (20.0, 40.0, 80.0, 160.0)
@@ -109,6 +110,7 @@ class RequestLog:
     def totals(self) -> RequestTotals:
         with self._counting:
             self._count_messages()
+            self._count_gaps()
             while self._events:
                 self._events.popleft()()
             for name, values in self._values.items():
@@ -131,7 +133,11 @@ class RequestLog:
             for other in columns.others:
                 gaps.end(other.request_id, now, has_tokens=bool(other.new_token_ids))
                 self._generation_tokens += len(other.new_token_ids)
-        self._histograms["inter_token_latency_seconds"].add(*gaps.take())
+        if len(gaps) >= _MAX_GAPS:
+            self._count_gaps()
+
+    def _count_gaps(self) -> None:
+        self._histograms["inter_token_latency_seconds"].add(*self._gaps.take())
 
     def _count_first_token(self, num_prompt_tokens: int, seconds: float) -> None:
         self._prompt_tokens += num_prompt_tokens

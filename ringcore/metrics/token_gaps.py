@@ -66,6 +66,9 @@ class TokenGaps:
         if has_tokens:
             self._add(now - self._last_s[[row]])
 
+    def __len__(self) -> int:
+        return len(self._gaps)
+
     def take(self) -> tuple[list[float], list[int]]:
         """The gaps since the last call: seconds, and how often each occurred."""
         taken = self._gaps, self._counts
