@@ -98,7 +98,6 @@ def _rows(taken: Mapping[str, list[tuple[float, float]]]) -> list[Row]:
             (f"a step without metrics, {kind}", "µs", median(off)),
             (f"a step with metrics, {kind}", "µs", median(on)),
             (f"metrics add, {kind}", "%", 100 * (median(on) / median(off) - 1)),
-            (f"metrics add to the fastest turn, {kind}", "%", 100 * (min(on) / min(off) - 1)),
         ]
     return rows
 

@@ -23,7 +23,9 @@ def draw_chart(figures: Figures, file: str | os.PathLike[str], title: str) -> No
     latencies = figures.latencies_ms()
     _draw_over_time(over_time, figures)
     for axes, name, shown in ((ttft, "ttft", "TTFT"), (itl, "itl", "ITL"), (e2el, "e2el", "E2E latency")):
-        draw_distribution(axes, np.sort(latencies[name] / 1e3), None, f"{shown}, from the scheduled time")
+        draw_distribution(
+            axes, np.sort(latencies[name] / 1e3), None, f"{shown} from the scheduled time (dashed: from sent)"
+        )
         if f"{name}_from_sent" in latencies:
             values = np.sort(latencies[f"{name}_from_sent"] / 1e3)
             axes.plot(values, np.arange(1, len(values) + 1) / max(len(values), 1), linestyle="--", color="tab:gray")
