@@ -11,6 +11,8 @@ BENCHMARKS = {
     "scheduler": "benchmarks.scheduler:Scheduler",
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
+    "bench_client": "benchmarks.bench_client:BenchClientCeiling",
+    "metrics_cost": "benchmarks.metrics_cost:MetricsCost",
     "simulator": "benchmarks.simulator:Simulator",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",

@@ -19,7 +19,7 @@ from ringcore.params.sampling_params import SamplingParams
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.serve.options import ServiceOptions
 
-__all__ = ["engine_options", "given", "sampling_options", "service_options", "with_options"]
+__all__ = ["dataclass_options", "engine_options", "given", "sampling_options", "service_options", "with_options"]
 
 # `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}
@@ -35,6 +35,12 @@ def engine_options() -> list[inspect.Parameter]:
         _parameter(name, types[name], option, option.metadata["option"], required=name == "model")
         for name, option in EngineConfig.options().items()
     ]
+
+
+def dataclass_options(kind: type[Any]) -> list[inspect.Parameter]:
+    """One parameter for each field, whose metadata has its description."""
+    types = typing.get_type_hints(kind)
+    return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in fields(kind)]
 
 
 def service_options() -> list[inspect.Parameter]:

@@ -36,6 +36,7 @@ from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, WorkerCall
+from ringcore.metrics import StepLog, StepMetrics
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
@@ -98,6 +99,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         )
         depth = config.scheduler.steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)
+        self._step_log: StepLog | None = None
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
@@ -315,6 +317,13 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     def stats(self) -> EngineStats:
         """The scheduler's counts."""
         return self._scheduler.stats()
+
+    def step_metrics(self) -> StepMetrics:
+        """Histograms of the steps since the first call."""
+        if self._step_log is None:
+            self._step_log = StepLog(self._clock, len(self._steps))
+            self._steps.observers.append(self._step_log)
+        return self._step_log.metrics()
 
     @property
     def num_restarts(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor
@@ -12,7 +13,23 @@ from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
 
-__all__ = ["StepsInFlight"]
+__all__ = ["StepObserver", "StepsInFlight"]
+
+
+class StepObserver(Protocol):
+    """A member of `StepsInFlight.observers`. Its methods must be fast, and must not raise."""
+
+    def launched(self, step: SchedulerOutput) -> None:
+        """The executor has another step."""
+        ...
+
+    def completed(self, now: float) -> None:
+        """The oldest step's output has come. now: by the clock of `StepsInFlight`"""
+        ...
+
+    def lost(self) -> None:
+        """All steps in flight are lost with the workers."""
+        ...
 
 
 class StepsInFlight:
@@ -35,6 +52,7 @@ class StepsInFlight:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = depth, clock
         self._steps: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
+        self.observers: list[StepObserver] = []
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -53,6 +71,8 @@ class StepsInFlight:
                 break
             with self._supervisor.guarded():
                 self._steps.append((scheduled, self._executor.execute_model(scheduled)))
+            for observer in self.observers:
+                observer.launched(scheduled)
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
@@ -64,12 +84,16 @@ class StepsInFlight:
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
         self.last_completed_s = self._clock()
+        for observer in self.observers:
+            observer.completed(self.last_completed_s)
         return self._scheduler.update(scheduled, model_output)
 
     def discard_lost(self) -> None:
         """Drops the steps in flight of lost workers."""
         self.num_completed += len(self._steps)
         self._steps.clear()
+        for observer in self.observers:
+            observer.lost()
 
     def clear(self) -> None:
         """Drops the steps in flight at shutdown."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from ringcore.errors import InvalidRequestError, UnknownOptionError
 from ringcore.front_end.async_engine import AsyncEngine, OutputStream
 from ringcore.host.file_names import as_utf8
 from ringcore.params.outputs import CompletionOutput, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
 from ringcore.serve.answers import PromptTokensDetails, UsageInfo
 from ringcore.serve.errors import ApiError, engine_restarting
 from ringcore.serve.limits import ConcurrencyLimit
-from ringcore.serve.metrics import RequestRecord, ServiceMetrics
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.parsing import choose_parsing
 from ringcore.serve.structured import name_field
@@ -34,7 +31,7 @@ class Service:
         self.options = options
         self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
         self.concurrency = ConcurrencyLimit(options)
-        self.metrics = ServiceMetrics(engine, self.model_names[0])
+        self.metrics = engine.metrics(self.model_names[0])
         self.max_model_len = engine.ready.max_model_len
         self.chat_format = choose_parsing(engine.get_tokenizer(), options)
         self.started_at = unix_seconds()
@@ -75,25 +72,19 @@ class Service:
     async def consume(
         self,
         outputs: OutputStream,
-        params: SamplingParams,
         take: Callable[[RequestOutput], Awaitable[None]],
         form_field: str | None = None,
     ) -> None:
         """Passes each output of one prompt to `take`; raises the request's error. Cancellation aborts the request in
         the engine. form_field: the client's field that requires the structured outputs."""
-        record = RequestRecord(self.metrics, params.n, is_streamed=params.output_kind == "delta")
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    record.record(output)
                     await take(output)
         except UnknownOptionError:
-            raise  # the request was never sent
-        except InvalidRequestError as error:
-            raise name_field(error, form_field) from error  # likewise
-        except BaseException as error:
-            record.ended_early("abort" if isinstance(error, CancelledError) else "error")
             raise
+        except InvalidRequestError as error:
+            raise name_field(error, form_field) from error
 
 
 @dataclass(slots=True)

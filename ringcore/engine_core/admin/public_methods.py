@@ -23,6 +23,7 @@ ENGINE_CALLS: Mapping[str, Scope] = {
     "resume": "lifecycle",
     "reset_prefix_cache": "call",
     "stats": "read",
+    "step_metrics": "read",
     "health": "read",
     "is_sleeping": "read",
     "methods": "read",
