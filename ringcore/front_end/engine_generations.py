@@ -164,8 +164,6 @@ class EngineGenerations:
                 if self._is_closing:
                     return
                 past, stats = self._generation.past, ended.client.stats
-                for observer in self.observers:
-                    observer.engine_started()
                 added = {name: past[name] + getattr(stats, name) for name in _COUNTERS}
                 self._generation = _Generation(self._start(), added)
         except Exception as error:

@@ -15,10 +15,6 @@ class FrontEndObserver(Protocol):
     """A member of the `observers` of an engine. Its methods must neither raise nor wait: they run within locks, and
     `dropped` in finalizers too. Times are of the monotonic clock."""
 
-    def engine_started(self) -> None:
-        """Another engine process starts, in place of one that died."""
-        ...
-
     def received(self, columns: OutputColumns) -> None:
         """A message has come; called once for each, in their order."""
         ...

@@ -72,7 +72,7 @@ class RequestLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._messages: deque[tuple[float, OutputColumns] | None] = deque()  # None: another engine has started
+        self._messages: deque[tuple[float, OutputColumns]] = deque()
         self._events: deque[Callable[[], None]] = deque()
         self._counting = threading.Lock()
         self._gaps = TokenGaps()
@@ -92,9 +92,6 @@ class RequestLog:
                 self._count_messages()
             finally:
                 self._counting.release()
-
-    def engine_started(self) -> None:
-        self._messages.append(None)
 
     def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None:
         self._events.append(lambda: self._count_first_token(num_prompt_tokens, now - arrival_s))
@@ -122,10 +119,7 @@ class RequestLog:
     def _count_messages(self) -> None:
         gaps = self._gaps
         while self._messages:
-            if (message := self._messages.popleft()) is None:
-                gaps.forget()
-                continue
-            now, columns = message
+            now, columns = self._messages.popleft()
             if columns.started:
                 gaps.start(columns.started)
             gaps.tokens(columns.rows, now)

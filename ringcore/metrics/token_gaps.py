@@ -19,7 +19,8 @@ class TokenGaps:
 
     Invariant: `_last_s[row]` is when the request at `row` last got tokens, or NaN if it has none; for the rows in
     `_rows` it is `_time_s`, which `_settle` writes down. `_owners` has the requests that have started and not ended.
-    `_parked` has the times of those that were preempted, whose rows belong to others now.
+    `_parked` has the times of those that were preempted, whose rows belong to others now. The requests of an engine
+    that died stay in these, as many as it had rows.
     """
 
     def __init__(self) -> None:
@@ -74,13 +75,6 @@ class TokenGaps:
         taken = self._gaps, self._counts
         self._gaps, self._counts = [], []
         return taken
-
-    def forget(self) -> None:
-        """The engine is another one: its rows have other requests."""
-        self._settle()
-        self._owners.clear()
-        self._row_of.clear()
-        self._parked.clear()
 
     def _add(self, gaps: np.ndarray) -> None:
         gaps = gaps[~np.isnan(gaps)]

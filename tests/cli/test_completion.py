@@ -18,10 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*args: str, home: Path, **env: str) -> str:
-    """What the command prints, as a script of that name."""
+    """What the command prints, as a script of that name, typed in bash: it finds its shell among its parents."""
     settings = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)} | env
     done = subprocess.run(
-        [sys.executable, "-c", RUN, *args], capture_output=True, text=True, env=settings, timeout=60, check=True
+        ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "-c", RUN, *args],
+        capture_output=True,
+        text=True,
+        env=settings,
+        timeout=60,
+        check=True,
     )
     return done.stdout
 
@@ -63,11 +68,11 @@ def test_every_engine_option_is_completed(tmp_path):
 
 
 def test_it_is_installed_where_it_is_asked_for_alone(tmp_path):
-    shown = run("--show-completion", "bash", home=tmp_path)
+    shown = run("--show-completion", home=tmp_path)
     assert "_RINGCORE_COMPLETE=complete_bash" in shown
     run("--help", home=tmp_path)
     assert list(tmp_path.iterdir()) == []
-    run("--install-completion", "bash", home=tmp_path)
+    run("--install-completion", home=tmp_path)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written
     assert any("_RINGCORE_COMPLETE=complete_bash" in path.read_text() for path in written)

@@ -89,11 +89,11 @@ def test_requests_that_do_not_reach_their_end(llm):
     before = read(registry)
     for _ in llm.stream("abc", SamplingParams(max_tokens=100, n=2), by="token"):
         break
-    llm.generate([97, ROW_FAILS], use_tqdm=False, on_error="return")
+    llm.generate([97, ROW_FAILS], SamplingParams(n=2), use_tqdm=False, on_error="return")
     llm.generate("a", SamplingParams(max_tokens=50, stop=["a", "e", "i", "o", "u"]), use_tqdm=False)
     after = read(registry)
     ended = {reason: f"vllm:request_success_total({reason})" for reason in ("abort", "error", "stop", "length")}
-    assert [after[name] - before[name] for name in ended.values()] == [2, 1, 1, 0]
+    assert [after[name] - before[name] for name in ended.values()] == [2, 2, 1, 0]
     assert after["vllm:request_generation_tokens_count"] - before["vllm:request_generation_tokens_count"] == 1
 
 

@@ -57,12 +57,11 @@ def test_a_preempted_request_has_the_gap_that_its_reader_saw(row_is_taken: bool)
     assert taken(gaps) == [3.0]
 
 
-def test_another_engine_knows_none_of_them():
+def test_another_engine_begins_anew_at_the_same_rows():
     gaps = TokenGaps()
     gaps.start([started(0, "a")])
     gaps.tokens(int_array([0]), 1.0)
-    gaps.forget()
-    gaps.start([started(0, "b")])
+    gaps.start([started(0, "b")])  # "a" has died with its engine
     gaps.tokens(int_array([0]), 2.0)
     gaps.tokens(int_array([0]), 2.5)
     assert taken(gaps) == [0.5]
