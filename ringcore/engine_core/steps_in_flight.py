@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from ringcore.engine_core.admin.step_times import Launch, StepTimes
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
@@ -34,7 +35,8 @@ class StepsInFlight:
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = depth, clock
-        self._steps: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
+        self._steps: deque[tuple[SchedulerOutput, RpcFuture, Launch]] = deque()
+        self.times = StepTimes(clock)
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -48,23 +50,28 @@ class StepsInFlight:
         Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
         while len(self._steps) < self._depth:
+            began_s = self._clock()
             scheduled = self._scheduler.schedule(max_steps)
             if scheduled is None:
                 break
+            scheduled_s = self._clock()
             with self._supervisor.guarded():
-                self._steps.append((scheduled, self._executor.execute_model(scheduled)))
+                future = self._executor.execute_model(scheduled)
+                self._steps.append((scheduled, future, Launch(began_s, scheduled_s, self._clock())))
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
-        scheduled, future = self._steps[0]
+        scheduled, future, launch = self._steps[0]
         if not block and not future.done():
             return None
         with self._supervisor.guarded():
             model_output = future.result()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
-        self.last_completed_s = self._clock()
-        return self._scheduler.update(scheduled, model_output)
+        taken_s = self.last_completed_s = self._clock()
+        columns = self._scheduler.update(scheduled, model_output)
+        self.times.add(launch, taken_s, scheduled.num_tokens, len(model_output.token_ids))
+        return columns
 
     def discard_lost(self) -> None:
         """Drops the steps in flight of lost workers."""
