@@ -1,0 +1,106 @@
+"""An engine as `ringcore top` sees it: it can be asked, told, and chosen from a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ringcore.cli.top.sample import Sample, WorkerSample
+from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError
+from ringcore.front_end.admin_client import AdminClient
+from ringcore.protocol.introspection import EngineSnapshot
+
+__all__ = ["Action", "AdminSource", "Choice", "EngineSource", "Engines"]
+
+_ANSWER_S = 2.0  # an engine that needs longer is told to be silent, and asked again
+_WORKERS_S = 1.0
+_ACT_S = 60.0
+_MEMORY_EVERY = 5  # samples: the memory table takes longer than the rest
+
+
+class Action(NamedTuple):
+    """A call to the engine itself that changes something."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+class EngineSource(Protocol):
+    """One engine. `sample` and `act` may be called by two threads at once."""
+
+    def sample(self) -> Sample:
+        """Raises `RpcTimeoutError` if the engine is silent, another `RingcoreError` if it has ended or refuses."""
+        ...
+
+    def act(self, action: Action) -> object:
+        """Its value. Raises `RingcoreError`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Choice(NamedTuple):
+    """An engine to choose. connect: raises `RingcoreError`."""
+
+    name: str
+    description: str
+    connect: Callable[[], EngineSource]
+
+
+Engines = Callable[[], Sequence[Choice]]  # those that can be chosen now
+
+
+class AdminSource:
+    """An engine over its admin socket or endpoint: a connection for samples, and one for calls that may take long.
+
+    connect: makes a connection.
+    """
+
+    def __init__(self, connect: Callable[[], AdminClient], max_requests: int, max_cells: int) -> None:
+        self._connect, self._sizes = connect, (max_requests, max_cells)
+        self._client = connect()
+        self._actor: AdminClient | None = None
+        self._num_samples = 0
+        self._memory: list[dict[str, Any]] = []
+        self._device: str | None = None
+
+    def sample(self) -> Sample:
+        told = self._client.call_engine("snapshot", self._sizes, timeout=_ANSWER_S)
+        engine = msgspec.convert(told, EngineSnapshot)
+        try:
+            workers = self._ask_workers()
+        except RpcTimeoutError:
+            return Sample(engine, [], f"no answer within {_WORKERS_S:.0f} s", self._device)
+        except WorkerDiedError as error:
+            return Sample(engine, [], error.message, self._device)
+        return Sample(engine, workers, None, self._device)
+
+    def _ask_workers(self) -> list[WorkerSample]:
+        """Over the control channel of each, so that no step waits."""
+        usage = self._client.collective_rpc("stats", timeout=_WORKERS_S)
+        if self._num_samples % _MEMORY_EVERY == 0:
+            self._memory = self._client.collective_rpc("memory", timeout=_WORKERS_S)
+            report = self._client.collective_rpc("health", timeout=_WORKERS_S, unique_reply_rank=0)
+            self._device = report.get("device")
+        self._num_samples += 1
+        return [
+            WorkerSample(rank, one, self._memory[rank] if rank < len(self._memory) else {})
+            for rank, one in enumerate(usage)
+        ]
+
+    def act(self, action: Action) -> object:
+        if self._actor is None:
+            self._actor = self._connect()
+        try:
+            return self._actor.call_engine(action.method, action.args, timeout=_ACT_S)
+        except RingcoreError:
+            actor, self._actor = self._actor, None
+            actor.close()
+            raise
+
+    def close(self) -> None:
+        self._client.close()
+        if self._actor is not None:
+            self._actor.close()
