@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from ringcore.cli.top.sample import Sample, WorkerSample
@@ -157,6 +159,7 @@ class FakeSource:
         self.actions: list[Action] = []
         self.answer: object = None
         self.is_closed = False
+        self.num_dumps = 0
 
     def sample(self) -> Sample:
         found = self.samples.pop(0) if len(self.samples) > 1 else self.samples[0]
@@ -169,6 +172,12 @@ class FakeSource:
         if isinstance(self.answer, RingcoreError):
             raise self.answer
         return self.answer
+
+    def dump(self) -> Path:
+        self.num_dumps += 1
+        if isinstance(self.answer, OSError):
+            raise self.answer
+        return Path("dump.json")
 
     def close(self) -> None:
         self.is_closed = True

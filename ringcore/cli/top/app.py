@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -27,7 +26,6 @@ __all__ = ["TopApp"]
 
 _ROWS = {"upper": ("requests", "tokens", "steps"), "lower": ("blocks", "workers")}
 _FRAME = 2  # lines
-Dump = Callable[[Choice, View], Path]  # writes a file; raises `RingcoreError` or OSError
 
 
 class _PanelView(Static):
@@ -69,11 +67,11 @@ class TopApp(App[None]):
         Binding("question_mark,h", "help", "help", key_display="?"),
     ]
 
-    def __init__(self, engines: Engines, choice: Choice | None, dump: Dump, interval_s: float | None = 1.0) -> None:
+    def __init__(self, engines: Engines, choice: Choice | None, interval_s: float | None = 1.0) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (76, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (34, "-high")]
-        self._engines, self._choice, self._dump, self._interval_s = engines, choice, dump, interval_s
+        self._engines, self._choice, self._interval_s = engines, choice, interval_s
         self._monitor: Monitor | None = None
         self._ids: list[str] = []  # of the table's rows
         self._stopping = threading.Event()
@@ -205,11 +203,10 @@ class TopApp(App[None]):
         self.push_screen(Help())
 
     def action_dump(self) -> None:
-        if self._choice is None:
-            return
-        choice, view = self._choice, self._view
-        self._say("writing a dump...")
-        self._in_thread(lambda: f"dump: {self._dump(choice, view)}")
+        monitor = self._monitor
+        if monitor is not None:
+            self._say("writing a dump...")
+            self._in_thread(lambda: f"dump: {monitor.dump()}")
 
     async def action_quit(self) -> None:
         self._stopping.set()

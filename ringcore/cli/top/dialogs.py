@@ -18,19 +18,22 @@ from ringcore.cli.top.source import Choice
 __all__ = ["Confirm", "EngineList", "Help"]
 
 _HELP = """\
-p      pause: running requests continue, no new one starts; again: resume
-a      abort the selected request (up and down select); its reader gets the finish reason abort
-d      dump: the engine's whole state and the stacks of its processes, as a JSON file in this folder
-s      sleep: give device memory back; again: wake up
-e      choose another engine
-q      quit; the engine goes on
+p  pause: running requests go on, no new one starts; again: resume
+a  abort the selected request: its reader gets the finish reason abort
+d  dump: state and stacks of all processes, as JSON in this folder
+s  sleep: give device memory back; again: wake up
+e  choose another engine
+q  quit; the engine goes on
+up, down: select a request; tab: scroll what does not fit
 
-Tokens     generated: sampled; computed: all that steps computed, prompts too
-           prefix hits: prompt tokens found in the cache, since the sample before (and ever)
-Steps      schedule, launch (to the workers), wait (for their output), update, send (to the client)
-           step: from one step's end to the next one's
-Blocks     a character stands for one or more blocks, and shows what most of them are
-Processes  CPU is of one core; a GPU's figures are those of the whole card"""
+Requests   held: while it is found out which request kills workers
+           compiling: their grammar is
+Tokens     generated: sampled; computed: all of a step, prompts too
+           prefix hits: found in the cache, now (and since the start)
+Steps      launch: to the workers; wait: for them; send: to the client
+           step: from the end of one to the end of the next
+KV cache   a character shows what most of its blocks are
+Processes  CPU of one core; GPU figures are of the whole card"""
 
 
 class Confirm(ModalScreen[bool]):

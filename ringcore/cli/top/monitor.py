@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ringcore.cli.top.sample import Pace, Sample, pace_between
@@ -40,7 +41,7 @@ class Monitor:
         self._source: EngineSource | None = None
         self._rates: deque[float] = deque(maxlen=HISTORY)
         self._first_s = now()
-        self.view = View(choice.name, "connecting", answered_s=None)
+        self.view = View(choice.name, "connecting")
 
     def poll(self) -> View:
         """Asks once, and connects if it has to. Takes seconds if the engine is silent; never raises `RingcoreError`."""
@@ -72,10 +73,17 @@ class Monitor:
 
     def act(self, action: Action) -> object:
         """Raises `RingcoreError`."""
+        return self._live_source().act(action)
+
+    def dump(self) -> Path:
+        """Raises `RingcoreError` and OSError."""
+        return self._live_source().dump()
+
+    def _live_source(self) -> EngineSource:
         source = self._source
         if source is None:
             raise EngineDeadError(f"{self._choice.name}: it has ended; press e to choose another one", process="engine")
-        return source.act(action)
+        return source
 
     def _disconnect(self) -> None:
         source, self._source = self._source, None

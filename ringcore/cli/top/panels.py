@@ -61,10 +61,10 @@ def _how(view: View, silent_s: float) -> Text:
     if view.contact == "connecting":
         return Text("connecting...", style="yellow")
     if view.contact == "ended":
-        return Text(f"ended: {plain(view.trouble or '')}", style="bold red")
+        return Text(f"ended: {plain(view.trouble or '')}", style="bold")
     if view.contact == "silent":
         text = f"no answer for {age(silent_s)}: it hangs, or replaces its workers"
-        return Text(text, style="bold yellow")
+        return Text(text, style="bold")
     assert view.sample is not None
     return _health(view.sample)
 
@@ -154,11 +154,17 @@ def _steps(view: View, sample: Sample, width: int, height: int) -> Lines:
 def _blocks(view: View, sample: Sample, width: int, height: int) -> Lines:
     blocks = sample.engine.blocks
     totals = (blocks.num_free, blocks.num_cached, blocks.num_used, blocks.num_shared)
+    legend = _legend(totals, blocks.num_blocks, with_names=True)
+    if legend.cell_len > width:
+        legend = _legend(totals, blocks.num_blocks, with_names=False)
+    return [_cut(legend, width), *_block_map(blocks, width, max(1, height - 1))]
+
+
+def _legend(totals: Sequence[int], num_blocks: int, with_names: bool) -> Text:
     legend = Text()
     for (glyph, style, name), number in reversed(list(zip(_BLOCKS, totals, strict=True))):
-        legend.append(glyph, style=style).append(f" {name} {count(number)}  ")
-    legend.append(f"of {count(blocks.num_blocks)}", style="grey58")
-    return [_cut(legend, width), *_block_map(blocks, width, max(1, height - 1))]
+        legend.append(glyph, style=style).append(f" {f'{name} ' if with_names else ''}{count(number)}  ")
+    return legend.append(f"of {count(num_blocks)}", style="grey58")
 
 
 def _block_map(blocks: BlockMap, width: int, height: int) -> Lines:

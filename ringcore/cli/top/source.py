@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
+from ringcore.cli.dump import write_dump
+from ringcore.cli.engines import EngineAddress
 from ringcore.cli.top.sample import Sample, WorkerSample
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError
-from ringcore.front_end.admin_client import AdminClient
 from ringcore.protocol.introspection import EngineSnapshot
+
+if TYPE_CHECKING:
+    from ringcore.front_end.admin_client import AdminClient
 
 __all__ = ["Action", "AdminSource", "Choice", "EngineSource", "Engines"]
 
 _ANSWER_S = 2.0  # an engine that needs longer is told to be silent, and asked again
 _WORKERS_S = 1.0
 _ACT_S = 60.0
+_SIZES = 50, 1024  # requests, cells of the block map
 _MEMORY_EVERY = 5  # samples: the memory table takes longer than the rest
 
 
@@ -28,7 +34,7 @@ class Action(NamedTuple):
 
 
 class EngineSource(Protocol):
-    """One engine. `sample` and `act` may be called by two threads at once."""
+    """One engine. `sample` on one side, `act` and `dump` on the other may be called by two threads at once."""
 
     def sample(self) -> Sample:
         """Raises `RpcTimeoutError` if the engine is silent, another `RingcoreError` if it has ended or refuses."""
@@ -36,6 +42,10 @@ class EngineSource(Protocol):
 
     def act(self, action: Action) -> object:
         """Its value. Raises `RingcoreError`."""
+        ...
+
+    def dump(self) -> Path:
+        """Writes a file. Raises OSError."""
         ...
 
     def close(self) -> None: ...
@@ -55,19 +65,19 @@ Engines = Callable[[], Sequence[Choice]]  # those that can be chosen now
 class AdminSource:
     """An engine over its admin socket or endpoint: a connection for samples, and one for calls that may take long.
 
-    connect: makes a connection.
+    The constructor connects. Raises `RingcoreError`.
     """
 
-    def __init__(self, connect: Callable[[], AdminClient], max_requests: int, max_cells: int) -> None:
-        self._connect, self._sizes = connect, (max_requests, max_cells)
-        self._client = connect()
+    def __init__(self, address: EngineAddress) -> None:
+        self._address = address
+        self._client = address.connect()
         self._actor: AdminClient | None = None
         self._num_samples = 0
         self._memory: list[dict[str, Any]] = []
         self._device: str | None = None
 
     def sample(self) -> Sample:
-        told = self._client.call_engine("snapshot", self._sizes, timeout=_ANSWER_S)
+        told = self._client.call_engine("snapshot", _SIZES, timeout=_ANSWER_S)
         engine = msgspec.convert(told, EngineSnapshot)
         try:
             workers = self._ask_workers()
@@ -92,13 +102,16 @@ class AdminSource:
 
     def act(self, action: Action) -> object:
         if self._actor is None:
-            self._actor = self._connect()
+            self._actor = self._address.connect()
         try:
             return self._actor.call_engine(action.method, action.args, timeout=_ACT_S)
         except RingcoreError:
             actor, self._actor = self._actor, None
             actor.close()
             raise
+
+    def dump(self) -> Path:
+        return write_dump(self._address)
 
     def close(self) -> None:
         self._client.close()
