@@ -77,8 +77,8 @@ def _state_of(address: EngineAddress) -> dict[str, Any]:
                     errors[name] = error.message
     except RingcoreError as error:
         errors["connect"] = error.message
-    if address.pid is not None:
-        found["processes"] = _processes(address.pid)
+    if address.local is not None and address.local.pid is not None:
+        found["processes"] = _processes(address.local.pid)
     return found | {"errors": errors}
 
 

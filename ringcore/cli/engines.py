@@ -13,18 +13,17 @@ if TYPE_CHECKING:
     from ringcore.front_end.admin_client import AdminClient
     from ringcore.front_end.local_engines import LocalEngine
 
-__all__ = ["ENGINE_HELP", "KEYS_HELP", "EngineAddress", "choose_engine", "local_addresses"]
+__all__ = ["ENGINE_HELP", "KEYS_HELP", "EngineAddress", "choose_engine", "local_address"]
 
 ENGINE_HELP = "a pid, an id or a model of 'ringcore ps', or tcp://HOST:PORT with --keys; default: the only engine"
 KEYS_HELP = "for tcp://: a directory with server.key and client.key_secret"
 
 
 class EngineAddress(NamedTuple):
-    """Where an engine is. pid: of its process on this host, if that is known. connect: raises `RingcoreError`."""
+    """Where an engine is. local: if it is on this host. connect: raises `RingcoreError`."""
 
     name: str
-    description: str
-    pid: int | None
+    local: LocalEngine | None
     connect: Callable[[], AdminClient]
 
 
@@ -37,22 +36,14 @@ def choose_engine(engine: str | None, keys: Path | None) -> EngineAddress:
             raise InvalidRequestError(f"keys={str(keys)!r}: only tcp://HOST:PORT needs keys", field="keys", value=None)
         from ringcore.front_end.local_engines import find_engine
 
-        return _local_address(find_engine(engine))
+        return local_address(find_engine(engine))
     if keys is None:
         raise InvalidRequestError(f"keys: give the keys of {engine} as --keys", field="keys", value=None)
-    return EngineAddress(engine, "", None, lambda: AdminClient(engine, keys))
+    return EngineAddress(engine, None, lambda: AdminClient(engine, keys))
 
 
-def local_addresses() -> list[EngineAddress]:
-    """The engines of this user on this host, the oldest first."""
-    from ringcore.front_end.local_engines import local_engines
-
-    return [_local_address(one) for one in local_engines() if one.uid == os.geteuid()]
-
-
-def _local_address(engine: LocalEngine) -> EngineAddress:
+def local_address(engine: LocalEngine) -> EngineAddress:
     from ringcore.front_end.admin_client import AdminClient
 
     name = os.path.basename((engine.model or "").rstrip("/")) or engine.engine_id
-    description = f"pid {engine.pid or engine.name.pid}, {engine.engine_id}"
-    return EngineAddress(name, description, engine.pid, lambda: AdminClient.local(engine))
+    return EngineAddress(name, engine, lambda: AdminClient.local(engine))

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from ringcore.protocol.messages import EngineHealth, PauseMode
+from ringcore.protocol.messages import EngineHealth
 
 __all__ = [
     "MAX_CELLS",
@@ -130,7 +130,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 
     about: EngineAbout
     health: EngineHealth
-    paused: PauseMode | None
     requests: RequestList
     blocks: BlockMap
     steps: StepReport

@@ -101,7 +101,6 @@ def snapshot(**fields) -> EngineSnapshot:
     base = EngineSnapshot(
         about=about(),
         health=EngineHealth("ready", 88_000, 0.004, 0.0031, 14.2, 32, 204),
-        paused=None,
         requests=requests(oldest, running=32, waiting=204, preempted=1),
         blocks=blocks(cells, 4),
         steps=steps(),

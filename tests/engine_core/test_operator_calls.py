@@ -222,7 +222,7 @@ def test_a_snapshot_survives_the_wire(folder):
     core.pause("new")
     found = call(core, "snapshot", 5, 8, 3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=EngineSnapshot) == found
-    assert (found.paused, found.health.state, len(found.blocks.cells)) == ("new", "ready", 8)
+    assert (found.health.paused, found.health.state, len(found.blocks.cells)) == ("new", "ready", 8)
     assert (found.about.model, found.about.num_blocks, found.about.max_num_seqs) == (folder, 40, 256)
     assert found.cpu_s > 0
     assert found.resident_bytes > 1 << 20

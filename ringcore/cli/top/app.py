@@ -6,7 +6,7 @@ Two threads besides its own, both daemons, since a hanging engine may hold them 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -170,7 +170,7 @@ class TopApp(App[None]):
 
     def action_pause(self) -> None:
         sample = self._view.sample
-        if sample is not None and sample.engine.paused is not None:
+        if sample is not None and sample.engine.health.paused is not None:
             self._act(Action("resume"), "resumed")
         else:
             self._act(Action("pause", ("new",)), "paused: running requests continue, no new one starts")
@@ -192,12 +192,12 @@ class TopApp(App[None]):
             self._confirm(question, Action("sleep", (1, "abort")), "asleep")
 
     def action_engines(self) -> None:
-        try:
-            choices = self._engines()
-        except RingcoreError as error:
-            self._say(error.message, is_error=True)
-            return
-        self.push_screen(EngineList(choices), lambda choice: None if choice is None else self.choose(choice))
+        """They are asked for their state, for which a silent one needs a while."""
+
+        def show(choices: Sequence[Choice]) -> None:
+            self.push_screen(EngineList(choices), lambda choice: None if choice is None else self.choose(choice))
+
+        threading.Thread(target=lambda: self.call_later(show, self._engines()), name="top", daemon=True).start()
 
     def action_help(self) -> None:
         self.push_screen(Help())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ringcore.cli.engines import ENGINE_HELP, KEYS_HELP, EngineAddress, choose_engine, local_addresses
+from ringcore.cli.engines import ENGINE_HELP, KEYS_HELP, EngineAddress, choose_engine, local_address
 from ringcore.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = ["top"]
 
 _FILE_WIDTH = 120  # of a picture that goes into a file or a pipe
 _INTERVALS_S = 0.1, 3600.0
+_SURVEY_S = 1.0
 
 
 def top(
@@ -105,18 +107,31 @@ def _show(engine: str | None, keys: Path | None, interval_s: float) -> None:
 
 def _first(engine: str | None, keys: Path | None) -> Choice | None:
     """The engine that is meant; None: it is chosen from the list."""
-    if engine is None and keys is None and len(local_addresses()) != 1:
+    from ringcore.front_end.local_engines import local_engines
+
+    if engine is None and keys is None and len(local_engines()) != 1:
         return None
-    return _choice(choose_engine(engine, keys))
+    return _choice(choose_engine(engine, keys), "")
 
 
 def _all_engines(engine: str | None, first: Choice | None) -> Callable[[], list[Choice]]:
     """This user's, and one that was given by its address."""
     remote = [first] if first is not None and engine is not None and engine.startswith("tcp://") else []
-    return lambda: [*remote, *map(_choice, local_addresses())]
+    return lambda: [*remote, *_local_choices()]
 
 
-def _choice(address: EngineAddress) -> Choice:
+def _local_choices() -> list[Choice]:
+    from ringcore.front_end.engine_survey import survey
+    from ringcore.front_end.local_engines import local_engines
+
+    engines = [one for one in local_engines() if one.uid == os.geteuid()]
+    return [
+        _choice(local_address(one), f"pid {report.pid}, {report.state}, {report.num_running or 0} running")
+        for one, report in zip(engines, survey(engines, _SURVEY_S), strict=True)
+    ]
+
+
+def _choice(address: EngineAddress, description: str) -> Choice:
     from ringcore.cli.top.source import Choice
 
-    return Choice(address.name, address.description, lambda: _source(address))
+    return Choice(address.name, description, lambda: _source(address))

@@ -63,8 +63,7 @@ def _how(view: View, silent_s: float) -> Text:
     if view.contact == "ended":
         return Text(f"ended: {plain(view.trouble or '')}", style="bold")
     if view.contact == "silent":
-        text = f"no answer for {age(silent_s)}: it hangs, or replaces its workers"
-        return Text(text, style="bold")
+        return Text(f"no answer for {age(silent_s)}: {plain(view.trouble or '')}", style="bold")
     assert view.sample is not None
     return _health(view.sample)
 
@@ -72,8 +71,8 @@ def _how(view: View, silent_s: float) -> Text:
 def _health(sample: Sample) -> Text:
     health = sample.engine.health
     line = Text(health.state, style=_STATE_STYLES[health.state])
-    if sample.engine.paused is not None:
-        line.append(f" · paused ({'new requests' if sample.engine.paused == 'new' else 'all'})", style="bold yellow")
+    if health.paused is not None:
+        line.append(f" · paused ({'new requests' if health.paused == 'new' else 'all'})", style="bold yellow")
     if any(state != "resident" for state in health.memory.values()):
         line.append(" · " + ", ".join(f"{tag.replace('_', ' ')} {state}" for tag, state in health.memory.items()))
     if health.oldest_step_s is not None:

@@ -21,6 +21,7 @@ __all__ = ["Action", "AdminSource", "Choice", "EngineSource", "Engines"]
 
 _ANSWER_S = 2.0  # an engine that needs longer is told to be silent, and asked again
 _WORKERS_S = 1.0
+_SURVEY_S = 0.1
 _ACT_S = 60.0
 _SIZES = 50, 1024  # requests, cells of the block map
 _MEMORY_EVERY = 5  # samples: the memory table takes longer than the rest
@@ -77,7 +78,10 @@ class AdminSource:
         self._device: str | None = None
 
     def sample(self) -> Sample:
-        told = self._client.call_engine("snapshot", _SIZES, timeout=_ANSWER_S)
+        try:
+            told = self._client.call_engine("snapshot", _SIZES, timeout=_ANSWER_S)
+        except RpcTimeoutError as error:
+            raise self._explained(error) from error
         engine = msgspec.convert(told, EngineSnapshot)
         try:
             workers = self._ask_workers()
@@ -86,6 +90,16 @@ class AdminSource:
         except WorkerDiedError as error:
             return Sample(engine, [], error.message, self._device)
         return Sample(engine, workers, None, self._device)
+
+    def _explained(self, error: RpcTimeoutError) -> RpcTimeoutError:
+        """With what the kernel and the shared memory of an engine on this host say."""
+        from ringcore.front_end.engine_survey import survey
+
+        if self._address.local is not None:
+            (report,) = survey([self._address.local], _SURVEY_S)
+            if report.detail is not None:
+                return RpcTimeoutError(report.detail, **error.details)
+        return error
 
     def _ask_workers(self) -> list[WorkerSample]:
         """Over the control channel of each, so that no step waits."""

@@ -90,7 +90,6 @@ class OperatorCalls:
         return EngineSnapshot(
             about=self.about(),
             health=self._engine.health(),
-            paused=self._scheduler.paused,
             requests=self.requests(max_requests),
             blocks=self.kv_blocks(max_cells),
             steps=self.step_times(num_steps),
