@@ -56,6 +56,7 @@ class Confirm(ModalScreen[bool]):
 
 
 class EngineList(ModalScreen[Choice | None]):
+    AUTO_FOCUS = "OptionList"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close")]
 
     def __init__(self, choices: Sequence[Choice]) -> None:
