@@ -15,7 +15,7 @@ import psutil
 import typer
 
 from ringcore.cli.engines import ENGINE_HELP, KEYS_HELP, choose_engine
-from ringcore.errors import RingcoreError
+from ringcore.errors import RingcoreError, RpcTimeoutError
 
 if TYPE_CHECKING:
     from ringcore.cli.engines import EngineAddress
@@ -43,8 +43,8 @@ def dump(
     Examples:
 
     \b
-      ringcore dump
-      ringcore dump Qwen3-8B state.json
+      ringcore dump 4242
+      ringcore dump SmolLM2-135M state.json
       ringcore dump tcp://127.0.0.1:5600 --keys ./admin-keys
     """
     print(write_dump(choose_engine(engine, keys), file))
@@ -73,6 +73,9 @@ def _state_of(address: EngineAddress) -> dict[str, Any]:
             for name, call in _calls(client).items():
                 try:
                     found[name] = call()
+                except RpcTimeoutError as error:
+                    errors[name] = f"{error.message}; what comes after was not asked for"
+                    break
                 except RingcoreError as error:
                     errors[name] = error.message
     except RingcoreError as error:

@@ -44,9 +44,9 @@ def top(
 
     \b
       ringcore top
-      ringcore top Qwen3-8B
-      ringcore top --once
-      ringcore top --json > sample.json
+      ringcore top SmolLM2-135M --interval 0.5
+      ringcore top 4242 --once
+      ringcore top 4242 --json
       ringcore top tcp://127.0.0.1:5600 --keys ./admin-keys
     """
     low, high = _INTERVALS_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ import msgspec
 from ringcore.cli.dump import write_dump
 from ringcore.cli.engines import EngineAddress
 from ringcore.cli.top.sample import Sample, WorkerSample
-from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError
+from ringcore.errors import InvalidRequestError, RingcoreError, RpcTimeoutError, WorkerDiedError
 from ringcore.protocol.introspection import EngineSnapshot
 
 if TYPE_CHECKING:
@@ -103,16 +104,22 @@ class AdminSource:
 
     def _ask_workers(self) -> list[WorkerSample]:
         """Over the control channel of each, so that no step waits."""
-        usage = self._client.collective_rpc("stats", timeout=_WORKERS_S)
+        usage = self._ask_all("stats")
         if self._num_samples % _MEMORY_EVERY == 0:
-            self._memory = self._client.collective_rpc("memory", timeout=_WORKERS_S)
-            report = self._client.collective_rpc("health", timeout=_WORKERS_S, unique_reply_rank=0)
-            self._device = report.get("device")
+            self._memory = self._ask_all("memory")
+            self._device = next((one.get("device") for one in self._ask_all("health")), None)
         self._num_samples += 1
-        return [
-            WorkerSample(rank, one, self._memory[rank] if rank < len(self._memory) else {})
-            for rank, one in enumerate(usage)
-        ]
+        none: dict[str, Any] = {}
+        both = zip_longest(usage, self._memory, fillvalue=none)
+        return [WorkerSample(rank, *of_rank) for rank, of_rank in enumerate(both)]
+
+    def _ask_all(self, method: str) -> list[dict[str, Any]]:
+        """By rank; empty for workers of somebody's own that have no such method."""
+        try:
+            values: list[dict[str, Any]] = self._client.collective_rpc(method, timeout=_WORKERS_S)
+        except InvalidRequestError:
+            return []
+        return values
 
     def act(self, action: Action) -> object:
         if self._actor is None:
