@@ -11,6 +11,7 @@ BENCHMARKS = {
     "scheduler": "benchmarks.scheduler:Scheduler",
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
+    "introspection": "benchmarks.introspection:Introspection",
     "simulator": "benchmarks.simulator:Simulator",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",

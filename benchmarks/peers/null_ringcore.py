@@ -11,6 +11,7 @@ from ringcore.engine_core.core import EngineCore
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol import EngineCoreOutputs, EngineCoreRequest
+from ringcore.protocol.messages import EngineReady
 
 
 class RingcoreEngine:
@@ -37,6 +38,10 @@ class RingcoreEngine:
 
     def _outputs(self) -> EngineCoreOutputs:
         return self._client.get_outputs() if self._client is not None else self._core_here.step()
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._client.ready if self._client is not None else self._core_here.ready
 
     @property
     def _core_here(self) -> EngineCore:

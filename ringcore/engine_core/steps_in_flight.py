@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ringcore.engine_core.admin.step_times import Launch, StepTimes
+from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
@@ -35,8 +35,10 @@ class StepsInFlight:
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = depth, clock
-        self._steps: deque[tuple[SchedulerOutput, RpcFuture, Launch]] = deque()
+        # With each when its scheduling began and ended, and when the workers had it.
+        self._steps: deque[tuple[SchedulerOutput, RpcFuture, float, float, float]] = deque()
         self.times = StepTimes(clock)
+        self._num_scheduled = self._num_sampled = 0  # tokens of completed steps
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -57,11 +59,11 @@ class StepsInFlight:
             scheduled_s = self._clock()
             with self._supervisor.guarded():
                 future = self._executor.execute_model(scheduled)
-                self._steps.append((scheduled, future, Launch(began_s, scheduled_s, self._clock())))
+                self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
-        scheduled, future, launch = self._steps[0]
+        scheduled, future, began_s, scheduled_s, launched_s = self._steps[0]
         if not block and not future.done():
             return None
         with self._supervisor.guarded():
@@ -70,7 +72,10 @@ class StepsInFlight:
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
         columns = self._scheduler.update(scheduled, model_output)
-        self.times.add(launch, taken_s, scheduled.num_tokens, len(model_output.token_ids))
+        self._num_scheduled += scheduled.num_tokens
+        self._num_sampled += len(model_output.token_ids)
+        stamps = began_s, scheduled_s, launched_s, taken_s, self._clock(), self._num_scheduled, self._num_sampled
+        self.times.add(stamps)
         return columns
 
     def discard_lost(self) -> None:

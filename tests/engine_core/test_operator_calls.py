@@ -9,7 +9,7 @@ from fake_engine import expected, make_model_folder
 from mortal_executor import MortalExecutor
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
-from ringcore.engine_core.admin.step_times import Launch, StepTimes
+from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.errors import InvalidRequestError
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.occupancy import Occupancy
@@ -162,14 +162,14 @@ def test_the_parts_of_a_step_and_the_rates():
     clock = Clock()
     times = StepTimes(clock)
     assert times.report(10).num_steps == 0
-    for start in (100.0, 101.0):  # the second is launched while the first runs
-        clock.now_s = start + 4.0
-        times.add(Launch(start, start + 0.1, start + 0.3), start + 3.5, 6, 2)
+    times.add((100.0, 100.1, 100.3, 103.5, 104.0, 6, 2))
+    times.add((101.0, 101.1, 101.3, 104.5, 105.0, 12, 4))  # launched while the first runs
     times.add_send(0.25)
     clock.now_s = 106.0
     report = times.report(1)
     assert (report.num_steps, report.window_s) == (2, 10.0)
-    assert (report.scheduled_tokens_per_s, report.generated_tokens_per_s, report.steps_per_s) == (1.2, 0.4, 0.2)
+    rates = report.scheduled_tokens_per_s, report.generated_tokens_per_s, report.steps_per_s
+    assert rates == pytest.approx((1.2, 0.4, 0.2))
     p50 = {name: round(spread.p50_s, 6) for name, spread in report.parts.items()}
     assert p50 == {"step": 2.5, "schedule": 0.1, "launch": 0.2, "wait": 3.2, "update": 0.5, "send": 0.25}
     assert report.parts["step"].max_s == 4.0
@@ -192,12 +192,14 @@ def test_a_full_ring_bounds_the_window():
     times = StepTimes(clock)
     for number in range(MAX_STEPS + 500):
         clock.now_s = 100.0 + number / 1024
-        times.add(Launch(*[clock.now_s - 1e-4] * 3), clock.now_s, 2, 1)
+        times.add((*[clock.now_s - 1e-4] * 3, clock.now_s, clock.now_s, 2 * (number + 1), number + 1))
     report = times.report(MAX_STEPS)
     assert report.num_steps == len(report.last["age_s"]) == MAX_STEPS
     assert report.window_s == pytest.approx(1.0, rel=0.01)
     assert report.generated_tokens_per_s == pytest.approx(1024, rel=0.01)
-    assert (times.num_scheduled_tokens, times.num_sampled_tokens) == (2 * (MAX_STEPS + 500), MAX_STEPS + 500)
+    assert report.scheduled_tokens_per_s == pytest.approx(2048, rel=0.01)
+    assert set(report.last["num_scheduled_tokens"]) == {2.0}
+    assert times.num_tokens == (2 * (MAX_STEPS + 500), MAX_STEPS + 500)
     assert np.diff(report.last["age_s"]).max() < 0  # the newest last
 
 

@@ -86,7 +86,7 @@ class OperatorCalls:
 
     def snapshot(self, max_requests: int = _REQUESTS, max_cells: int = _CELLS, num_steps: int = 0) -> EngineSnapshot:
         """All of the calls below at one moment, with the engine's health and its counts since the start."""
-        stats, times = self._scheduler.stats(), self._times
+        stats, (num_scheduled, num_sampled) = self._scheduler.stats(), self._times.num_tokens
         return EngineSnapshot(
             about=self.about(),
             health=self._engine.health(),
@@ -97,8 +97,8 @@ class OperatorCalls:
             cpu_s=time.process_time(),
             resident_bytes=resident_bytes(),
             num_steps=stats.step,
-            num_scheduled_tokens=times.num_scheduled_tokens,
-            num_generated_tokens=times.num_sampled_tokens,
+            num_scheduled_tokens=num_scheduled,
+            num_generated_tokens=num_sampled,
             num_preemptions=stats.num_preemptions,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
             num_prefix_query_tokens=stats.num_prefix_query_tokens,

@@ -1,6 +1,6 @@
 """Where the time of the last steps went: a ring of time stamps, from which a report is made only for who asks.
 
-A step costs four readings of the clock and one tuple (`benchmarks/introspection.py` measures that).
+A step costs four readings of the clock, two sums and a tuple (`benchmarks/introspection.py` measures that).
 """
 
 from __future__ import annotations
@@ -8,65 +8,65 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from ringcore.protocol.introspection import MAX_STEPS, Spread, StepReport
 
-__all__ = ["Launch", "StepTimes"]
+__all__ = ["Stamps", "StepTimes"]
 
 _WINDOW_S = 10.0
 _PERCENTILES = (50, 90, 99, 100)
 
 
-class Launch(NamedTuple):
-    """A step that the workers have: seconds of the engine's clock."""
-
-    began_s: float
-    scheduled_s: float
-    launched_s: float
+# When its scheduling began and ended, the workers had it, its output was taken and was applied, in seconds of the
+# engine's clock; the tokens scheduled and sampled since the start, its own included. A plain tuple: a named one takes
+# longer to make than all the rest.
+Stamps = tuple[float, float, float, float, float, int, int]
 
 
 class StepTimes:
-    """The last `MAX_STEPS` completed steps and sends, and totals since the start. now: the engine's clock."""
+    """The last `MAX_STEPS` completed steps and sends. now: the engine's clock.
+
+    add: a step whose output was just applied. add_send: the seconds in which outputs were sent.
+
+    Invariant: the ring is never empty; before its first step is the one before, or the engine's start.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
-        self.num_scheduled_tokens = 0
-        self.num_sampled_tokens = 0
-        # (began, scheduled, launched, output taken, applied) in seconds, tokens scheduled, tokens sampled
-        self._steps: deque[tuple[float, float, float, float, float, int, int]] = deque(maxlen=MAX_STEPS)
+        self._now, start_s = now, now()
+        start: Stamps = (start_s, start_s, start_s, start_s, start_s, 0, 0)
+        self._steps: deque[Stamps] = deque([start], maxlen=MAX_STEPS + 1)
         self._sends: deque[float] = deque(maxlen=MAX_STEPS)
-        self.add_send = self._sends.append  # seconds
+        self.add, self.add_send = self._steps.append, self._sends.append
 
-    def add(self, launch: Launch, taken_s: float, num_scheduled_tokens: int, num_sampled_tokens: int) -> None:
-        """A step whose output was just applied."""
-        self.num_scheduled_tokens += num_scheduled_tokens
-        self.num_sampled_tokens += num_sampled_tokens
-        self._steps.append((*launch, taken_s, self.now(), num_scheduled_tokens, num_sampled_tokens))
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Scheduled and sampled since the start."""
+        *_, num_scheduled, num_sampled = self._steps[-1]
+        return num_scheduled, num_sampled
 
     def report(self, num_last: int) -> StepReport:
         """With the last `num_last` steps one by one."""
         sends = {"send": _spread(np.array(self._sends))} if self._sends else {}
-        if not self._steps:
+        num_steps = len(self._steps) - 1
+        if not num_steps:
             return StepReport(0, 0.0, 0.0, 0.0, 0.0, sends)
-        now_s, columns = self.now(), np.array(self._steps).T
+        now_s, columns = self._now(), np.array(self._steps).T
         seconds = _parts(columns)
         spreads = {name: _spread(part) for name, part in seconds.items()}
-        last = {"age_s": now_s - columns[4]} | {f"{name}_s": part for name, part in seconds.items()}
-        last |= {"num_scheduled_tokens": columns[5], "num_sampled_tokens": columns[6]}
-        first = max(0, len(self._steps) - num_last)
+        last = {"age_s": now_s - columns[4, 1:]} | {f"{name}_s": part for name, part in seconds.items()}
+        last |= {"num_scheduled_tokens": np.diff(columns[5]), "num_sampled_tokens": np.diff(columns[6])}
+        first = max(0, num_steps - num_last)
         rows = {name: column[first:].tolist() for name, column in last.items()} if num_last else {}
-        return StepReport(len(self._steps), *_rates(now_s, columns), spreads | sends, rows)
+        return StepReport(num_steps, *_rates(now_s, columns), spreads | sends, rows)
 
 
 def _parts(columns: np.ndarray) -> dict[str, np.ndarray]:
     """Seconds of each step, [num_steps] each."""
-    began, scheduled, launched, taken, applied = columns[:5]
-    since = np.maximum(began, np.concatenate((began[:1], applied[:-1])))
+    began, scheduled, launched, taken, applied = columns[:5, 1:]
     return {
-        "step": applied - since,
+        "step": applied - np.maximum(began, columns[4, :-1]),
         "schedule": scheduled - began,
         "launch": launched - scheduled,
         "wait": taken - launched,
@@ -81,10 +81,10 @@ def _spread(seconds: np.ndarray) -> Spread:
 
 def _rates(now_s: float, columns: np.ndarray) -> tuple[float, float, float, float]:
     """The window in seconds; tokens scheduled, tokens sampled and steps a second in it."""
-    applied, num_scheduled, num_sampled = columns[4:]
-    is_full = len(applied) == MAX_STEPS
-    window_s = min(_WINDOW_S, now_s - applied[0]) if is_full else _WINDOW_S
-    is_recent = applied > now_s - window_s  # of a full ring not the oldest one, which began before the window
-    counts = num_scheduled[is_recent].sum(), num_sampled[is_recent].sum(), np.count_nonzero(is_recent)
-    tokens, sampled, steps = (float(count) / max(window_s, 1e-9) for count in counts)
-    return float(window_s), tokens, sampled, steps
+    applied = columns[4]
+    is_full = len(applied) > MAX_STEPS
+    window_s = min(_WINDOW_S, now_s - float(applied[0])) if is_full else _WINDOW_S
+    first = max(1, int(np.searchsorted(applied, now_s - window_s, "right")))
+    num_scheduled, num_sampled = (columns[5:, -1] - columns[5:, first - 1]).tolist()
+    per_s = 1 / max(window_s, 1e-9)
+    return window_s, num_scheduled * per_s, num_sampled * per_s, (len(applied) - first) * per_s
