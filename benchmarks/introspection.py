@@ -30,7 +30,7 @@ __all__ = ["Introspection", "bookkeeping_us"]
 REQUESTS = "1,32,256"
 OURS, ASKED = "ringcore", "ringcore, asked once a second"
 NUM_NOTES = 100_000
-ANSWERS, NUM_BATCHES = 50, 25
+NUM_BATCHES = 25
 
 
 class Introspection(Benchmark):
@@ -67,8 +67,8 @@ class Introspection(Benchmark):
 def _conditions(plan: Plan) -> list[str]:
     return [
         "The bookkeeping is what each step does so that operators can ask later: readings of the clock, two sums, an "
-        f"entry in a ring, and the time of sending; timed by itself, {NUM_NOTES:,} times, the least disturbed batch. A check gives its "
-        "share of a step.",
+        f"entry in a ring, and the time of sending; timed by itself, {NUM_NOTES:,} times, of which the least disturbed "
+        "batch counts. A check gives its share of a step.",
         "A step is that of the null engine in a process of its own, with its client: the wall time from the arrival of "
         f"the requests to their last token over the steps; laps of {plan.options.seconds:.0f} s at least, in which the "
         "engine is asked, in turn with laps in which it is not, by the calls of `ringcore top`, in a thread of the "
@@ -185,4 +185,4 @@ def _answers(folder: str, size: int, rounds: int) -> list[float]:
         for _ in range(min(200, load.max_tokens // 2)):
             core.step()
         snapshot = core.engine_call("snapshot")
-        return [_us_of(lambda: snapshot(50, 1024), ANSWERS) for _ in range(rounds)]
+        return [_us_of(lambda: snapshot(50, 1024), NUM_BATCHES) for _ in range(rounds)]

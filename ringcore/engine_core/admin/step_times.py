@@ -48,18 +48,17 @@ class StepTimes:
 
     def report(self, num_last: int) -> StepReport:
         """With the last `num_last` steps one by one."""
-        sends = {"send": _spread(np.array(self._sends))} if self._sends else {}
+        sends = _spreads({"send": np.array(self._sends)}) if self._sends else {}
         num_steps = len(self._steps) - 1
         if not num_steps:
             return StepReport(0, 0.0, 0.0, 0.0, 0.0, sends)
         now_s, columns = self._now(), np.array(self._steps).T
         seconds = _parts(columns)
-        spreads = {name: _spread(part) for name, part in seconds.items()}
         last = {"age_s": now_s - columns[4, 1:]} | {f"{name}_s": part for name, part in seconds.items()}
         last |= {"num_scheduled_tokens": np.diff(columns[5]), "num_sampled_tokens": np.diff(columns[6])}
         first = max(0, num_steps - num_last)
         rows = {name: column[first:].tolist() for name, column in last.items()} if num_last else {}
-        return StepReport(num_steps, *_rates(now_s, columns), spreads | sends, rows)
+        return StepReport(num_steps, *_rates(now_s, columns), _spreads(seconds) | sends, rows)
 
 
 def _parts(columns: np.ndarray) -> dict[str, np.ndarray]:
@@ -74,9 +73,10 @@ def _parts(columns: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def _spread(seconds: np.ndarray) -> Spread:
-    p50, p90, p99, highest = np.percentile(seconds, _PERCENTILES).tolist()
-    return Spread(p50, p90, p99, highest)
+def _spreads(seconds: dict[str, np.ndarray]) -> dict[str, Spread]:
+    """By the name of each part; all have equally many values, at least one."""
+    of_parts = np.percentile(np.stack(list(seconds.values())), _PERCENTILES, axis=1).T.tolist()
+    return {name: Spread(*of_part) for name, of_part in zip(seconds, of_parts, strict=True)}
 
 
 def _rates(now_s: float, columns: np.ndarray) -> tuple[float, float, float, float]:
