@@ -28,7 +28,7 @@ from ringcore.testing.models import write_model_config
 __all__ = ["Introspection", "bookkeeping_us"]
 
 REQUESTS = "1,32,256"
-OURS, ASKED = "ringcore", "ringcore, asked once a second"
+OURS, ASKED = "ringcore", "ringcore asked once a second"
 NUM_NOTES = 100_000
 NUM_BATCHES = 25
 
@@ -53,11 +53,12 @@ class Introspection(Benchmark):
             measurements.append(_measurement("a step's bookkeeping", "µs", {OURS: noted}))
             for size in sizes:
                 steps = _steps(folder, size, plan.rounds, plan.options.seconds)
-                measurements.append(_measurement(f"{size:,} requests, a step", "µs", steps))
+                shown = f"{size:,} request{'s' * (size > 1)}"
+                measurements.append(_measurement(f"{shown}, a step", "µs", steps))
                 share = median(noted) / median(steps[OURS])
-                checks.append(Check(name=f"{size:,} requests, bookkeeping of a step", value=f"{share:.2%}", data=share))
+                checks.append(Check(name=f"{shown}, bookkeeping of a step", value=f"{share:.2%}", data=share))
                 answers = _answers(folder, size, plan.rounds)
-                measurements.append(_measurement(f"{size:,} requests, a snapshot", "µs", {OURS: answers}))
+                measurements.append(_measurement(f"{shown}, a snapshot", "µs", {OURS: answers}))
         engines = {
             name: dict(facts(("ringcore", "msgspec", "numpy"), construct_s=0.0)) | {"env": {}} for name in (OURS, ASKED)
         }
