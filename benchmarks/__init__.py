@@ -13,6 +13,7 @@ BENCHMARKS = {
     "null_engine": "benchmarks.null_engine:NullEngine",
     "bench_client": "benchmarks.bench_client:BenchClientCeiling",
     "metrics_cost": "benchmarks.metrics_cost:MetricsCost",
+    "introspection": "benchmarks.introspection:Introspection",
     "simulator": "benchmarks.simulator:Simulator",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",

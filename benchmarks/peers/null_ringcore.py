@@ -13,6 +13,7 @@ from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol import EngineCoreOutputs, EngineCoreRequest
+from ringcore.protocol.messages import EngineReady
 
 
 class RingcoreEngine:
@@ -40,6 +41,10 @@ class RingcoreEngine:
 
     def _outputs(self) -> EngineCoreOutputs:
         return self._client.get_outputs() if self._client is not None else self._core_here.step()
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._client.ready if self._client is not None else self._core_here.ready
 
     @property
     def _core_here(self) -> EngineCore:

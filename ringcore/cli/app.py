@@ -24,6 +24,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.bench import make_bench
     from ringcore.cli.chat import make_chat
     from ringcore.cli.doctor import doctor
+    from ringcore.cli.dump import dump
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
@@ -31,6 +32,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.rpc import rpc
     from ringcore.cli.serve import make_serve
     from ringcore.cli.simulate import make_simulate
+    from ringcore.cli.top.command import top
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
     app.command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
@@ -39,6 +41,8 @@ def make_app() -> typer.Typer:
     app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
     app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
+    app.command("top", short_help="Show what a running engine does, live in the terminal.")(top)
+    app.command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
     app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)

@@ -100,10 +100,11 @@ def _client(engine: str, keys: Path | None) -> AdminClient:
 
 def _is_of_engine_alone(client: AdminClient, method: str, timeout: float) -> bool:
     """Whether the engine has such a method, and its workers have none."""
+    from ringcore.engine_core.admin.operator_calls import OPERATOR_CALLS
     from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
     from ringcore.errors import PermissionDeniedError
 
-    if method in ENGINE_CALLS:
+    if method in ENGINE_CALLS or method in OPERATOR_CALLS:
         with suppress(PermissionDeniedError):  # without the scope "read" the engine says itself where the method is
             return not any((one.target, one.name) == ("workers", method) for one in client.methods(timeout))
     return False

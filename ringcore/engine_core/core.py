@@ -19,9 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.admin.public_methods import PublicMethods
+from ringcore.engine_core.admin.operator_calls import OperatorCalls
+from ringcore.engine_core.admin.public_methods import PublicMethods, engine_method
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
 from ringcore.engine_core.memory.calls import by_rank, decoded_operation
@@ -105,6 +107,9 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._buffer_step)
+        times, self.note_send = self._steps.times, self._steps.times.add_send  # seconds in which outputs were sent
+        parts = self._scheduler, times, self._grammars, self._pending_outputs
+        self._operator_calls = OperatorCalls(self, *parts, clock)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests. These methods need no workers, so they also work while the workers are lost.
@@ -313,6 +318,10 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     def methods(self) -> list[RpcMethod]:
         """The methods that can be called by name: the engine's own, and those of its workers."""
         return self.public_methods.listing()
+
+    def engine_call(self, name: str) -> Callable[..., Any]:
+        """The method that a call to the engine itself names, if it returns at once. Raises `InvalidRequestError`."""
+        return engine_method(name, self, self._operator_calls)
 
     def stats(self) -> EngineStats:
         """The scheduler's counts."""

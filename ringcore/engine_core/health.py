@@ -29,7 +29,7 @@ def engine_health(
         step=stats.step,
         last_step_age_s=None if last_step_s is None else now - last_step_s,
         oldest_step_s=oldest_step_s,
-        oldest_waiting_s=scheduler.oldest_waiting_s(now),
+        oldest_waiting_s=scheduler.view.oldest_waiting_s(now),
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_restarts=supervisor.num_restarts,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import msgspec
 
-from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.idle_work import IdleWork
 from ringcore.engine_core.memory.calls import arguments_of, decoded_operation
@@ -243,9 +242,9 @@ class EngineLoop:
 
     def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
         """Calls a method of the engine itself that returns at once."""
-        if call.method not in ENGINE_CALLS or call.is_callable:
-            raise invalid_call("method", call.method, sorted([*ENGINE_CALLS, *OPERATIONS]))
-        method = getattr(self._core, call.method)
+        if call.is_callable:
+            raise invalid_call("target", call.target, ["workers"])
+        method = self._core.engine_call(call.method)
         args, kwargs = arguments_of(call.method, buffers)
         try:
             inspect.signature(method).bind(*args, **kwargs)
@@ -292,8 +291,10 @@ class EngineLoop:
 
     def _send_outputs(self) -> None:
         while self._unsent:
+            began_s = time.monotonic()
             for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
+            self._core.note_send(time.monotonic() - began_s)
 
     def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         """Queues outputs that no step produced, after the unsent ones."""
@@ -330,9 +331,8 @@ class EngineLoop:
 
     def _reply(self, answer: _Answer, call_id: int, values: list[list[Buffer]]) -> None:
         """A value that cannot be sent fails this call only."""
-        num_parts = [len(parts) for parts in values]
         try:
-            answer(RpcResult(call_id, num_parts), [part for parts in values for part in parts])
+            answer(RpcResult(call_id, [*map(len, values)]), [part for parts in values for part in parts])
         except ValueError as error:
             self._reply_error(answer, call_id, RingcoreError(f"the call's value cannot be sent: {error}"))
 

@@ -126,7 +126,7 @@ def test_a_flood_does_not_hold_the_engine_up(endpoint, peer):
             "no worker method 'ecko' is declared with @rpc; did you mean",
         ),
         (RpcCall(1, "workers", "shutdown", timeout_s=1.0), "only the engine itself calls it on its workers; close its"),
-        (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of finish_weight_update, "),
+        (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of abort, about, "),
         (RpcCall(1, "executor", "echo", timeout_s=1.0), "target='executor': give one of engine, workers"),
         (RpcCall(1, "workers", "pause", timeout_s=1.0), "it is a method of the engine, not of its workers; call it"),
     ],
