@@ -8,11 +8,14 @@ from typing import Protocol
 
 from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.engine_core.supervisor import WorkerSupervisor
+from ringcore.engine_core.tracing import EngineTracing
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
+from ringcore.tracing import now_ns
+from ringcore.tracing.kinds import STEP_ENDED, STEP_LAUNCHED
 
 __all__ = ["StepObserver", "StepsInFlight"]
 
@@ -49,8 +52,10 @@ class StepsInFlight:
         supervisor: WorkerSupervisor,
         depth: int,
         clock: Callable[[], float],
+        tracing: EngineTracing,
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
+        self._tracing, self._tracer = tracing, tracing.tracer
         self._depth, self._clock = depth, clock
         self.observers: list[StepObserver] = []
         # With each when its scheduling began and ended, and when the workers had it.
@@ -69,25 +74,19 @@ class StepsInFlight:
 
         Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
-        while len(self._steps) < self._depth:
-            began_s = self._clock()
-            scheduled = self._scheduler.schedule(max_steps)
-            if scheduled is None:
-                break
-            scheduled_s = self._clock()
-            with self._supervisor.guarded():
-                future = self._executor.execute_model(scheduled)
-                self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
-            for observer in self.observers:
-                observer.launched(scheduled)
+        while len(self._steps) < self._depth and self._launch_next(max_steps):
+            continue
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
         scheduled, future, began_s, scheduled_s, launched_s = self._steps[0]
         if not block and not future.done():
             return None
+        tracer = self._tracer
+        began = tracer.is_on and now_ns()
         with self._supervisor.guarded():
             model_output = future.result()
+        collected = began and now_ns()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
@@ -98,7 +97,30 @@ class StepsInFlight:
         self._num_sampled += len(model_output.token_ids)
         stamps = began_s, scheduled_s, launched_s, taken_s, self._clock(), self._num_scheduled, self._num_sampled
         self.times.add(stamps)
+        if began:
+            if columns.started or columns.others or self._tracing.awaited:
+                self._tracing.note(columns)
+            tracer.record(STEP_ENDED.number, began, collected, now_ns(), scheduled.step, columns.stats.step)
         return columns
+
+    def _launch_next(self, max_steps: int) -> bool:
+        """-> whether there was a step to launch."""
+        tracer = self._tracer
+        began = tracer.is_on and now_ns()
+        began_s = self._clock()
+        scheduled = self._scheduler.schedule(max_steps)
+        if scheduled is None:
+            return False
+        scheduled_s = self._clock()
+        planned = began and now_ns()
+        with self._supervisor.guarded():
+            future = self._executor.execute_model(scheduled)
+            self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
+        if began:
+            tracer.record(STEP_LAUNCHED.number, began, planned, now_ns(), scheduled.step, scheduled.num_tokens)
+        for observer in self.observers:
+            observer.launched(scheduled)
+        return True
 
     def discard_lost(self) -> None:
         """Drops the steps in flight of lost workers."""
