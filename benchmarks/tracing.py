@@ -19,7 +19,7 @@ from benchmarks.peers.rows import facts, forget_garbage
 from benchmarks.result import Check, Findings, Measurement
 from ringcore.testing.models import write_model_config
 from ringcore.tracing import ProcessTrace, Tracer, now_ns
-from ringcore.tracing.kinds import STEP_LAUNCHED
+from ringcore.tracing.kinds import CALL_RECEIVED
 
 __all__ = ["Tracing"]
 
@@ -128,7 +128,7 @@ def _cost_of_a_span() -> Check:
         for _ in range(REPEATS):
             began = tracer.is_on and now_ns()
             if began:
-                tracer.record(STEP_LAUNCHED.number, began, began, now_ns(), 1, 1)
+                tracer.record(CALL_RECEIVED.number, began, began, now_ns())
 
     off_s = _seconds(off)
     tracer.start(now_ns() + 10**15)

@@ -14,8 +14,7 @@ from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
-from ringcore.tracing import now_ns
-from ringcore.tracing.kinds import STEP_ENDED, STEP_LAUNCHED
+from ringcore.tracing.kinds import STEP
 
 __all__ = ["StepObserver", "StepsInFlight"]
 
@@ -82,11 +81,8 @@ class StepsInFlight:
         scheduled, future, began_s, scheduled_s, launched_s = self._steps[0]
         if not block and not future.done():
             return None
-        tracer = self._tracer
-        began = tracer.is_on and now_ns()
         with self._supervisor.guarded():
             model_output = future.result()
-        collected = began and now_ns()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
@@ -95,29 +91,26 @@ class StepsInFlight:
         columns = self._scheduler.update(scheduled, model_output)
         self._num_scheduled += scheduled.num_tokens
         self._num_sampled += len(model_output.token_ids)
-        stamps = began_s, scheduled_s, launched_s, taken_s, self._clock(), self._num_scheduled, self._num_sampled
+        ended_s = self._clock()
+        stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, self._num_scheduled, self._num_sampled
         self.times.add(stamps)
-        if began:
+        if self._tracer.is_on:
+            times_ns = began_s * 1e9, scheduled_s * 1e9, launched_s * 1e9, taken_s * 1e9, ended_s * 1e9
+            self._tracer.record(STEP.number, *times_ns, scheduled.step, scheduled.num_tokens, columns.stats.step)
             if columns.started or columns.others or self._tracing.awaited:
-                self._tracing.note(columns)
-            tracer.record(STEP_ENDED.number, began, collected, now_ns(), scheduled.step, columns.stats.step)
+                self._tracing.note(columns, int(ended_s * 1e9))
         return columns
 
     def _launch_next(self, max_steps: int) -> bool:
         """-> whether there was a step to launch."""
-        tracer = self._tracer
-        began = tracer.is_on and now_ns()
         began_s = self._clock()
         scheduled = self._scheduler.schedule(max_steps)
         if scheduled is None:
             return False
         scheduled_s = self._clock()
-        planned = began and now_ns()
         with self._supervisor.guarded():
             future = self._executor.execute_model(scheduled)
             self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
-        if began:
-            tracer.record(STEP_LAUNCHED.number, began, planned, now_ns(), scheduled.step, scheduled.num_tokens)
         for observer in self.observers:
             observer.launched(scheduled)
         return True

@@ -86,9 +86,9 @@ class EngineTracing:
         else:
             self.awaited[request.row] = request.request_id
 
-    def note(self, columns: OutputColumns) -> None:
-        """The requests that a step's output admits, and those that got their first token or ended."""
-        tracer, now = self.tracer, now_ns()
+    def note(self, columns: OutputColumns, now: int) -> None:
+        """The requests that a step's output admits, and those that got their first token or ended. now: nanoseconds."""
+        tracer = self.tracer
         for one in columns.started:
             facts = one.request_id, one.row, one.num_cached_tokens, one.num_preemptions
             admitted_ns = round(one.first_scheduled_s * 1e9)

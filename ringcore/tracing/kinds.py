@@ -14,7 +14,6 @@ __all__ = [
     "CALL_METHOD",
     "CALL_RECEIVED",
     "CHAINS",
-    "COLLECT",
     "COMPUTED",
     "ENDED",
     "ENQUEUE",
@@ -43,8 +42,7 @@ __all__ = [
     "SCHEDULE",
     "SEND",
     "SENT",
-    "STEP_ENDED",
-    "STEP_LAUNCHED",
+    "STEP",
     "SUBMIT",
     "TOKENIZE",
     "UPDATE",
@@ -54,7 +52,14 @@ __all__ = [
     "WOKEN",
 ]
 
-_STEP = ("step", "num_steps", "rows", "decoding_rows", "tokens", "new_requests")  # as `SchedulerOutput.composition`
+_COMPOSITION = (
+    "step",
+    "num_steps",
+    "rows",
+    "decoding_rows",
+    "tokens",
+    "new_requests",
+)  # as `SchedulerOutput.composition`
 
 # The front end. `sent`: the step of the message's stats, which the engine's `UPDATE` has too.
 TOKENIZE = Kind("tokenize", ("bytes",))
@@ -68,7 +73,6 @@ RECEIVE = Kind("receive")
 SCHEDULE = Kind("schedule", ("step", "tokens"))
 BROADCAST = Kind("broadcast", ("step",))
 ENQUEUE = Kind("enqueue", ("step", "bytes", "unread_bytes"))  # the last: by the slowest worker
-COLLECT = Kind("collect", ("step",))  # waits for the step where the caller has nothing else to do
 UPDATE = Kind("update", ("step", "sent"))
 SEND = Kind("send")
 WAIT = Kind("wait for workers", ("steps_in_flight",))
@@ -83,7 +87,7 @@ ENDED = Kind("ended", ("id", "reason"), "request")
 # A worker.
 AWAIT_CALL = Kind("wait for a call")
 RECEIVE_CALL = Kind("receive call")
-LAUNCH = Kind("launch", _STEP)
+LAUNCH = Kind("launch", _COMPOSITION)
 APPLY = Kind("apply", ("step",))
 PREPARE = Kind("prepare inputs")
 FORWARD = Kind("forward", ("tokens",))
@@ -98,27 +102,25 @@ READ = Chain(0, "messages", READ_OUTPUTS)
 PROCESSED = Chain(1, "outputs", PROCESS_OUTPUTS)
 WOKEN = Chain(2, "outputs", WAKE_READERS)
 RECEIVED = Chain(3, "loop", RECEIVE)
-STEP_LAUNCHED = Chain(4, "loop", SCHEDULE, BROADCAST)
-STEP_ENDED = Chain(5, "loop", COLLECT, UPDATE)
-ENQUEUED = Chain(6, "loop", ENQUEUE)
-SENT = Chain(7, "loop", SEND)
-WAITED = Chain(8, "loop", WAIT)
-IDLED = Chain(9, "loop", IDLE)
-CALL_RECEIVED = Chain(10, "steps", AWAIT_CALL, RECEIVE_CALL)
-LAUNCHED = Chain(11, "steps", LAUNCH)
-APPLIED = Chain(12, "steps", APPLY)
-COMPUTED = Chain(13, "steps", PREPARE, FORWARD, SAMPLE)
-REPLAYED = Chain(14, "steps", REPLAY, SAMPLE)
-RESULT_READ = Chain(15, "steps", RESULT)
-REPLIED = Chain(16, "steps", RESULT, REPLY)
+STEP = Chain(4, "loop", SCHEDULE, BROADCAST, None, UPDATE)  # by the stamps that each step has; between: in flight
+ENQUEUED = Chain(5, "loop", ENQUEUE)
+SENT = Chain(6, "loop", SEND)
+WAITED = Chain(7, "loop", WAIT)
+IDLED = Chain(8, "loop", IDLE)
+CALL_RECEIVED = Chain(9, "steps", AWAIT_CALL, RECEIVE_CALL)
+LAUNCHED = Chain(10, "steps", LAUNCH)
+APPLIED = Chain(11, "steps", APPLY)
+COMPUTED = Chain(12, "steps", PREPARE, FORWARD, SAMPLE)
+REPLAYED = Chain(13, "steps", REPLAY, SAMPLE)
+RESULT_READ = Chain(14, "steps", RESULT)
+REPLIED = Chain(15, "steps", RESULT, REPLY)
 
 CHAINS = (
     READ,
     PROCESSED,
     WOKEN,
     RECEIVED,
-    STEP_LAUNCHED,
-    STEP_ENDED,
+    STEP,
     ENQUEUED,
     SENT,
     WAITED,

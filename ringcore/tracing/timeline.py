@@ -93,6 +93,8 @@ class _Timeline:
         tids = self._tids[pid]
         for span in process.spans():
             kind, args = span.kind, dict(zip(span.kind.args, span.args, strict=False))
+            if kind.form == "span" and span.ended_ns < process.began_ns:
+                continue  # of a step that was in flight
             if kind.form == "span":
                 tids.setdefault(str(span.track), len(tids) + 1)
             tid = tids.get(str(span.track), 0)

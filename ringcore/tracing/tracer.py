@@ -43,20 +43,22 @@ class Chain:
     """Spans that follow each other without a gap, recorded at once: the end of one is the begin of the next. Their
     arguments are integers, and each is given once.
 
-    number: the index in `kinds.CHAINS`. track: where they are shown; its spans are recorded by one thread at a time.
+    kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are shown; its spans are recorded by one thread at a time.
     """
 
     __slots__ = ("args", "kinds", "number", "track")
 
-    def __init__(self, number: int, track: str, *kinds: Kind) -> None:
+    def __init__(self, number: int, track: str, *kinds: Kind | None) -> None:
         self.number, self.track, self.kinds = number, track, kinds
-        self.args = tuple(dict.fromkeys(name for kind in kinds for name in kind.args))
+        self.args = tuple(dict.fromkeys(name for kind in kinds if kind for name in kind.args))
 
-    def spans(self, fields: Sequence[int]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
+    def spans(self, fields: Sequence[float]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
         """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`."""
         times, values = fields[: len(self.kinds) + 1], dict(zip(self.args, fields[len(self.kinds) + 1 :], strict=True))
         for index, kind in enumerate(self.kinds):
-            yield kind, times[index], times[index + 1], tuple(values[name] for name in kind.args)
+            if kind is not None:
+                args = tuple(int(values[name]) for name in kind.args)
+                yield kind, int(times[index]), int(times[index + 1]), args
 
 
 class Span(NamedTuple):
@@ -81,8 +83,8 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     taken_ns: int  # when the records were taken
     taken_unix_ns: int  # the same moment by the host's wall clock
     num_dropped: int  # records that newer ones replaced: the oldest
-    chains: list[tuple[str, tuple[Kind, ...]]]  # by number: track and kinds, of the process's own version
-    records: list[tuple[int, ...]]  # the number of a chain, then its fields
+    chains: list[tuple[str, tuple[Kind | None, ...]]]  # by number: track and kinds, of the process's own version
+    records: list[tuple[float, ...]]  # the number of a chain, then its fields
     notes: list[Span]
     threads: dict[int, str]  # the names, by ident
 
@@ -90,7 +92,7 @@ class ProcessTrace(msgspec.Struct, frozen=True):
         """In no order; their tracks are names. Those of one track are nested or disjoint."""
         chains = [Chain(number, track, *kinds) for number, (track, kinds) in enumerate(self.chains)]
         for number, *fields in self.records:
-            chain = chains[number]
+            chain = chains[int(number)]
             for kind, began_ns, ended_ns, args in chain.spans(fields):
                 if ended_ns <= self.deadline_ns:
                     yield Span(kind, chain.track, began_ns, ended_ns, args)
@@ -131,7 +133,7 @@ class Tracer:
     def _reset(self, num_records: int, num_notes: int) -> None:
         """Replaces the rings, each in one step: a thread that records meanwhile writes into the old ones."""
         self._numbers, self._noted = count(), count()
-        self._records: list[tuple[int, ...] | None] = [None] * num_records
+        self._records: list[tuple[float, ...] | None] = [None] * num_records
         self._notes: list[Span | None] = [None] * num_notes
 
     def start(self, deadline_ns: int) -> None:
@@ -145,7 +147,7 @@ class Tracer:
         """Until the deadline; 0 if nothing is recorded."""
         return max(0.0, (self._deadline_ns - now_ns()) / 1e9) if self.is_on else 0.0
 
-    def record(self, *fields: int) -> None:
+    def record(self, *fields: float) -> None:
         """Records the spans of a chain: its number, the begin of the first span, the end of each, the arguments."""
         records = self._records
         records[next(self._numbers) % len(records)] = fields

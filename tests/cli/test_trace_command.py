@@ -105,7 +105,7 @@ def test_one_timeline_of_every_process(file):
     found = Counter(one["name"] for one in events_of(file, "X"))
     assert {
         "tokenize", "submit", "read outputs", "process outputs", "wake readers",
-        "receive", "schedule", "broadcast", "enqueue", "collect", "update", "send",
+        "receive", "schedule", "broadcast", "enqueue", "update", "send",
         "wait for a call", "receive call", "launch", "result", "reply",
     } <= set(found)  # fmt: skip
     assert len(events_of(file, "C", "call ring: unread bytes")) == found["enqueue"]

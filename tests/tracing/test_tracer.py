@@ -52,8 +52,15 @@ def test_nested_spans_and_their_arguments(tracer):
 def test_a_chain_is_its_spans_one_after_the_other(tracer):
     """Each argument is given once, and is that of every span that has it."""
     began = now_ns()
-    tracer.record(kinds.STEP_LAUNCHED.number, began, began + 10, began + 30, 5, 64)
-    schedule, broadcast = tracer.take("engine").spans()
+    times = began, began + 10, began + 30, began + 35, began + 40
+    tracer.record(kinds.STEP.number, *map(float, times), 5, 64, 6)
+    schedule, broadcast, update = tracer.take("engine").spans()
+    assert (update.kind, update.began_ns, update.ended_ns, update.args) == (
+        kinds.UPDATE,
+        began + 35,
+        began + 40,
+        (5, 6),
+    )
     assert (schedule.kind, schedule.began_ns, schedule.ended_ns) == (kinds.SCHEDULE, began, began + 10)
     assert (broadcast.kind, broadcast.began_ns, broadcast.ended_ns) == (kinds.BROADCAST, began + 10, began + 30)
     assert dict(zip(schedule.kind.args, schedule.args, strict=True)) == {"step": 5, "tokens": 64}
