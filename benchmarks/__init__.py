@@ -14,6 +14,7 @@ BENCHMARKS = {
     "bench_client": "benchmarks.bench_client:BenchClientCeiling",
     "metrics_cost": "benchmarks.metrics_cost:MetricsCost",
     "introspection": "benchmarks.introspection:Introspection",
+    "tracing": "benchmarks.tracing:Tracing",
     "simulator": "benchmarks.simulator:Simulator",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",

@@ -5,6 +5,7 @@ Importing this package imports nothing heavy; each public name is loaded when it
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless configured
 
 _HOME = {
     "LLM": "ringcore.front_end.llm",

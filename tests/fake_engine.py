@@ -22,7 +22,9 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
+from ringcore.tracing import Tracer
 from ringcore.worker import rpc
+from ringcore.worker.traced_worker import TracedWorker
 
 VOCAB_SIZE = 300
 EOS = 256
@@ -44,9 +46,9 @@ def expected(prompt: list[int], num_tokens: int, weights: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class FakeWorker:
+class FakeWorker(TracedWorker):
     def __init__(self, config, rank: int) -> None:
-        self.config, self.rank = config, rank
+        self.config, self.rank, self.tracer = config, rank, Tracer()
         self._requests: dict[int, NewRequest] = {}
         self._tokens: dict[int, list[int]] = {}
         self._num_computed: dict[int, int] = {}

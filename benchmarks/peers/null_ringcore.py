@@ -42,6 +42,12 @@ class RingcoreEngine:
     def _outputs(self) -> EngineCoreOutputs:
         return self._client.get_outputs() if self._client is not None else self._core_here.step()
 
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls one of the engine's own methods."""
+        if self._client is not None:
+            return self._client.call_engine(method, args)
+        return vars(EngineCore)[method](self._core_here, *args)
+
     @property
     def ready(self) -> EngineReady:
         return self._client.ready if self._client is not None else self._core_here.ready

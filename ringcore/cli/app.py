@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ringcore.cli.logs import LogFormat, LogLevel, log_to_stderr
+
 __all__ = ["make_app"]
 
 
@@ -33,6 +35,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.serve import make_serve
     from ringcore.cli.simulate import make_simulate
     from ringcore.cli.top.command import top
+    from ringcore.cli.trace import trace
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
     app.command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
@@ -45,6 +48,7 @@ def make_app() -> typer.Typer:
     app.command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
     app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
+    app.command("trace", short_help="Record a timeline of a running engine's processes.")(trace)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
     return app
 
@@ -58,8 +62,12 @@ def _show_version(is_asked: bool) -> None:
 
 
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and exit")
     ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="of all processes; they are logged to stderr")] = LogLevel.warning,
+    log_format: Annotated[LogFormat, typer.Option(help="json: one object a line")] = LogFormat.text,
 ) -> None:
     """Runs large language models on this machine."""
+    context.call_on_close(log_to_stderr(log_level, log_format))

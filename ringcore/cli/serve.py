@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringcore.cli.logs import write_alike
 from ringcore.cli.options import engine_options, given, service_options, with_options
 from ringcore.errors import ConfigError
 from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
@@ -62,6 +63,9 @@ def serve(
     engine_restarts: Annotated[
         int, typer.Option(min=0, help="how often a dead engine is restarted; then the service ends")
     ] = 0,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="an OTLP/HTTP URL that gets OpenTelemetry spans of every request")
+    ] = None,
     access_log: Annotated[bool, typer.Option(help="a line on stdout for each request")] = True,
     **options: Any,
 ) -> None:
@@ -86,6 +90,7 @@ def serve(
     import asyncio
 
     from ringcore.serve import ServiceOptions
+    from ringcore.serve.otlp import spans_to
 
     service = ServiceOptions(
         served_model_names=tuple(served_model_name or ()),
@@ -104,7 +109,8 @@ def serve(
             file=sys.stderr,
         )
     engine = given(options, _engine_flags()) | {"engine_restarts": engine_restarts}
-    with listening:
+    with listening, spans_to(otlp_traces_endpoint) as provider:
+        engine["tracer_provider"] = provider
         try:
             exit_code = asyncio.run(_serve(model, engine, service, listening, drain_s, access_log))
         except KeyboardInterrupt:  # before it serves, or at the end of the shutdown
@@ -144,6 +150,7 @@ async def _serve(
             access_log=access_log,
             timeout_graceful_shutdown=round(drain_s + _END_S),
         )
+        write_alike("uvicorn", "uvicorn.access")
         server = Server(config, engine, drain_s)
         await server.serve(sockets=[listening])
         return server.exit_code

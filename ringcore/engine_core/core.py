@@ -33,6 +33,7 @@ from ringcore.engine_core.memory.operations import Operation, Operations
 from ringcore.engine_core.request_gate import RequestGate
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.engine_core.supervisor import WorkersLost, WorkerSupervisor
+from ringcore.engine_core.tracing import EngineTracing
 from ringcore.engine_core.worker_calls import WorkerCalls
 from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
@@ -67,6 +68,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     on_recovery: called before each restart; it must not raise. After a restart `ready` describes the new workers, and
     `wait_fds` returns other descriptors.
     clock: returns seconds; the clock of the requests' `arrival_s`. max_gain: the most that a request gains in a step.
+    tracing: its `to_front_end` is set by who has a channel to one.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     ) -> None:
         self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
+        self.tracing = EngineTracing()
+        self._executor.tracer = self.tracing.tracer
         self._supervisor = WorkerSupervisor(config, self._executor, on_recovery)
         self._calls = WorkerCalls(self._executor, self._supervisor, self._recover)
         self.public_methods = PublicMethods(EngineCore, lambda: self._executor.methods)
@@ -100,7 +104,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             max_gain=max_gain,
         )
         depth = config.scheduler.steps_in_flight
-        self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)
+        self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock, self.tracing)
         self._step_log: StepLog | None = None
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
@@ -121,6 +125,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         A grammar of `structured_outputs` is compiled first; its error arrives as the request's output."""
         self._supervisor.check_alive()
         self._memory.check_takes_requests()
+        if self.tracing.tracer.is_on:
+            self.tracing.note_arrival(request.request_id, request.arrival_s, len(request.prompt_token_ids))
         self._grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -343,6 +349,19 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         """The state of the engine and of each worker, read without a call to the workers. Never waits, never raises."""
         states, num_blocks, now = self._memory.states, self.ready.num_blocks, self._clock()
         return engine_health(self._scheduler, self._steps, self._executor, self._supervisor, states, num_blocks, now)
+
+    def start_trace(self, seconds: float) -> None:
+        """Records what this process and the front end do, for `seconds` at most (see `ringcore.tracing`). Workers have
+        a `start_trace` of their own. Raises `InvalidRequestError` while another trace is recorded."""
+        self.tracing.start(seconds, self._scheduler.unfinished())
+
+    def stop_trace(self) -> bytes:
+        """Ends the trace; -> the `tracing.ProcessTrace` of this process, encoded."""
+        return self.tracing.stop()
+
+    def front_end_trace(self) -> bytes | None:
+        """After `stop_trace`: that of the front end, once it has answered; it may never."""
+        return self.tracing.front_end()
 
     # -----------------------------------------------------------------------------------------------------------
     # Shutdown.

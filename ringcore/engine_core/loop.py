@@ -26,6 +26,7 @@ from ringcore.protocol.messages import (
     AddRequests,
     EngineMessage,
     EngineRecovering,
+    FrontEndTrace,
     Operate,
     RpcCall,
     RpcResult,
@@ -35,6 +36,8 @@ from ringcore.protocol.operations import OPERATIONS, MemoryOperation, wrong_argu
 from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
+from ringcore.tracing import now_ns
+from ringcore.tracing.kinds import IDLED, RECEIVED, SENT, WAITED
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin.endpoint import AdminEndpoint
@@ -95,6 +98,8 @@ class EngineLoop:
         self._poll = self._make_poll()
         self._polled = core.ready  # of the workers whose descriptors are registered in `_poll`
         self._was_operating = False
+        self._tracer = core.tracing.tracer
+        core.tracing.to_front_end = self._send
 
     def _make_poll(self) -> select.poll:
         poll = select.poll()
@@ -109,10 +114,13 @@ class EngineLoop:
         """Runs until shutdown. Raises `EngineDeadError` if the engine dies."""
         while True:
             self._iteration_begins()
+            began = self._tracer.is_on and now_ns()
             asked = self._receive_messages()
             if self._stopping:
                 return
             asked |= self._receive_admin_calls()
+            if asked and began and self._tracer.is_on:
+                self._tracer.record(RECEIVED.number, began, now_ns())
             answered = self._answer_settled_calls()
             outputs = self._core.advance()
             self._send_outputs()  # of the previous iteration: by now the workers have their next step
@@ -140,7 +148,12 @@ class EngineLoop:
         wanted = select.POLLIN | (select.POLLOUT if self._channel.has_backlog else 0)
         self._poll.modify(self._channel.fileno(), wanted)
         self._iteration_ends()
+        began = self._tracer.is_on and now_ns()
         ready = {fd for fd, _ in self._poll.poll(self._poll_timeout_ms())}
+        if began:
+            num_steps = self._core.num_in_flight
+            chain, facts = (WAITED, (num_steps,)) if num_steps else (IDLED, ())
+            self._tracer.record(chain.number, began, now_ns(), *facts)
         if self._admin is not None:
             self._admin.notice(ready)
         ready.difference_update(self._own_fds())
@@ -175,6 +188,8 @@ class EngineLoop:
                     self._queue_outputs(self._core.abort(request_ids))
                 case (RpcCall() | Operate()) as call:
                     self._call(call, received.buffers, self._send)
+                case FrontEndTrace() as answer:
+                    self._core.tracing.take_front_end(answer)
                 case Shutdown():
                     self._stopping = True
                     return True
@@ -290,11 +305,14 @@ class EngineLoop:
         self._channel.send(message, buffers)
 
     def _send_outputs(self) -> None:
+        began = self._tracer.is_on and bool(self._unsent) and now_ns()
         while self._unsent:
             began_s = time.monotonic()
             for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
             self._core.note_send(time.monotonic() - began_s)
+        if began:
+            self._tracer.record(SENT.number, began, now_ns())
 
     def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         """Queues outputs that no step produced, after the unsent ones."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
-import sys
-import traceback
 from types import FrameType
 
 import msgspec
@@ -29,6 +28,7 @@ __all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
 ENTRY = "ringcore.engine_core.process:main"
 CHANNEL, STATUS = "channel", "status"  # names of the inherited descriptors: the socket, and the page of `heartbeat`
 _CLOSE_LINGER_S = 1.0
+_log = logging.getLogger(__name__)
 _FLUSH_TIMEOUT_S = 0.2
 
 
@@ -95,7 +95,7 @@ def _send_fatal_error(channel: EngineChannel, admin: AdminEndpoint | None, error
     if isinstance(error, _Terminated):
         error = EngineDeadError("the engine process was asked to end by SIGTERM", process="engine", signal="SIGTERM")
     elif not isinstance(error, RingcoreError):
-        traceback.print_exception(error, file=sys.stderr)
+        _log.error("the engine process failed", exc_info=error)
         error = EngineDeadError(f"the engine process failed: {type(error).__name__}: {error}", process="engine")
     wire = wire_error(error)
     try:

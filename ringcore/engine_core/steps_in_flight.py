@@ -8,11 +8,13 @@ from typing import Protocol
 
 from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.engine_core.supervisor import WorkerSupervisor
+from ringcore.engine_core.tracing import EngineTracing
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
+from ringcore.tracing.kinds import STEP
 
 __all__ = ["StepObserver", "StepsInFlight"]
 
@@ -49,8 +51,10 @@ class StepsInFlight:
         supervisor: WorkerSupervisor,
         depth: int,
         clock: Callable[[], float],
+        tracing: EngineTracing,
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
+        self._tracing, self._tracer = tracing, tracing.tracer
         self._depth, self._clock = depth, clock
         self.observers: list[StepObserver] = []
         # With each when its scheduling began and ended, and when the workers had it.
@@ -69,17 +73,8 @@ class StepsInFlight:
 
         Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
-        while len(self._steps) < self._depth:
-            began_s = self._clock()
-            scheduled = self._scheduler.schedule(max_steps)
-            if scheduled is None:
-                break
-            scheduled_s = self._clock()
-            with self._supervisor.guarded():
-                future = self._executor.execute_model(scheduled)
-                self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
-            for observer in self.observers:
-                observer.launched(scheduled)
+        while len(self._steps) < self._depth and self._launch_next(max_steps):
+            continue
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
@@ -96,9 +91,29 @@ class StepsInFlight:
         columns = self._scheduler.update(scheduled, model_output)
         self._num_scheduled += scheduled.num_tokens
         self._num_sampled += len(model_output.token_ids)
-        stamps = began_s, scheduled_s, launched_s, taken_s, self._clock(), self._num_scheduled, self._num_sampled
+        ended_s = self._clock()
+        stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, self._num_scheduled, self._num_sampled
         self.times.add(stamps)
+        if self._tracer.is_on:
+            times_ns = began_s * 1e9, scheduled_s * 1e9, launched_s * 1e9, taken_s * 1e9, ended_s * 1e9
+            self._tracer.record(STEP.number, *times_ns, scheduled.step, scheduled.num_tokens, columns.stats.step)
+            if columns.started or columns.others or self._tracing.awaited:
+                self._tracing.note(columns, int(ended_s * 1e9))
         return columns
+
+    def _launch_next(self, max_steps: int) -> bool:
+        """-> whether there was a step to launch."""
+        began_s = self._clock()
+        scheduled = self._scheduler.schedule(max_steps)
+        if scheduled is None:
+            return False
+        scheduled_s = self._clock()
+        with self._supervisor.guarded():
+            future = self._executor.execute_model(scheduled)
+            self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
+        for observer in self.observers:
+            observer.launched(scheduled)
+        return True
 
     def discard_lost(self) -> None:
         """Drops the steps in flight of lost workers."""

@@ -10,6 +10,7 @@ from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, Wor
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import SchedulerOutput
+from ringcore.tracing import Tracer
 
 __all__ = ["Executor"]
 
@@ -24,12 +25,14 @@ class Executor(RpcSubmitter):
     methods: the methods that every worker declares with `@rpc`, by name; set by `start` and `restart`. Clients cannot
     call other ones.
     on_wait: called repeatedly while a call waits for room in the full queue to the workers (back-pressure).
+    tracer: of this process; the engine sets its own.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.methods: Mapping[str, RpcMethod] = {}
         self.on_wait: Callable[[], None] = lambda: None
+        self.tracer = Tracer()
 
     @abstractmethod
     def start(self) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""Copies the output of a child process to this process's stderr line by line, and keeps the last lines."""
+"""Reads the output of a child process line by line: log records are logged, text is copied to this process's stderr.
+The last lines are kept.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ import select
 import threading
 from collections import deque
 
+from ringcore.host.log_forwarding import FORWARDED, logged_line
+
 __all__ = ["ChildLog"]
 
 KEPT_LINES = 20
 MAX_LINE_BYTES = 8192
+MAX_RECORD_BYTES = 1 << 20
 STDERR = 2
 
 
 class ChildLog:
-    """Copies lines from `read_fd`, which it then owns, until the child's side is closed or `close` is called."""
+    """Reads lines from `read_fd`, which it then owns, until the child's side is closed or `close` is called."""
 
     def __init__(self, name: str, read_fd: int) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -58,7 +63,7 @@ def _copy(prefix: str, read_fd: int, stop_fd: int, lines: deque[str]) -> None:
             data = os.read(read_fd, 65536) if read_fd in ready else b""
             *whole, rest = (rest + data).split(b"\n")
             is_last = not data or stop_fd in ready
-            if is_last or len(rest) > MAX_LINE_BYTES:
+            if is_last or len(rest) > (MAX_RECORD_BYTES if rest.startswith(FORWARDED) else MAX_LINE_BYTES):
                 whole, rest = [*whole, rest], b""
             _emit(prefix, [line for line in whole if line], lines)
             if is_last:
@@ -68,10 +73,14 @@ def _copy(prefix: str, read_fd: int, stop_fd: int, lines: deque[str]) -> None:
 
 
 def _emit(prefix: str, new: list[bytes], lines: deque[str]) -> None:
-    if not new:
+    texts = []
+    for line in new:
+        logged = logged_line(line)
+        if logged is None:
+            texts.append(line.decode(errors="replace").rstrip("\r"))
+        lines.extend(texts[-1:] if logged is None else logged)
+    if not texts:
         return
-    texts = [line.decode(errors="replace").rstrip("\r") for line in new]
-    lines.extend(texts)
     with contextlib.suppress(OSError):  # this process's stderr may be closed; the lines are kept anyway
         # The descriptor, not sys.stderr: at interpreter exit a dead thread may still hold the lock of sys.stderr.
         os.write(STDERR, "".join(f"{prefix}{text}\n" for text in texts).encode(errors="replace"))

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ringcore.host.log_forwarding import forward_logs
+
 __all__ = ["PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
 
 # Names among the entry's descriptors.
@@ -26,13 +28,15 @@ STACKS_ARMED = b"armed\n"  # the memfd's first content: earlier, the signal woul
 def run(header: Mapping[str, Any], payload: bytes) -> None:
     """Arms the parent-death watch, then calls the entry as `entry(payload, fds)`.
 
-    `header` has `name`, `entry` ("module:function"), `fds` (by name), `parent_pid` and `path` (sys.path, already set).
+    `header` has `name`, `entry` ("module:function"), `fds` (by name), `parent_pid`, `log_level` and `path` (sys.path,
+    already set).
     """
     fds: dict[str, int] = dict(header["fds"])
     _die_with_parent(fds[PARENT_DEATH], header["parent_pid"])
     _arm_stack_dumps(fds[STACKS])
     # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forward_logs(header["name"], header["log_level"])
     faulthandler.enable()  # a crash in native code leaves its stack in the log
     for fd in fds.values():
         os.set_inheritable(fd, False)

@@ -24,6 +24,7 @@ from ringcore.executor.child_log import ChildLog
 from ringcore.executor.child_main import PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
 from ringcore.executor.ring_memory import unnamed_file
+from ringcore.host.log_forwarding import forwarded_level
 from ringcore.host.os_limits import os_limit_errors
 
 __all__ = ["ChildProcess", "terminate_all"]
@@ -81,8 +82,8 @@ class ChildProcess:
 
         `fds` are inherited under the same numbers, by name; the child gets two more: "parent_death", which hangs up
         when this process ends, and "stacks" (see `python_stacks`). `env` updates this process's environment. The child
-        ignores SIGINT, has no stdin, and its output is copied to this process's stderr. Raises `RingcoreError` if it
-        cannot be started, `CapacityError` if the system lacks resources for it.
+        ignores SIGINT and has no stdin; its log records are logged here, its other output is copied to this process's
+        stderr. Raises `RingcoreError` if it cannot be started, `CapacityError` if the system lacks resources for it.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
@@ -269,6 +270,7 @@ def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) 
     """A memfd with the child's boot data: a line of JSON, then the payload."""
     path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
     header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
+    header["log_level"] = forwarded_level()
     fd = unnamed_file("boot")
     try:
         with open(fd, "wb", closefd=False) as boot:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ringcore.executor.worker_calls import Outcome, failed, perform_call
 __all__ = ["ControlThread"]
 
 BEAT_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class ControlThread:
@@ -50,8 +50,7 @@ class ControlThread:
         except (RingClosed, PeerDied):
             return  # the main thread gets the same exception
         except BaseException:  # without this thread control calls would stay unanswered
-            traceback.print_exc(file=sys.stderr)
-            sys.stderr.flush()
+            _log.exception("the thread of read-only calls failed")
             os._exit(1)
 
     def _turn(self) -> None:

@@ -199,6 +199,10 @@ class MessageWriter:
         """The readers that have not released every message."""
         return self._ring.lagging()
 
+    def unread_bytes(self) -> int:
+        """Of the ring, that the slowest reader has not released."""
+        return self._ring.unread_bytes()
+
     def close(self) -> None:
         """Marks the queue as closed for the readers. Idempotent; the handle stays open."""
         self._ring.close()

@@ -32,6 +32,8 @@ from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RankHealth
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
+from ringcore.tracing import now_ns
+from ringcore.tracing.kinds import ENQUEUED
 
 __all__ = ["MultiprocExecutor"]
 
@@ -155,10 +157,14 @@ class MultiprocExecutor(Executor):
         with self._lock:
             self._check_alive()
             call = self._table.open_step(self, scheduler_output.step, self._step_decoder.decode)
+            began = self.tracer.is_on and now_ns()
             if not call.errors:
                 self._send(self._calls, call, pack_step(call.call_id, body))
             else:
                 self._watch.wake()
+            if began:
+                ended, unread = now_ns(), self._calls.writer.unread_bytes()
+                self.tracer.record(ENQUEUED.number, began, ended, scheduler_output.step, len(body), unread)
             return call
 
     def wait_fds(self) -> list[int]:

@@ -213,6 +213,10 @@ class RingWriter:
         self._lowest_tail()
         return [i for i, tail in enumerate(self._tails) if tail < self._head]
 
+    def unread_bytes(self) -> int:
+        """What the slowest reader has not released."""
+        return self._head - self._lowest_tail()
+
     def close(self) -> None:
         """Marks the ring as closed for the readers, and unmaps the memory. Idempotent."""
         if self.closed:

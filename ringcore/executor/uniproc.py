@@ -6,10 +6,9 @@ A step may only be launched then (`PendingOutput`): it is finished when its futu
 from __future__ import annotations
 
 import copy
+import logging
 import os
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from ringcore.worker.rpc import rpc_methods
 __all__ = ["UniProcExecutor"]
 
 RANK = 0
+_log = logging.getLogger(__name__)
 
 
 class UniProcExecutor(Executor):
@@ -205,7 +205,7 @@ class UniProcExecutor(Executor):
             try:
                 step.pending.result()
             except Exception:
-                traceback.print_exc(file=sys.stderr)
+                _log.exception("a step of a worker that ends has failed")
         self._busy = None
 
     def _check_alive(self) -> None:

@@ -7,12 +7,12 @@ arrive by the control queue: see `control_thread`.
 from __future__ import annotations
 
 import importlib
-import sys
+import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +32,10 @@ from ringcore.executor.worker_calls import Outcome, failed, prepare_call
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import CALL_METHOD, CALL_RECEIVED, LAUNCHED, REPLIED, RESULT_READ
 from ringcore.worker.rpc import rpc_methods
+from ringcore.worker.traced_worker import TracedWorker
 
 __all__ = [
     "CALLS",
@@ -51,6 +54,7 @@ __all__ = [
 DEFAULT_FACTORY = "ringcore.worker.entry:create_worker"
 
 # Names and name prefixes of the descriptors that a worker's process inherits.
+_log = logging.getLogger(__name__)
 CALLS, CONTROL, REPLIES, STATUS, RENDEZVOUS = "calls.", "control.", "replies.", "status", "rendezvous"
 
 
@@ -119,7 +123,7 @@ def shut_down(worker: Any) -> bool:
     try:
         worker.shutdown()
     except Exception:
-        traceback.print_exc(file=sys.stderr)
+        _log.exception("the worker failed in its own shutdown")
         return False
     return True
 
@@ -164,12 +168,12 @@ class _Loop:
         self._is_output_rank = is_output_rank
         self._step_decoder, self._step_encoder = decoder(SchedulerOutput), encoder()
         self._launched: deque[tuple[CallHead, PendingOutput]] = deque()
+        self._tracer = worker.tracer if isinstance(worker, TracedWorker) else Tracer()
 
     def run(self) -> None:
         try:
             while True:
                 self._finish_done_steps()
-                self._await_call()
                 perform = self._receive()
                 perform()
         except RingClosed:
@@ -179,19 +183,30 @@ class _Loop:
     def _receive(self) -> Callable[[], None]:
         """The next call, ready to be performed. Its ring memory is released before that, so that the executor never
         waits for room because of a call that is being executed."""
+        self._await_call()
+        tracer = self._tracer
+        began = tracer.is_on and now_ns()
         with self._link.calls.receive() as parts:
+            arrived = began and now_ns()
             head, request = unpack_call(parts)
             if head.kind == STEP:
-                return self._prepare_step(head, request[0])
-            perform = prepare_call(self._worker, self._link.rank, head, request)
-            return lambda: self._execute(head, perform)
+                perform = self._prepare_step(head, request[0])
+            else:
+                prepared = prepare_call(self._worker, self._link.rank, head, request)
+                perform = partial(self._execute, head, prepared)
+        if began:
+            tracer.record(CALL_RECEIVED.number, began, arrived, now_ns())
+        return perform
 
     def _execute(self, head: CallHead, perform: Callable[[], Outcome | None]) -> None:
         while self._launched:
             self._await_oldest_step()
             self._finish_oldest_step()
         self._status.begin(head.call_id, head.kind, head.method)
+        began = self._tracer.is_on and now_ns()
         outcome = perform()
+        if began and self._tracer.is_on:
+            self._tracer.note(CALL_METHOD, began, now_ns(), head.method)
         if outcome is not None:
             self._link.reply(head, outcome)
         self._status.end()
@@ -205,7 +220,14 @@ class _Loop:
         except Exception as error:
             undecodable = FinishedStep(error=error)
             return lambda: self._begin(head, lambda: undecodable)
-        return lambda: self._begin(head, lambda: launch_step(self._worker, scheduler_output))
+        return lambda: self._begin(head, lambda: self._launch(scheduler_output))
+
+    def _launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        began = self._tracer.is_on and now_ns()
+        launched = launch_step(self._worker, scheduler_output)
+        if began:
+            self._tracer.record(LAUNCHED.number, began, now_ns(), *scheduler_output.composition())
+        return launched
 
     def _begin(self, head: CallHead, launch: Callable[[], PendingOutput]) -> None:
         if not self._launched:
@@ -233,9 +255,16 @@ class _Loop:
 
     def _finish_oldest_step(self) -> None:
         head, step = self._launched.popleft()
+        tracer = self._tracer
+        began = tracer.is_on and now_ns()
         outcome = self._outcome(step)
+        ended = began and now_ns()
         if outcome is not None:
             self._link.reply(head, outcome)
+            if began:
+                tracer.record(REPLIED.number, began, ended, now_ns())
+        elif began:
+            tracer.record(RESULT_READ.number, began, ended)
         if self._launched:
             following, _ = self._launched[0]
             self._status.end_and_begin(following.call_id, following.kind, following.method)
@@ -261,4 +290,4 @@ class _Loop:
             try:
                 step.result()
             except Exception:
-                traceback.print_exc(file=sys.stderr)
+                _log.exception("a step of a worker that ends has failed")

@@ -18,7 +18,7 @@ from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations
 from ringcore.front_end.engine_metrics import EngineMetrics
-from ringcore.front_end.front_end import FrontEnd
+from ringcore.front_end.front_end import FrontEnd, observer_of
 from ringcore.front_end.input_processor import InputProcessor, Preparation, Prompt
 from ringcore.front_end.request_streams import RequestStream, RequestStreams
 from ringcore.front_end.tokenization.text_jobs import TextAnswer, TextJob
@@ -31,6 +31,7 @@ from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
     from prometheus_client import CollectorRegistry
 
     from ringcore.metrics.server import MetricsServer
@@ -60,7 +61,15 @@ class AsyncEngine(RpcCaller):
     by a new one, for which later requests wait. A restart that fails counts too.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, engine_restarts: int = 0, **engine_options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        engine_restarts: int = 0,
+        tracer_provider: TracerProvider | None = None,
+        **engine_options: Any,
+    ) -> None:
+        """tracer_provider: gets OpenTelemetry spans of every request (extra `otel`)."""
         if not isinstance(engine_restarts, int) or isinstance(engine_restarts, bool) or engine_restarts < 0:
             raise ConfigError(
                 f"engine_restarts={engine_restarts!r}: give an integer of at least 0",
@@ -68,7 +77,9 @@ class AsyncEngine(RpcCaller):
                 value=repr(engine_restarts),
             )
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._generations = EngineGenerations(self.config, engine_restarts)
+        self.has_request_spans = tracer_provider is not None
+        observer = observer_of(tracer_provider, self.config)
+        self._generations = EngineGenerations(self.config, engine_restarts, observer)
         self._metrics = EngineMetrics.of_generations(self._generations)
         # Also when dropped, and at exit.
         self._finalizer = weakref.finalize(self, self._generations.close_in_finalizer)

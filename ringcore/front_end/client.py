@@ -43,6 +43,8 @@ from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation, operation_name
 from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 from ringcore.protocol.wire_errors import callables_refused
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import SUBMIT
 
 __all__ = ["EngineCoreClient", "values_of"]
 
@@ -75,7 +77,9 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         observers: Sequence[FrontEndObserver] = (),
         *,
         start_timeout_s: float = _START_TIMEOUT_S,
+        tracer: Tracer | None = None,
     ) -> None:
+        """tracer: of this process, where others record with it."""
         check_timeout("start_timeout_s", start_timeout_s)
         self.observers = observers
         self._parallel = config.parallel
@@ -86,7 +90,8 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
-        self._mailbox = Mailbox(self._connection, observers)
+        self.tracer = Tracer() if tracer is None else tracer
+        self._mailbox = Mailbox(self._connection, self.tracer, observers)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests and their outputs.
@@ -112,7 +117,10 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Sends requests; the engine answers an invalid one with an output that has an error."""
         for batch in _batches(requests):
+            began = self.tracer.is_on and now_ns()
             self._send(AddRequests(batch))
+            if began:
+                self.tracer.note(SUBMIT, began, now_ns(), len(batch), [one.request_id for one in batch])
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests; each unfinished one gets a last output with finish reason "abort"."""

@@ -73,7 +73,7 @@ class StopStringMatcher:
 
 
 class Detokenizer:
-    """The text of one completion.
+    """The text of one completion, of `num_tokens` tokens.
 
     The token that ended a completion (the model's EOS token, or one of `stop_token_ids`) has no text unless
     `include_stop_str_in_output`; then `skip_special_tokens` applies, as for every other token.

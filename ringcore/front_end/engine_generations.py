@@ -29,11 +29,13 @@ from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.observers import FrontEndObserver
+from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_streams import RequestStreams
 from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineHealth
 from ringcore.protocol.requests import EngineStats
+from ringcore.tracing import Tracer
 
 __all__ = ["EngineGenerations"]
 
@@ -60,8 +62,8 @@ class EngineGenerations:
     Invariant: `_generation` and `_opening` change only under `_lock`, and may be read without it.
     """
 
-    def __init__(self, config: EngineConfig, max_restarts: int) -> None:
-        self._config, self._max_restarts = config, max_restarts
+    def __init__(self, config: EngineConfig, max_restarts: int, observer: RequestObserver) -> None:
+        self._config, self._max_restarts, self._observer = config, max_restarts, observer
         self.owner = OwnerProcess("the engine")
         self.observers: list[FrontEndObserver] = []  # of all generations
         self.num_restarts = 0
@@ -71,7 +73,8 @@ class EngineGenerations:
         self._opening: Future[RequestStreams] = _pending()
         self._is_closing = False
         self._lock = threading.RLock()
-        self.tokenizer_pool = TokenizerPool(config)
+        self._tracer = Tracer()
+        self.tokenizer_pool = TokenizerPool(config, self._tracer)
         try:
             with self._lock:
                 self._generation = _Generation(self._start(), dict.fromkeys(_COUNTERS, 0))
@@ -81,7 +84,7 @@ class EngineGenerations:
             raise
 
     def _start(self) -> RequestStreams:
-        streams = RequestStreams(self._config, self._on_engine_ended, self.observers)
+        streams = RequestStreams(self._config, self._on_engine_ended, self._tracer, self._observer, self.observers)
         streams.opened.add_done_callback(partial(self._on_opened, streams))
         return streams
 
@@ -200,6 +203,7 @@ class EngineGenerations:
         self.current.close(timeout)
         with self._lock:
             self._end(None, EngineDeadError("the engine was closed", process="engine"))
+        self._observer.close()
 
     def close_in_finalizer(self) -> None:
         """`close`, for a finalizer, which may run in any thread, also in one that `close` would join."""

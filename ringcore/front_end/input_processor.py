@@ -50,6 +50,7 @@ class PreparedRequest:
     requests: list[EngineCoreRequest]  # one per completion, by its index
     request_id: str  # the caller's; the engine's ids are unique for the life of the engine
     prompt: str | None
+    is_chat: bool = False
 
 
 class Preparation(NamedTuple):
@@ -167,6 +168,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """token_ids: None if the answer has them."""
         bad_words: list[list[int]] = []
+        is_chat = text is None and token_ids is None
         if answer is not None:
             assert isinstance(answer, Encoded)
             bad_words = answer.bad_words_token_ids
@@ -190,7 +192,8 @@ class InputProcessor:
             cache_salt=head.cache_salt,
             bad_words_token_ids=bad_words,
         )
-        return PreparedRequest([first] if params.n == 1 else _one_per_completion(first), request_id, text)
+        requests = [first] if params.n == 1 else _one_per_completion(first)
+        return PreparedRequest(requests, request_id, text, is_chat)
 
     def _checked_token_ids(self, token_ids: object) -> list[int]:
         if isinstance(token_ids, list | tuple):

@@ -18,7 +18,7 @@ from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.engine_metrics import EngineMetrics
-from ringcore.front_end.front_end import FrontEnd, start_engine
+from ringcore.front_end.front_end import FrontEnd, observer_of, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.prompt_lists import (
@@ -37,8 +37,10 @@ from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation
+from ringcore.tracing import Tracer
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
     from prometheus_client import CollectorRegistry
 
     from ringcore.metrics.server import MetricsServer
@@ -65,17 +67,21 @@ class LLM(RpcCaller, MemoryMethods):
     that was forked from this one every call raises `RingcoreError`, except `close`, which does nothing.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, tracer_provider: TracerProvider | None = None, **engine_options: Any
+    ) -> None:
+        """tracer_provider: gets OpenTelemetry spans of every request (extra `otel`)."""
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        observers: list[FrontEndObserver] = []
-        self._client = start_engine(self.config, observers)
+        tracer, observers = Tracer(), list[FrontEndObserver]()
+        self._client = start_engine(self.config, tracer, observers)
         self._caller_lock = _CallerLock(self._client.owner)
-        self._tokenizer_pool = TokenizerPool(self.config)
+        self._tokenizer_pool = TokenizerPool(self.config, tracer)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
         self._metrics = EngineMetrics(observers, self._tokenizer_pool, weakref.ref(self._client))
+        self._observer = observer_of(tracer_provider, self.config)
         try:
             self._tokenizer_pool.start()
-            self._front_end = FrontEnd(self.config, self._client)
+            self._front_end = FrontEnd(self.config, self._client, self._observer)
         except BaseException:  # whose traceback may keep this object for long
             self.close()
             raise
@@ -268,6 +274,7 @@ class LLM(RpcCaller, MemoryMethods):
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""
         self._client.close()
         self._finalizer()
+        self._observer.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -10,14 +11,25 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
-from ringcore.engine_core.transport.channel import Received
+from ringcore.engine_core.transport.channel import Received, StreamClosed
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.connection import EngineConnection
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import error_of
-from ringcore.protocol.messages import EngineDead, EngineMessage, EngineReady, EngineRecovering, RpcResult
+from ringcore.protocol.messages import (
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    EngineRecovering,
+    FrontEndTrace,
+    RpcResult,
+    StartTrace,
+    TakeTrace,
+)
 from ringcore.protocol.output_reader import OutputReader
 from ringcore.protocol.requests import NO_STATS, EngineCoreOutputs, OutputColumns
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import READ
 
 __all__ = ["Mailbox"]
 
@@ -28,14 +40,16 @@ class Mailbox:
     """Receives the engine's messages and its death. Thread-safe: the first thread that waits receives for all.
 
     ready: the last `EngineReady`. recovery: the last `EngineRecovering`; `is_recovering` until the next `EngineReady`.
-    stats: the last known. dead: the cause of the engine's death, permanent.
+    stats: the last known. dead: the cause of the engine's death, permanent. tracer: begins and ends as the engine says.
 
     Invariant: only the thread that set `is_receiving` reads from the connection, and it changes the other fields only
     under `_changed`.
     """
 
-    def __init__(self, connection: EngineConnection, observers: Sequence[FrontEndObserver] = ()) -> None:
-        self._connection, self._observers = connection, observers
+    def __init__(
+        self, connection: EngineConnection, tracer: Tracer, observers: Sequence[FrontEndObserver] = ()
+    ) -> None:
+        self._connection, self._tracer, self._observers = connection, tracer, observers
         self._changed = threading.Condition()
         self.is_receiving = False
         self.ready: EngineReady | None = None
@@ -118,13 +132,19 @@ class Mailbox:
 
     def _dispatch(self, received: Received[EngineMessage]) -> None:
         message, buffers = received
+        if isinstance(message, TakeTrace):
+            self._send_trace(message)
+            return
         with self._changed:
             match message:
                 case OutputColumns():
                     for observer in self._observers:
                         observer.received(message)
                     self.stats = message.stats
+                    began = self._tracer.is_on and now_ns()
                     outputs = self._reader.read(message)  # empty if requests have started without a token yet
+                    if began:
+                        self._tracer.record(READ.number, began, now_ns(), message.stats.step)
                     if self.dead is not None:  # closed: drop what another thread received meanwhile
                         self._reset_stats(num_waiting=0)
                     elif outputs:
@@ -140,10 +160,21 @@ class Mailbox:
                     self.recovery, self.is_recovering = message, True
                     self._reset_stats(self.stats.num_waiting + self.stats.num_running)
                     self._connection.is_listening = False
+                case StartTrace():
+                    self._tracer.start(message.deadline_ns)
                 case EngineDead():
                     self._set_dead(error_of(message.error))
                 case _:
                     assert_never(message)
+
+    def _send_trace(self, asked: TakeTrace) -> None:
+        """Ends the trace, and sends it where the engine still waits for it."""
+        trace = self._tracer.take("front end")
+        if now_ns() >= asked.deadline_ns:
+            return
+        answer = FrontEndTrace(asked.number, msgspec.msgpack.encode(trace))
+        with contextlib.suppress(TimeoutError, StreamClosed):
+            self._connection.send(answer, deadline=asked.deadline_ns / 1e9)
 
     # -----------------------------------------------------------------------------------------------------------
     # Death.

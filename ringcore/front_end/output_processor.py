@@ -45,6 +45,10 @@ class OutputProcessor:
     def unfinished_ids(self) -> list[str]:
         return list(self._completions)
 
+    @property
+    def unfinished(self) -> list[RequestState]:
+        return list(dict.fromkeys(completion.request for completion in list(self._completions.values())))
+
     def add(self, prepared: PreparedRequest, kind: OutputKind = "final") -> RequestState:
         """Registers a request's completions."""
         state = RequestState(prepared, self._tokenizer, kind, self._observers)

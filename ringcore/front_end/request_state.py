@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.prompt_logprobs import PromptPositions, prompt_positions
 from ringcore.metrics import EndedRequest
 from ringcore.params.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from ringcore.params.sampling_params import OutputKind
+from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
 
 __all__ = ["Completion", "RequestState", "TextSource", "error_of"]
@@ -33,7 +34,8 @@ class RequestState:
     The receiver thread calls `update`, the reader calls `take`, concurrently. Output that the reader has not taken is
     merged, at most the request's own tokens; so a slow reader exerts no back-pressure on the engine.
 
-    kind: of the outputs of `take`. is_over: no more output will arrive; the last one can still be taken.
+    kind: of the outputs of `take`. is_over: no more output will arrive; the last one can still be taken. submitted_s:
+    when it was checked and tokenized (monotonic). trace_context: the caller's, see `RequestObserver`.
     """
 
     def __init__(
@@ -46,10 +48,13 @@ class RequestState:
         self.request_id = prepared.request_id
         self.completions = [Completion(self, i, one, tokenizer) for i, one in enumerate(prepared.requests)]
         self.is_over = False
+        self.is_chat = prepared.is_chat
+        self.submitted_s = time.monotonic()
+        self.trace_context: object = None
         self._kind, self._observers = kind, observers
         self._prompt = prepared.prompt
         self._request = prepared.requests[0]
-        self._error: RingcoreError | None = None
+        self.error: RingcoreError | None = None
         self._token_text = tokenizer.token_text
         self._prompt_positions: PromptPositions | None = None
         if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
@@ -96,13 +101,13 @@ class RequestState:
         reasons = [one.finish_reason or cut_off for one in self.completions]
         for one in self.completions:
             one.finish_reason = one.finish_reason or "abort"
-        self.is_over, self._error, self._finished_s = True, error, now
+        self.is_over, self.error, self._finished_s = True, error, now
         for observer in self._observers:
             observer.ended(self._as_ended(reasons))
 
     def _as_ended(self, reasons: list[FinishReason]) -> EndedRequest:
         return EndedRequest(
-            times=self._metrics(),
+            times=self.metrics(),
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_tokens=[one.num_tokens for one in self.completions],
             finish_reasons=reasons,
@@ -116,15 +121,15 @@ class RequestState:
                 return None
             self._has_output = False
             outputs = [one.take(is_delta=self._kind == "delta", is_last=self.is_over) for one in self.completions]
-            failed_at_once = self._error is not None and self._first_token_s is None
+            failed_at_once = self.error is not None and self._first_token_s is None
             return RequestOutput(
                 request_id=self.request_id,
                 prompt=self._prompt,
                 prompt_token_ids=self._request.prompt_token_ids,
                 outputs=[] if failed_at_once else outputs,
                 num_cached_tokens=self.completions[0].num_cached_tokens,
-                metrics=self._metrics(),
-                error=self._error,
+                metrics=self.metrics(),
+                error=self.error,
                 prompt_logprobs=self._take_prompt_positions(),
             )
 
@@ -143,7 +148,15 @@ class RequestState:
         assert output is not None, f"request {self.request_id!r} has nothing to take"
         return output
 
-    def _metrics(self) -> RequestMetrics:
+    @property
+    def params(self) -> SamplingParams:
+        return self._request.sampling_params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.prompt_token_ids)
+
+    def metrics(self) -> RequestMetrics:
         scheduled = [one.first_scheduled_s for one in self.completions if one.first_scheduled_s is not None]
         return RequestMetrics(
             arrival_s=self._request.arrival_s,
@@ -175,6 +188,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
+        """Generated so far."""
         return self._detokenizer.num_tokens
 
     def update(self, output: EngineCoreOutput) -> int:

@@ -27,9 +27,12 @@ from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
+from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_state import RequestState
 from ringcore.params.outputs import RequestOutput
 from ringcore.protocol.requests import EngineCoreRequest
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import WOKEN
 
 __all__ = ["RequestStream", "RequestStreams"]
 
@@ -90,10 +93,17 @@ class RequestStreams:
     thread.
     """
 
-    def __init__(self, config: EngineConfig, on_end: OnEnd, observers: Sequence[FrontEndObserver] = ()) -> None:
-        self._config, self._on_end = config, on_end
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_end: OnEnd,
+        tracer: Tracer,
+        observer: RequestObserver,
+        observers: Sequence[FrontEndObserver] = (),
+    ) -> None:
+        self._config, self._on_end, self._tracer, self._observer = config, on_end, tracer, observer
         self.is_closed = False
-        self.client = start_engine(config, observers)
+        self.client = start_engine(config, tracer, observers)
         self.opened: Future[FrontEnd] = Future()
         self.opened.set_running_or_notify_cancel()  # a waiter cannot cancel it for the others
         self._by_id: dict[str, RequestStream] = {}
@@ -124,6 +134,7 @@ class RequestStreams:
         """Queues a request to be sent; its reader is in the running loop."""
         outputs = self.opened.result(timeout=0).outputs
         state = outputs.add(prepared, prepared.requests[0].sampling_params.output_kind)
+        state.trace_context = self._observer.context()
         stream = RequestStream(self, state, asyncio.get_running_loop())
         if self._by_id.setdefault(prepared.request_id, stream) is not stream:
             outputs.forget(state.unfinished_ids)
@@ -154,11 +165,13 @@ class RequestStreams:
         if stream is not None:
             self._to_send.put(stream.state.unfinished_ids)
 
-    def _remove(self, stream: RequestStream) -> bool:
-        """Removes a stream; returns whether it had not ended before."""
+    def _remove(self, stream: RequestStream, error: RingcoreError | None = None) -> bool:
+        """Removes a stream; returns whether it had not ended before. error: its end, where its state has none."""
         if self._by_id.get(stream.state.request_id) is not stream:
             return False
         had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
+        if had_not_ended:
+            self._observer.ended(stream.state, error)
         if not self._by_id and self._error is not None:  # `close` sets it before it waits
             self._drained.put(None)
         return had_not_ended
@@ -168,7 +181,7 @@ class RequestStreams:
 
     def _receive_all(self) -> None:
         try:
-            front_end = FrontEnd(self._config, self.client)
+            front_end = FrontEnd(self._config, self.client, self._observer)
         except BaseException as error:
             self._fail_all(error if isinstance(error, RingcoreError) else _internal_error(error))
             self.opened.set_exception(error)
@@ -189,6 +202,7 @@ class RequestStreams:
         if processed.abort_ids:
             self._to_send.put(processed.abort_ids)
         changed = []
+        began = self._tracer.is_on and now_ns()
         for state in processed.changed:
             stream = self._by_id.get(state.request_id)
             if stream is None or stream.state is not state:
@@ -197,6 +211,8 @@ class RequestStreams:
                 self._remove(stream)
             changed.append(stream)
         self._wake(changed)
+        if began:
+            self._tracer.record(WOKEN.number, began, now_ns(), len(changed))
 
     def _wake(self, streams: Iterable[RequestStream]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
@@ -216,7 +232,7 @@ class RequestStreams:
         start_next()
 
     def _fail(self, streams: Iterable[RequestStream], error: RingcoreError) -> None:
-        failed = [stream for stream in streams if self._remove(stream)]
+        failed = [stream for stream in streams if self._remove(stream, error)]
         for stream in failed:
             stream.error = error
             self.opened.result(timeout=0).outputs.drop(stream.state.unfinished_ids, "error")

@@ -20,6 +20,7 @@ __all__ = [
     "EngineMessage",
     "EngineReady",
     "EngineRecovering",
+    "FrontEndTrace",
     "HealthState",
     "MemoryReport",
     "MemoryState",
@@ -30,6 +31,8 @@ __all__ = [
     "RpcResult",
     "Shutdown",
     "SleepMode",
+    "StartTrace",
+    "TakeTrace",
 ]
 
 PauseMode = Literal["new", "all"]
@@ -86,7 +89,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", forbid_unknown_field
     pass
 
 
-ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | Shutdown
+class FrontEndTrace(msgspec.Struct, frozen=True, tag="front_end_trace", forbid_unknown_fields=True):
+    """The client's part of a trace, in answer to `TakeTrace`. trace: an encoded `tracing.ProcessTrace`."""
+
+    number: int
+    trace: bytes
+
+
+ClientMessage = AddRequests | AbortRequests | RpcCall | Operate | FrontEndTrace | Shutdown
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -189,4 +199,18 @@ class EngineDead(msgspec.Struct, frozen=True, tag="dead"):
     error: WireError
 
 
-EngineMessage = EngineReady | OutputColumns | RpcResult | EngineRecovering | EngineDead
+class StartTrace(msgspec.Struct, frozen=True, tag="start_trace"):
+    """The client records its part of a trace until `deadline_ns`, on the host's monotonic clock."""
+
+    deadline_ns: int
+
+
+class TakeTrace(msgspec.Struct, frozen=True, tag="take_trace"):
+    """The client ends the trace and answers with `FrontEndTrace`, unless it reads this too late. number: of the
+    answer."""
+
+    number: int
+    deadline_ns: int  # the engine waits for the answer until then
+
+
+EngineMessage = EngineReady | OutputColumns | RpcResult | EngineRecovering | EngineDead | StartTrace | TakeTrace

@@ -74,6 +74,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # known tokens that are computed, over all rows and steps; without drafts
     max_gained: np.ndarray | None = None  # [num_scheduled] int32, each at least 1; None: one token each and step
 
+    def composition(self) -> tuple[int, int, int, int, int, int]:
+        """For a trace: the first step, the number of steps, rows, those that compute one token, tokens, and new
+        requests."""
+        counts = self.num_scheduled_tokens
+        num_rows = self.num_tokens // self.num_steps if counts is None else len(counts)
+        num_decoding = num_rows if counts is None else int((counts == 1).sum())
+        return self.step, self.num_steps, num_rows, num_decoding, self.num_tokens, len(self.new_requests)
+
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
     """This row's request failed (for example its logits are not finite); the others are not affected."""

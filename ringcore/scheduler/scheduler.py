@@ -176,6 +176,12 @@ class Scheduler:
     def unfinished_ids(self) -> list[str]:
         return list(self._requests)
 
+    def unfinished(self) -> list[tuple[Request, int]]:
+        """The unfinished requests, each with the number of its tokens, those of its prompt among them."""
+        table, requests = self._table, self._requests.values()
+        running = {id(one): int(table.known[table.position_of(one)]) for one in requests if one.row is not None}
+        return [(one, running.get(id(one), len(one.tokens))) for one in requests]
+
     # A step.
 
     def schedule(self, max_steps: int = 1) -> SchedulerOutput | None:

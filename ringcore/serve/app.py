@@ -31,6 +31,7 @@ from ringcore.serve.errors import add_error_handlers, json_response
 from ringcore.serve.limits import Gate
 from ringcore.serve.methods import Methods
 from ringcore.serve.options import ServiceOptions
+from ringcore.serve.otlp import TraceContext
 from ringcore.serve.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
@@ -52,6 +53,8 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
     _add_middleware(app, options)
+    if engine.has_request_spans:
+        app.add_middleware(TraceContext)
     add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)

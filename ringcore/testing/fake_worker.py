@@ -21,8 +21,10 @@ from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
 from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepWork
 from ringcore.testing.tokens import Script, make_token_source
+from ringcore.tracing import Tracer
 from ringcore.worker.rpc import rpc
 from ringcore.worker.thread_stacks import thread_stacks
+from ringcore.worker.traced_worker import TracedWorker
 
 __all__ = ["FakeWorker"]
 
@@ -30,7 +32,7 @@ _NO_WORK = StepWork(0, 0, 0)
 _DEVICE = "cuda"  # what `Hardware` describes
 
 
-class FakeWorker:
+class FakeWorker(TracedWorker):
     """One rank. Its methods are those of `ringcore.worker.worker.Worker`; the output rank executes the steps.
 
     last_work: the work of the last step; that of the first step in a multi-step message.
@@ -44,7 +46,7 @@ class FakeWorker:
         script: Script | None = None,
         speculator: FakeSpeculator | None = None,
     ) -> None:
-        self.config, self.rank = config, rank
+        self.config, self.rank, self.tracer = config, rank, Tracer()
         self.last_work = _NO_WORK
         self._hardware, self._script, self._speculator = hardware, script, speculator or FakeSpeculator()
         self._stage = "new"

@@ -17,6 +17,7 @@ from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
+from ringcore.tracing import Tracer
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.platforms.platform import Platform
@@ -28,6 +29,7 @@ from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
 from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
 from ringcore.worker.thread_stacks import thread_stacks
+from ringcore.worker.traced_worker import Recorder, TracedWorker
 from ringcore.worker.weights.weight_group import BroadcastGroup
 from ringcore.worker.weights.weight_sources import WeightReceiver
 
@@ -40,7 +42,7 @@ _log = logging.getLogger(__name__)
 _Stage = TypeVar("_Stage")
 
 
-class Worker:
+class Worker(TracedWorker):
     """Rank `rank` of `config.parallel.layout`.
 
     It starts in stages, one method each; every stage requires the previous one:
@@ -51,6 +53,7 @@ class Worker:
         """rendezvous: the file of the process group's rendezvous; None for one rank."""
         self.config = config
         self.rank = rank
+        self.tracer = Tracer()
         self._layout = config.parallel.layout
         self._rendezvous = rendezvous
         self._platform: Platform | None = None
@@ -140,7 +143,9 @@ class Worker:
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
         launcher, is_output_rank = _launcher_class(platform), self.rank == self._layout.output_rank
-        self._runner = ModelRunner(self.config, loaded, kv_cache_config, platform, is_output_rank, launcher)
+        self._runner = ModelRunner(
+            self.config, loaded, kv_cache_config, platform, is_output_rank, launcher, self.tracer
+        )
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
@@ -306,6 +311,12 @@ class Worker:
         stage = next((name for name, part in stages.items() if part is not None), "new")
         device = None if platform is None else platform.device.type
         return {"rank": self.rank, "pid": os.getpid(), "stage": stage, "device": device}
+
+    def begin_recorder(self, operators: bool) -> Recorder | None:
+        from ringcore.worker.device_profile import DeviceProfile  # with the profiler, which few workers need
+
+        device = _require(self._platform, "init_device").device
+        return DeviceProfile(device, operators) if DeviceProfile.records(device, operators) else None
 
     @rpc(scope="engine")
     def shutdown(self) -> None:

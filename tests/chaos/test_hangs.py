@@ -77,7 +77,7 @@ def test_a_front_end_that_is_stopped_for_a_second_goes_on(model_folder, tmp_path
         ("collective", 0, "in hang"),
     ],
 )
-def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, capfd, how, rank, says):
+def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, caplog, how, rank, says):
     with start(model_folder, step_timeout_s=STEP_TIMEOUT_S, stall_warning_s=0.4) as client:
         pids = client.ready.pids
         client.collective_rpc("hang_in_next_step", [how, rank], timeout=WAIT_S)
@@ -93,14 +93,14 @@ def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, capfd
         assert rank in hung
         assert caught.value.details["rank"] == (rank if hung == [rank] else None)  # where both look alike, none
         assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
-    log = capfd.readouterr().err
+    log = caplog.text
     assert "step" in log
     assert log.count(f"rank {rank} (pid {pids[f'worker {rank}']})") >= 2, log  # a warning, and at the end
     assert says in log, log
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, capfd, rank):
+def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, caplog, rank):
     """The other one waits for it in a collective, and is not blamed."""
     with start(model_folder, step_timeout_s=STEP_TIMEOUT_S, stall_warning_s=0.4) as client:
         pids = client.ready.pids
@@ -114,7 +114,7 @@ def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, capfd, rank)
         assert (details["process"], details["rank"], details["hung_ranks"]) == (f"worker {rank}", rank, [rank])
         assert "stopped" in caught.value.message
         assert wait_until(lambda: not any(map(is_alive, pids.values())), NOTICE_S)
-    log = capfd.readouterr().err
+    log = caplog.text
     assert "stopped" in log, log
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from ringcore.engine_core.admin.public_methods import engine_method
 from ringcore.engine_core.loop import EngineLoop
+from ringcore.engine_core.tracing import EngineTracing
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, channel_pair
 from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import decode_value, encode_request
@@ -134,6 +135,7 @@ class ScriptedCore:
 
     def __init__(self, allow_callables: bool = False) -> None:
         self.config = SimpleNamespace(parallel=SimpleNamespace(allow_callables=allow_callables))
+        self.tracing = EngineTracing()
         self.ready = ready(1)
         self.num_steps_completed = self.num_steps_launched = self.num_in_flight = 0
         self.fds = [os.eventfd(0, os.EFD_NONBLOCK)]

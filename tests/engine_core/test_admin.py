@@ -174,6 +174,7 @@ def test_every_key_in_the_directory_is_let_in_and_its_calls_are_its_own(tmp_path
 CALLS = [  # target, method, the scope that it takes
     *(("engine", name, "read") for name in ("stats", "health", "is_sleeping", "methods")),
     *(("engine", name, "lifecycle") for name in ("pause", "resume")),
+    *(("engine", name, "read") for name in ("start_trace", "stop_trace", "front_end_trace")),
     ("engine", "reset_prefix_cache", "call"),
     *((target, name, "lifecycle") for name in OPERATIONS for target in ("engine", "workers")),
     ("workers", "look", "read"),

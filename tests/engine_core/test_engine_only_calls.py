@@ -149,7 +149,7 @@ def test_all_that_is_listed_can_be_called_and_nothing_else(llm, admin):
 
 def test_an_admin_client_calls_the_engine_itself(llm, admin):
     for name in [*ENGINE_CALLS, *(name for name in OPERATOR_CALLS if name != "abort")]:
-        admin.call_engine(name)
+        admin.call_engine(name, [1.0] if name == "start_trace" else [])
     assert admin.call_engine("abort", ["nobody"]) == []
     assert admin.call_engine("pause", ["all"]) is None
     assert admin.call_engine("resume") is None

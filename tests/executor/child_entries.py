@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 from pathlib import Path
+
+from ringcore.executor.child_process import ChildProcess
+from ringcore.host.log_forwarding import FORWARDED
 
 
 def talk(payload: bytes, fds: dict[str, int]) -> None:
@@ -64,3 +68,28 @@ def list_fds(payload: bytes, fds: dict[str, int]) -> None:
 def hold_the_gil(payload: bytes, fds: dict[str, int]) -> None:
     os.write(fds["out"], b"up")
     re.match("(a+)+$", "a" * 64 + "b")  # takes for ever, in C, and never lets go of the GIL
+
+
+def logs(payload: bytes, fds: dict[str, int]) -> None:
+    """Logs at every level, and writes lines that are no records."""
+    log = logging.getLogger("ringcore.worker.worker")
+    log.debug("in detail")
+    log.info("on its way")
+    log.warning("%d of %s", 3, "four", extra={"request_id": "r-1"})
+    print("plain text", flush=True)
+    try:
+        raise ZeroDivisionError("as asked")
+    except ZeroDivisionError:
+        log.exception("two\nlines")
+    logging.getLogger("other").warning("of another library")
+    os.write(2, FORWARDED + b'{"name": "ringcore", "levelno"\n')
+    os.write(2, FORWARDED + b"[1]\n")
+    log.error("é" * 100_000)  # each is six bytes of JSON: more than a pipe holds
+
+
+def logs_in_a_child(payload: bytes, fds: dict[str, int]) -> None:
+    """Its own child, "worker 1", logs."""
+    child = ChildProcess.start("worker 1", "child_entries:logs")
+    assert child.wait(60)
+    child.terminate()
+    logging.getLogger("ringcore.engine_core.loop").warning("the engine's own")

@@ -11,6 +11,7 @@ from ringcore.errors import EngineDeadError
 from ringcore.front_end.mailbox import Mailbox
 from ringcore.protocol.output_reader import output_columns
 from ringcore.protocol.requests import EngineCoreOutput, EngineStats
+from ringcore.tracing import Tracer
 
 STATS = EngineStats(1, 0, 0, 9, 0, 0, 0)
 
@@ -35,7 +36,7 @@ class Connection(SimpleNamespace):
 
 def test_what_has_arrived_goes_before_a_death():
     connection = Connection(on_wait=lambda: None, incoming=[arrived(1)])
-    mailbox = Mailbox(connection)
+    mailbox = Mailbox(connection, Tracer())
     mailbox.receive()
     mailbox.mark_dead(EngineDeadError("it ended", process="engine"))
     assert mailbox.take_outputs(None).outputs[0].new_token_ids == [1]
@@ -45,7 +46,7 @@ def test_what_has_arrived_goes_before_a_death():
 
 def test_what_a_thread_receives_after_the_end_is_nobodys():
     connection = Connection(incoming=[arrived(1)])
-    mailbox = Mailbox(connection)
+    mailbox = Mailbox(connection, Tracer())
     connection.on_wait = lambda: mailbox.mark_dead(EngineDeadError("closed", process="engine"))
     mailbox.receive(1.0)  # as a call of another thread does
     assert connection.incoming == []

@@ -21,6 +21,7 @@ from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, Q
 from ringcore.front_end.tokenization.lane import _SLOW_S
 from ringcore.front_end.tokenization.pool import _SHORT_BYTES, MAX_QUEUE_BYTES, TokenizerPool
 from ringcore.front_end.tokenization.text_jobs import Decode, Encode, EncodeChat, Encoded, RenderChat, Rendered
+from ringcore.tracing import Tracer
 
 WAIT_S = 90.0
 HI = Encode("hi")
@@ -57,7 +58,7 @@ def make_pool():
         config = EngineConfig.from_options(
             model=folder, load_format="dummy", executor=FakeMultiproc, max_model_len=128, **options
         )
-        pool = TokenizerPool(config)
+        pool = TokenizerPool(config, Tracer())
         made.append(pool)
         pool.start()
         return pool

@@ -28,6 +28,9 @@ ENGINE_CALLS: Mapping[str, Scope] = {
     "health": "read",
     "is_sleeping": "read",
     "methods": "read",
+    "start_trace": "read",
+    "stop_trace": "read",
+    "front_end_trace": "read",
 }
 
 

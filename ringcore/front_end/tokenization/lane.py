@@ -16,6 +16,8 @@ from ringcore.executor.job_process import JobProcess
 from ringcore.front_end.tokenization.process import CHANNEL, ENTRY, MAX_MEMORY_BYTES
 from ringcore.front_end.tokenization.text_jobs import EncodeChat, RenderChat, TextAnswer, TextJob
 from ringcore.protocol.codec import encode_start
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import TOKENIZE
 
 __all__ = ["Outcome", "QueuedJob", "TokenizerLane"]
 
@@ -54,8 +56,8 @@ class TokenizerLane:
     were sent to the process and are not answered, in order; without a process there are none.
     """
 
-    def __init__(self, config: EngineConfig, killed: list[ChildProcess], depth: int) -> None:
-        self._config, self._killed, self._depth = config, killed, depth
+    def __init__(self, config: EngineConfig, killed: list[ChildProcess], depth: int, tracer: Tracer) -> None:
+        self._config, self._killed, self._depth, self._tracer = config, killed, depth, tracer
         self._timeout_s = config.model.tokenizer_timeout_s
         self.queue: deque[QueuedJob] = deque()
         self.in_flight: deque[QueuedJob] = deque()
@@ -97,11 +99,20 @@ class TokenizerLane:
         if is_ready:
             self.process.write()
             while self.in_flight and (answer := self.process.poll_answer()) is not None:
-                yield self.in_flight.popleft(), answer
+                entry = self.in_flight.popleft()
+                if self._tracer.is_on:
+                    self._trace(entry, self.process)
+                yield entry, answer
                 if self.in_flight:
                     self.in_flight[0].started_s = time.monotonic()
         yield from self._check_process(self.process)
         self.dispatch()
+
+    def _trace(self, entry: QueuedJob, process: JobProcess) -> None:
+        """The job as a span of its process, which executes one after the other; with the way there and back."""
+        began_ns = round(entry.started_s * 1e9)
+        track = f"tokenizer {process.child.pid}"
+        self._tracer.note(TOKENIZE, began_ns, now_ns(), len(entry.body), track=track)
 
     def _check_process(self, process: JobProcess) -> Iterator[Outcome]:
         """Handles a process that died, failed to start or exceeded its deadline; yields the outcomes of its jobs."""
@@ -183,7 +194,7 @@ class TokenizerLane:
             return None
         if self.process is None or not self._is_slow(self.process, self.in_flight[0]):
             return None
-        detached = TokenizerLane(self._config, self._killed, depth=1)
+        detached = TokenizerLane(self._config, self._killed, 1, self._tracer)
         detached.process, detached._started_s = self.process, self._started_s
         detached.in_flight.append(self.in_flight.popleft())
         self.process = None

@@ -27,6 +27,7 @@ from ringcore.executor.job_process import reap
 from ringcore.front_end.tokenization.lane import QueuedJob, TokenizerLane
 from ringcore.front_end.tokenization.text_jobs import Failed, TextAnswer, TextJob
 from ringcore.host.owner_process import OwnerProcess
+from ringcore.tracing import Tracer
 
 __all__ = ["MAX_QUEUE_BYTES", "TokenizerPool"]
 
@@ -44,15 +45,15 @@ _log = logging.getLogger(__name__)
 class TokenizerPool:
     """`submit` is thread-safe and non-blocking. One daemon thread drives the lanes, from `start` to `close`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tracer: Tracer) -> None:
         self._max_jobs = config.model.max_tokenizer_queue
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[TextAnswer] = msgspec.msgpack.Decoder(TextAnswer)
         self._owner = OwnerProcess("the engine")
         self._lock = threading.RLock()
         self._killed: list[ChildProcess] = []
-        self._short = TokenizerLane(config, self._killed, _SHORT_DEPTH)
-        self._long = TokenizerLane(config, self._killed, _LONG_DEPTH)
+        self._short = TokenizerLane(config, self._killed, _SHORT_DEPTH, tracer)
+        self._long = TokenizerLane(config, self._killed, _LONG_DEPTH, tracer)
         self._detached: list[TokenizerLane] = []
         self._num_bytes = 0
         self._num_jobs = 0

@@ -17,6 +17,8 @@ from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kernels.upload import upload
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import NewRequest, RowError
+from ringcore.tracing import now_ns
+from ringcore.tracing.kinds import COMPUTED, REPLAYED
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
 from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
@@ -142,15 +144,21 @@ class DeviceLauncher(StepLauncher):
         rows, sampling = self._stages.rows, self._stages.sampling
         starts = rows.num_computed_tokens[scheduled]
         is_adjusted = sampling.is_adjusted(scheduled)
+        tracer = self._stages.tracer
+        began = tracer.is_on and now_ns()
         if is_adjusted:
             logits = decode.launch_logits(scheduled)
+            replayed = began and now_ns()
             rows.advance(scheduled, None)
             self._read_needed_tokens(scheduled)
             logprobs = sampling.sample(logits, scheduled, decode.draw, decode.finish, errors).logprobs
         else:
             logits, token_ids = decode.launch(scheduled)
+            replayed = began and now_ns()
             rows.advance(scheduled, None)
             logprobs = sampling.launch_logprobs(logits, token_ids, scheduled)
+        if began:
+            tracer.record(REPLAYED.number, began, replayed, now_ns(), len(scheduled))
         rows.append_tokens(scheduled, UNKNOWN_TOKEN)
         return DeviceStep(
             launcher=self,
@@ -169,14 +177,20 @@ class DeviceLauncher(StepLauncher):
     def _launch_mixed(self, order: BatchOrder, errors: dict[int, RowError]) -> DeviceStep:
         rows, scheduled = self._stages.rows, order.scheduled
         starts = rows.num_computed_tokens[scheduled]
+        tracer = self._stages.tracer
+        began = tracer.is_on and now_ns()
         batch, rows_on_device = self._gather(order)
+        prepared = began and now_ns()
         graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
         hidden = self._stages.paged.forward_batch(batch) if graphs is None else graphs.forward(batch)
+        computed = began and now_ns()
         self._stages.prompt_logprobs.take(hidden, batch, scheduled, rows)
         rows.advance(scheduled, order.counts)
         is_sampling = np.isin(scheduled, batch.sample_rows)
         finish = partial(self._finish_mixed, order, batch, rows_on_device, is_sampling, hidden)
         samples = self._sample_mixed(batch, hidden, finish, errors)
+        if began:
+            tracer.record(COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows))
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
         return DeviceStep(
             launcher=self,

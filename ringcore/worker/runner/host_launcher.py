@@ -11,6 +11,8 @@ from ringcore.config import EngineConfig
 from ringcore.model_executor import logit_adjustments
 from ringcore.model_executor.sampler import sample
 from ringcore.protocol.steps import NewRequest, RowError
+from ringcore.tracing import now_ns
+from ringcore.tracing.kinds import COMPUTED
 from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
 from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
 from ringcore.worker.logits.step_output import SampledRows
@@ -63,14 +65,19 @@ class HostLauncher(StepLauncher):
         """A no-op."""
 
     def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> HostStep:
-        stages = self._stages
+        stages, tracer = self._stages, self._stages.tracer
+        began = tracer.is_on and now_ns()
         batch = InputBatch.gather(stages.rows, scheduled, counts, stages.device)
+        prepared = began and now_ns()
         hidden = stages.paged.forward_batch(batch)
+        computed = began and now_ns()
         self._isolate_non_finite(batch, scheduled, counts, hidden, errors)
         stages.prompt_logprobs.take(hidden, batch, scheduled, stages.rows)
         stages.rows.advance(scheduled, counts)
         stages.adjustments.report_failed(scheduled, errors)
         sampled = self._sample(batch, hidden, errors)
+        if began:
+            tracer.record(COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows))
         return HostStep(sampled._replace(prompt_logprobs=stages.prompt_logprobs.finished(scheduled, stages.rows)))
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:

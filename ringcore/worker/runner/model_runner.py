@@ -9,6 +9,8 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
+from ringcore.tracing import Tracer, now_ns
+from ringcore.tracing.kinds import APPLIED
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
@@ -39,6 +41,7 @@ class ModelRunner:
         platform: Platform,
         is_output_rank: bool,
         launcher: type[StepLauncher],
+        tracer: Tracer,
     ) -> None:
         """Allocates the pages. Raises `CapacityError` or `ConfigError`."""
         spec, device = config.model.spec, platform.device
@@ -50,16 +53,20 @@ class ModelRunner:
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, len(spec.eos_token_ids), listeners)
         sampling = SamplingStage(self.rows, self.adjustments, self._is_output_rank)
         self._stages = StepStages(
-            self.paged, self.rows, self.adjustments, prompt_logprobs, sampling, device, loaded.dtype
+            self.paged, self.rows, self.adjustments, prompt_logprobs, sampling, device, loaded.dtype, tracer
         )
         self.launcher = launcher(self._stages, config)
         self._kv_cache_config = kv_cache_config
+        self._tracer = tracer
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedSteps:
         """Launches the one or several steps of a message; the returned object's `result()` is their output."""
+        began = self._tracer.is_on and now_ns()
         appended = self.rows.apply(step)
         self.launcher.mirror(step.new_requests, appended)
+        if began:
+            self._tracer.record(APPLIED.number, began, now_ns(), step.step)
         scheduled, counts = self.rows.scheduled, step.num_scheduled_tokens
         output = LaunchedSteps(step.step, len(scheduled), self._is_output_rank)
         for index in range(step.num_steps if len(scheduled) else 0):

@@ -12,6 +12,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError
+from ringcore.tracing import Tracer
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import AdjustmentOps, RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
@@ -50,6 +51,7 @@ class StepStages:
     sampling: SamplingStage
     device: torch.device
     dtype: str  # the model's compute dtype
+    tracer: Tracer
 
 
 class StepLauncher(ABC):

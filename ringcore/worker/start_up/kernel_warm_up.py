@@ -32,6 +32,7 @@ from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.row_parameters import EVERY_PARAMETER
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
+from ringcore.tracing import Tracer
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.device_launcher import DeviceLauncher
 from ringcore.worker.runner.graph_capture import graph_sizes
@@ -146,7 +147,7 @@ def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> l
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
         is_output_rank = tp.rank == config.parallel.layout.output_rank
-        runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher)
+        runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher, Tracer())
         for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()

@@ -1,0 +1,209 @@
+"""The tracer of one process: spans of its work, with their times and arguments, in a bounded ring.
+
+All times are nanoseconds of CLOCK_MONOTONIC, which is one clock for all processes of a host. A `ProcessTrace` has a
+reading of the wall clock beside it, by which the traces of several hosts can be aligned as well as their wall clocks
+agree.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from threading import enumerate as all_threads
+from threading import get_ident, main_thread
+from time import monotonic_ns as now_ns
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ringcore.errors import InvalidRequestError
+
+__all__ = ["MAX_TRACE_S", "Chain", "Kind", "ProcessTrace", "Span", "Tracer", "check_seconds", "now_ns"]
+
+CAPACITY, NOTES = 1 << 17, 1 << 15  # records of each ring
+
+MAX_TRACE_S = 600.0
+
+_PAST = -1
+
+
+class Kind(msgspec.Struct, frozen=True, array_like=True):
+    """What a span or moment is of. args: the names of its arguments, in order. form: a span of a thread, or a
+    moment in the life of a request, whose id is the first argument."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    form: Literal["span", "request"] = "span"
+
+
+class Chain:
+    """Spans that follow each other without a gap, recorded at once: the end of one is the begin of the next. Their
+    arguments are integers, and each is given once.
+
+    kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are shown; its spans are recorded by one thread at a time.
+    """
+
+    __slots__ = ("args", "kinds", "number", "track")
+
+    def __init__(self, number: int, track: str, *kinds: Kind | None) -> None:
+        self.number, self.track, self.kinds = number, track, kinds
+        self.args = tuple(dict.fromkeys(name for kind in kinds if kind for name in kind.args))
+
+    def spans(self, fields: Sequence[float]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
+        """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`."""
+        times, values = fields[: len(self.kinds) + 1], dict(zip(self.args, fields[len(self.kinds) + 1 :], strict=True))
+        for index, kind in enumerate(self.kinds):
+            if kind is not None:
+                args = tuple(int(values[name]) for name in kind.args)
+                yield kind, int(times[index]), int(times[index + 1]), args
+
+
+class Span(NamedTuple):
+    """A span or moment. track: the name of a thread, or its ident."""
+
+    kind: Kind
+    track: int | str
+    began_ns: int
+    ended_ns: int
+    args: Sequence[Any] = ()
+
+
+class ProcessTrace(msgspec.Struct, frozen=True):
+    """What one process has recorded. The spans are made of it where it is read (`spans`): that would take the process
+    longer than a step."""
+
+    process: str  # "front end", "engine", "worker 0", ...
+    pid: int
+    host: str
+    began_ns: int  # when it began to record
+    deadline_ns: int  # what ended later is no part of it
+    taken_ns: int  # when the records were taken
+    taken_unix_ns: int  # the same moment by the host's wall clock
+    num_dropped: int  # records that newer ones replaced: the oldest
+    chains: list[tuple[str, tuple[Kind | None, ...]]]  # by number: track and kinds, of the process's own version
+    records: list[tuple[float, ...]]  # the number of a chain, then its fields
+    notes: list[Span]
+    threads: dict[int, str]  # the names, by ident
+
+    def spans(self) -> Iterator[Span]:
+        """In no order; their tracks are names. Those of one track are nested or disjoint."""
+        chains = [Chain(number, track, *kinds) for number, (track, kinds) in enumerate(self.chains)]
+        for number, *fields in self.records:
+            chain = chains[int(number)]
+            for kind, began_ns, ended_ns, args in chain.spans(fields):
+                if ended_ns <= self.deadline_ns:
+                    yield Span(kind, chain.track, began_ns, ended_ns, args)
+        for note in self.notes:
+            if note.ended_ns <= self.deadline_ns:
+                yield note._replace(track=self._name(note.track))
+
+    def _name(self, track: int | str) -> str:
+        return track if isinstance(track, str) else self.threads.get(track, f"thread {track}")
+
+
+class Tracer:
+    """Records spans from `start` until `take`, or until the deadline, after which nothing is recorded.
+
+    While it is off, a chain of spans costs its code one attribute check:
+
+        began = tracer.is_on and now_ns()
+        ...
+        if began:
+            tracer.record(SENT.number, began, now_ns())
+
+    While it is on, a record takes a fifth of a microsecond: it goes into a preallocated ring, where the newest replaces
+    the oldest, as a tuple of integers, which the garbage collector soon forgets. What has other arguments is rare and
+    goes into a ring of its own by `note`. Any thread may record. The spans of a thread must be nested or disjoint, as
+    those of synchronous code are.
+
+    on_end: called once when a trace ends by its deadline, by the thread that notices it in its next record.
+    """
+
+    __slots__ = ("_began_ns", "_deadline_ns", "_noted", "_notes", "_numbers", "_records", "is_on", "on_end")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.on_end: Callable[[], None] = _no_op
+        self._began_ns, self._deadline_ns = 0, _PAST
+        self._reset(1, 1)
+
+    def _reset(self, num_records: int, num_notes: int) -> None:
+        """Replaces the rings, each in one step: a thread that records meanwhile writes into the old ones."""
+        self._numbers, self._noted = count(), count()
+        self._records: list[tuple[float, ...] | None] = [None] * num_records
+        self._notes: list[Span | None] = [None] * num_notes
+
+    def start(self, deadline_ns: int) -> None:
+        """Begins a trace, and drops an earlier one that was not taken."""
+        self._reset(CAPACITY, NOTES)
+        self._began_ns, self._deadline_ns = now_ns(), deadline_ns
+        self.is_on = True
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline; 0 if nothing is recorded."""
+        return max(0.0, (self._deadline_ns - now_ns()) / 1e9) if self.is_on else 0.0
+
+    def record(self, *fields: float) -> None:
+        """Records the spans of a chain: its number, the begin of the first span, the end of each, the arguments."""
+        records = self._records
+        records[next(self._numbers) % len(records)] = fields
+        if fields[1] > self._deadline_ns:
+            self._expire()
+
+    def note(self, kind: Kind, began_ns: int, ended_ns: int, *args: Any, track: str | None = None) -> None:
+        """Records one span with any arguments, or a moment. track: that of something else than this thread."""
+        notes = self._notes
+        notes[next(self._noted) % len(notes)] = Span(kind, track or get_ident(), began_ns, ended_ns, args)
+        if began_ns > self._deadline_ns:
+            self._expire()
+
+    def _expire(self) -> None:
+        if self.is_on:
+            self.is_on = False
+            self.on_end()
+
+    def take(self, process: str, more: Iterable[tuple[str, str, int, int]] = ()) -> ProcessTrace:
+        """Ends the trace, and returns what was recorded, once. process: the name of this process. more: spans of other
+        recorders: name, track, begin and end."""
+        from ringcore.tracing.kinds import CHAINS  # which are made of `Chain`
+
+        self.is_on = False
+        num_records, num_notes = next(self._numbers), next(self._noted)
+        records, notes = self._records, self._notes
+        deadline_ns, self._deadline_ns = self._deadline_ns, _PAST
+        self._reset(1, 1)
+        threads = {thread.ident: thread.name for thread in all_threads() if thread.ident is not None}
+        return ProcessTrace(
+            process=process,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            began_ns=self._began_ns,
+            deadline_ns=deadline_ns,
+            taken_ns=now_ns(),
+            taken_unix_ns=time.clock_gettime_ns(time.CLOCK_REALTIME),
+            num_dropped=max(0, num_records - len(records)) + max(0, num_notes - len(notes)),
+            chains=[(chain.track, chain.kinds) for chain in CHAINS],
+            records=[one for one in records if one is not None],
+            notes=[
+                *(one for one in notes if one is not None),
+                *(Span(Kind(name), track, began_ns, ended_ns) for name, track, began_ns, ended_ns in more),
+            ],
+            threads=threads | {main_thread().ident or 0: "main"},
+        )
+
+
+def check_seconds(seconds: float) -> None:
+    """Raises `InvalidRequestError` for a trace that is too long."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= MAX_TRACE_S:
+        raise InvalidRequestError(
+            f"seconds={seconds!r}: give more than 0 and at most {MAX_TRACE_S:.0f}", field="seconds", value=repr(seconds)
+        )
+
+
+def _no_op() -> None:
+    """In place of `on_end`."""

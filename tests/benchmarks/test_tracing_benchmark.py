@@ -1,0 +1,28 @@
+"""A short run of the benchmark of tracing: what it measures is there, and traced."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import tracing
+from benchmarks.harness import Plan
+from benchmarks.peers import null_loops
+from benchmarks.tracing import OFF, ON, Tracing
+
+
+def test_a_short_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(null_loops, "MAX_TOKENS", 32)
+    monkeypatch.setattr(null_loops, "MIN_TOKENS", 8)
+    monkeypatch.setattr(tracing, "REPEATS", 1000)
+    monkeypatch.setattr(tracing, "PLACES", {"engine in the caller's process": False})
+    found = Tracing().run(Plan([], Path(tmp_path), 2, argparse.Namespace(requests="1,3")))
+    assert [one.name for one in found.measurements] == [
+        "engine in the caller's process, 1 request, a step",
+        "engine in the caller's process, 3 requests, a step",
+    ]
+    for one in found.measurements:
+        assert {name: len(samples) for name, samples in one.samples.items()} == {OFF: 2, ON: 2}
+        assert all(sample > 0 for samples in one.samples.values() for sample in samples)
+    records = [float(check.value) for check in found.checks if "records" in check.name]
+    assert all(1 <= number < 2 for number in records)
