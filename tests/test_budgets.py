@@ -32,7 +32,7 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (310, "every check of a prompt"),
-    "serve/answers.py": (306, "every kind of answer"),
+    "openai_api/answers.py": (306, "every kind of answer"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ringcore.openai_api.errors import ApiError, over_limit
 from ringcore.serve.chat_page import PAGE_PATHS
-from ringcore.serve.errors import ApiError, over_limit
+from ringcore.serve.errors import error_response
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
@@ -45,7 +46,7 @@ class Gate:
             self._check_length(headers)
             body = await self._read_body(receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
@@ -128,13 +129,13 @@ class ConcurrencyLimit:
         self.num_in_flight = 0
 
     @contextmanager
-    def acquired(self, prompts: Sequence[object], n: int) -> Iterator[None]:
+    def acquired(self, num_prompts: int, n: int) -> Iterator[None]:
         """Counts n completions of each prompt; raises 429 if too many are in flight, 400 if they can never fit."""
-        num, limit = len(prompts) * n, self._options.max_concurrent_requests
+        num, limit = num_prompts * n, self._options.max_concurrent_requests
         if num > limit:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"{len(prompts)} prompts with n={n} are {num} completions and the service allows {limit} at once; "
+                f"{num_prompts} prompts with n={n} are {num} completions and the service allows {limit} at once; "
                 "send fewer, or raise max_concurrent_requests",
                 param="prompt",
             )
