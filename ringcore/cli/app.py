@@ -17,6 +17,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
 
+    from ringcore.cli.batch import make_batch
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
@@ -25,6 +26,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.simulate import make_simulate
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
+    app.command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
     app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
