@@ -72,17 +72,18 @@ def model_facts(config: EngineConfig) -> dict[str, Any]:
 def check_same(begun: Job, asked: Job, input_path: str) -> None:
     """Raises `ConfigError` that names what of a job has changed since it was begun."""
     if begun.input != asked.input:
+        before, now = begun.input, asked.input
         raise _changed(
             "input",
-            f"the content of {input_path!r} has changed: it had {begun.input.num_bytes} bytes of SHA-256 {begun.input.sha256[:16]}, now "
-            f"{asked.input.num_bytes} of {asked.input.sha256[:16]}",
+            f"the content of {input_path!r} has changed: it had {before.num_bytes} bytes of SHA-256 "
+            f"{before.sha256[:16]}, now {now.num_bytes} of {now.sha256[:16]}",
         )
     for field in ("format", "order", "compression"):
         _check_field(field, begun.__getattribute__(field), asked.__getattribute__(field))
     for part in ("model", "defaults", "answers"):
-        before, now = begun.__getattribute__(part), asked.__getattribute__(part)
-        for name in sorted(before.keys() | now.keys()):
-            _check_field(name, before.get(name), now.get(name))
+        ours, theirs = begun.__getattribute__(part), asked.__getattribute__(part)
+        for name in sorted(ours.keys() | theirs.keys()):
+            _check_field(name, ours.get(name), theirs.get(name))
 
 
 def _check_field(name: str, before: object, now: object) -> None:
