@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +16,21 @@ FAKE = ["--load-format", "dummy", "--max-model-len", "128", "--no-progress"]
 INSTANT, PACED = (["--executor", name] for name in ("ringcore.testing:FakeExecutor", "batch_executors:Paced"))
 
 
-def start(*args: object, **environment: str) -> subprocess.Popen:
+def start(*args: object, max_file_bytes: int | None = None) -> subprocess.Popen:
+    """max_file_bytes: a write beyond fails, as on a full disk."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
     return subprocess.Popen(
         [sys.executable, "-m", "ringcore.cli", "batch", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        preexec_fn=None if max_file_bytes is None else limit,
     )
 
 

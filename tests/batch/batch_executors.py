@@ -10,3 +10,10 @@ class Paced(FakeExecutor):
 
     def __init__(self, config) -> None:
         super().__init__(config, cost=StepCost(base_s=0.002))
+
+
+class Slow(FakeExecutor):
+    """A step takes 5 s."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, cost=StepCost(base_s=5.0))
