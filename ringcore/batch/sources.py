@@ -18,6 +18,7 @@ from ringcore.errors import ConfigError
 __all__ = ["HashedChunks", "ScanStopped", "check_absent", "is_remote", "open_input", "split_lines", "upload"]
 
 _CHUNK_BYTES = 1 << 20
+_ZSTD_BYTES = 1 << 10  # decompressed at once: even of a file made to deceive that is at most 32 MiB
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -37,7 +38,7 @@ def open_input(path: str) -> Iterator[IO[bytes]]:
                 with gzip.GzipFile(fileobj=buffered) as unzipped:
                     yield cast("IO[bytes]", unzipped)
             elif magic == _ZSTD:
-                yield _zstd_reader(path, cast("IO[bytes]", buffered))
+                yield cast("IO[bytes]", _ZstdFrames(path, cast("IO[bytes]", buffered)))
             else:
                 yield cast("IO[bytes]", buffered)
     except (OSError, EOFError, zlib.error) as error:
@@ -62,12 +63,33 @@ def _open(path: str) -> IO[bytes]:
     return cast("IO[bytes]", _fsspec(path, "input").open(path, "rb").open())
 
 
-def _zstd_reader(path: str, raw: IO[bytes]) -> IO[bytes]:
-    if find_spec("zstandard") is None:
-        raise ConfigError(f"input={path!r}: zstd needs pip install 'ringcore[batch]'", option="input", value=path)
-    import zstandard
+class _ZstdFrames:
+    """The content of zstd frames, one after the other. Unlike zstandard's own reader it raises `EOFError` for a last
+    frame that is cut off."""
 
-    return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+    def __init__(self, path: str, raw: IO[bytes]) -> None:
+        if find_spec("zstandard") is None:
+            raise ConfigError(f"input={path!r}: zstd needs pip install 'ringcore[batch]'", option="input", value=path)
+        import zstandard
+
+        self._raw, self._new_frame = raw, zstandard.ZstdDecompressor().decompressobj
+        self._frame = self._new_frame()
+        self._is_within = False  # a frame has begun, and has not ended
+
+    def read(self, size: int) -> bytes:
+        """At least `size` bytes, but for the last ones."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        while num_bytes < size and (packed := self._raw.read(_ZSTD_BYTES)):
+            while packed:
+                parts.append(self._frame.decompress(packed))
+                num_bytes += len(parts[-1])
+                self._is_within, packed = not self._frame.eof, self._frame.unused_data
+                if self._frame.eof:
+                    self._frame = self._new_frame()
+        if self._is_within and not num_bytes:
+            raise EOFError("the last zstd frame is cut off")
+        return b"".join(parts)
 
 
 def upload(file: str, url: str) -> None:
