@@ -12,6 +12,7 @@ BENCHMARKS = {
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",
     "simulator": "benchmarks.simulator:Simulator",
+    "batch": "benchmarks.batch:BatchRunner",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",
     "front_end": "benchmarks.front_end:FrontEnd",

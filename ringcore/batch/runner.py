@@ -93,7 +93,6 @@ class BatchRun:
             self.status.done, self.status.num_requests = results.done, results.job.num_requests
             if self._replicas and await self._unless_stopped(self._wait_started()):
                 await self._answer_all(results)
-            await asyncio.to_thread(results.sync)
             if self._is_complete:
                 await asyncio.to_thread(self._files.upload)
         finally:
@@ -153,12 +152,12 @@ class BatchRun:
         try:
             await self._run_replicas(lines, form, bar)
         finally:
-            self._sample()
-            self.figures.stop_clock()
-            bar.close()
             await lines.close()
             with contextlib.suppress(RingcoreError):  # told already, if that is why it ends
                 results.sync()
+            self._sample()
+            self.figures.stop_clock()
+            bar.close()
 
     def _form(self, results: Results) -> LineForm:
         job = results.job
