@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ringcore.batch.device_groups import options_of_engines
 from ringcore.batch.job import VERSION, InputFacts, Job, LineFormat, check_same, model_facts
 from ringcore.batch.journal import Journal
 from ringcore.batch.options import BatchOptions
@@ -18,8 +19,6 @@ from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
 
 __all__ = ["JobFiles"]
-
-_WORKER_RESTARTS = 4  # unless the options say otherwise: cheaper than another engine
 
 
 class JobFiles:
@@ -43,9 +42,8 @@ class JobFiles:
     ) -> None:
         self.input, self.output = os.fspath(input), os.fspath(output)
         self.options, self.defaults, self._resumes = options or BatchOptions(), dict(defaults or {}), resumes
-        shared = {"max_worker_restarts": _WORKER_RESTARTS} | dict(engine_options)
-        self.config = EngineConfig.from_options(**shared)
-        self.engines = [shared for _ in range(self.options.data_parallel)]
+        self.engines = options_of_engines(engine_options, self.options.data_parallel)
+        self.config = EngineConfig.from_options(**self.engines[0])
         self.journal = self.options.journal or f"{self.output}.journal"
         self._compression = compression_of(self.output)
         self.results = self.output  # a local path
