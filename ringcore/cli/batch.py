@@ -54,9 +54,9 @@ def batch(
     Examples:
 
     \b
-      ringcore batch requests.jsonl results.jsonl --model ./model
-      ringcore batch requests.jsonl results.jsonl --model ./model --resume
-      ringcore batch prompts.jsonl.zst texts.jsonl.gz --model ./model --max-tokens 64 --temperature 0 --order input
+      ringcore batch requests.jsonl results.jsonl --model path/to/model
+      ringcore batch requests.jsonl results.jsonl --model path/to/model --resume
+      ringcore batch requests.jsonl results.jsonl --model path/to/model --status status.json --chart chart.png
     """
     from ringcore.batch.api import run_job
     from ringcore.batch.job_files import JobFiles

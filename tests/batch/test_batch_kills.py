@@ -120,6 +120,22 @@ def test_a_job_that_is_killed(folder, tmp_path, is_long, name):
         job.discard()
 
 
+def test_memory_does_not_grow_with_the_input(folder, tmp_path, is_long):
+    """100,000 lines within 200 MB in the long form; what 2,500 take is most of it."""
+    num_lines, max_bytes = (100_000, 200e6) if is_long else (2500, 120e6)
+    with (tmp_path / "in.jsonl").open("w") as file:
+        for i in range(num_lines):
+            file.write(f'{{"prompt": "line {i}", "max_tokens": 4}}\n')
+    process = start(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", folder, *FAKE, *INSTANT)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, process.communicate()
+    process.communicate()
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == num_lines
+    print(f"{num_lines:,} lines: {usage.ru_maxrss / 1024:.0f} MiB resident at most")
+    assert usage.ru_maxrss * 1024 < max_bytes
+
+
 def test_the_same_texts_however_a_job_runs(folder, tmp_path):
     """One at a time, in another order, from a compressed input."""
     lines = plain_lines(30)
