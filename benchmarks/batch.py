@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from benchmarks.harness import Benchmark, Plan, note
 from benchmarks.made_tokenizer import write_tokenizer
 from benchmarks.result import Check, Findings, Measurement
-from ringcore import LLM, SamplingParams, batch
+from ringcore import LLM, EngineConfig, SamplingParams, batch
 from ringcore.batch.job_files import JobFiles
 from ringcore.batch.journal import Record
 from ringcore.batch.lines import Outcome
@@ -98,7 +98,7 @@ def _resumed(plan: Plan, work: Path, engine: dict[str, Any]) -> Measurement:
     """From the call to its return: the input is identified, the journal read, and the one line left is answered."""
     num, out = plan.options.done_lines, work / "long-out.jsonl"
     source = _write(work / "long.jsonl", [{**line, "max_tokens": 1} for line in _lines(num + 1, 1)])
-    files = JobFiles(source, out, engine, options=BatchOptions())
+    files = JobFiles(source, out, EngineConfig.from_options(**engine), options=BatchOptions())
     results = files.checked(None, lambda: False)
     text = "x" * 200
     for line in range(1, num + 1):

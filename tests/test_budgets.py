@@ -42,6 +42,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
     "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
+    "cli/batch.py:batch": (46, "a command's flags, a line each"),
     "cli/serve.py:serve": (66, "a command's flags, a line each"),
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),

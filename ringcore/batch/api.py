@@ -13,9 +13,14 @@ from types import FrameType
 from typing import Any
 
 from ringcore.batch.chart import check_can_draw, draw_png
+from ringcore.batch.device_groups import options_of_engines
+from ringcore.batch.figures import Figures
 from ringcore.batch.job_files import JobFiles
+from ringcore.batch.lines import Outcome
 from ringcore.batch.options import BatchOptions
+from ringcore.batch.replica import Replica
 from ringcore.batch.runner import BatchRun
+from ringcore.config import EngineConfig
 
 __all__ = ["BatchSummary", "run", "run_job"]
 
@@ -72,27 +77,51 @@ def run(
     own = {f.name for f in fields(BatchOptions)}
     batch = BatchOptions(**{name: value for name, value in options.items() if name in own})
     engine = {name: value for name, value in options.items() if name not in own} | {"model": model}
-    files = JobFiles(input, output, engine, defaults=sampling, options=batch, resumes=resume)
-    summary = run_job(files, status=status, chart=chart, shows_progress=use_tqdm, signals=(signal.SIGINT,))
+    summary = run_job(
+        input,
+        output,
+        engine,
+        batch,
+        sampling=sampling,
+        resume=resume,
+        status=status,
+        chart=chart,
+        shows_progress=use_tqdm,
+        signals=(signal.SIGINT,),
+    )
     if summary.signal is not None:
         raise KeyboardInterrupt
     return summary
 
 
 def run_job(
-    files: JobFiles,
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    engine_options: Mapping[str, Any],
+    options: BatchOptions,
     *,
+    sampling: Mapping[str, Any] | None,
+    resume: bool,
     status: str | os.PathLike[str] | None,
     chart: str | os.PathLike[str] | None,
     shows_progress: bool,
     signals: Sequence[signal.Signals],
     on_second_signal: Callable[[int], None] | None = None,
 ) -> BatchSummary:
-    """signals: those that stop the run, where this is the main thread. on_second_signal: called in the handler with
-    128 and the signal; None cancels the run."""
+    """As `run`. signals: those that stop the run, where this is the main thread. on_second_signal: called in the
+    handler with 128 and the signal; None cancels the run."""
     if chart is not None:
         check_can_draw()
-    job = BatchRun(files, status_path=None if status is None else os.fspath(status), shows_progress=shows_progress)
+    engines = options_of_engines(engine_options, options.data_parallel)
+    config = EngineConfig.from_options(**engines[0])
+    files = JobFiles(input, output, config, defaults=sampling, options=options, resumes=resume)
+
+    def make_replicas(figures: Figures, deliver: Callable[[Outcome], None]) -> list[Replica]:
+        return [Replica(one, options, figures, deliver) for one in engines]
+
+    job = BatchRun(
+        files, make_replicas, status_path=None if status is None else os.fspath(status), shows_progress=shows_progress
+    )
     stopping = _Stopping(job, on_second_signal)
     with stopping.listening(signals):
         asyncio.run(stopping.run())

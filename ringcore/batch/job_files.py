@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from ringcore.batch.device_groups import options_of_engines
 from ringcore.batch.job import VERSION, InputFacts, Job, LineFormat, check_same, model_facts
 from ringcore.batch.journal import Journal
 from ringcore.batch.options import BatchOptions
@@ -22,28 +21,25 @@ __all__ = ["JobFiles"]
 
 
 class JobFiles:
-    """Where a job lies, before anything is read. Raises `ConfigError`, `UnknownOptionError` and `ModelLoadError`.
+    """Where a job lies, before anything is read. Raises `ConfigError`.
 
-    engine_options: of each engine. defaults: sampling parameters of plain lines. resumes: whether a job that was begun
-    is continued; one that was not is begun.
-
-    engines: the options of each engine of the job, its devices among them.
+    config: of one of its engines. defaults: sampling parameters of plain lines. resumes: whether a job that was begun
+    is continued; one that was not is begun. url: the only one that OpenAI's lines may have; None for any.
     """
 
     def __init__(
         self,
         input: str | os.PathLike[str],
         output: str | os.PathLike[str],
-        engine_options: Mapping[str, Any],
+        config: EngineConfig,
         *,
         defaults: Mapping[str, Any] | None = None,
         options: BatchOptions | None = None,
         resumes: bool = False,
+        url: str | None = None,
     ) -> None:
-        self.input, self.output = os.fspath(input), os.fspath(output)
+        self.input, self.output, self.config, self.url = os.fspath(input), os.fspath(output), config, url
         self.options, self.defaults, self._resumes = options or BatchOptions(), dict(defaults or {}), resumes
-        self.engines = options_of_engines(engine_options, self.options.data_parallel)
-        self.config = EngineConfig.from_options(**self.engines[0])
         self.journal = self.options.journal or f"{self.output}.journal"
         self._compression = compression_of(self.output)
         self.results = self.output  # a local path
@@ -118,6 +114,7 @@ class JobFiles:
                 "tool_call_parser": self.options.tool_call_parser,
                 "reasoning_parser": self.options.reasoning_parser,
                 "max_line_bytes": self.options.max_line_bytes,
+                "url": self.url,
             },
         )
         return msgspec.json.decode(msgspec.json.encode(job), type=Job)  # as it is read again

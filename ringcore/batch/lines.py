@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from ringcore.batch.journal import Record
 from ringcore.openai_api.served_model import ServedModel
 
-__all__ = ["InputLine", "LineError", "LineForm", "Outcome", "seed_of_line"]
+__all__ = ["InputLine", "LineError", "LineForm", "Outcome", "Take", "seed_of_line"]
 
 
 class InputLine(NamedTuple):
@@ -23,6 +24,9 @@ class Outcome(NamedTuple):
 
     record: Record
     written: bytes
+
+
+Take = Callable[[], Awaitable[InputLine | None]]  # the next line, None if there is none; may be cancelled without loss
 
 
 class LineError(Exception):

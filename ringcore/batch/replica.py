@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ringcore.batch.figures import EngineFigures, Figures, RequestAbortedError
-from ringcore.batch.lines import InputLine, LineError, LineForm, Outcome
+from ringcore.batch.lines import InputLine, LineError, LineForm, Outcome, Take
 from ringcore.batch.options import BatchOptions
 from ringcore.errors import EngineDeadError, QueueFullError, RingcoreError, WorkerDiedError
 from ringcore.front_end.async_engine import AsyncEngine
@@ -37,8 +37,6 @@ _LEAST_DEATHS = 2  # before the one that makes an error record: the first may ha
 _RETRY_S = 1.0  # after a failed start, times the failures in a row: memory of the last one may be in use yet
 _QUEUE_FULL_S = 0.02
 _MAX_ABORTS = 3  # an operator who puts the engine to sleep aborts requests, which is no fault of theirs
-
-Take = Callable[[], Awaitable[InputLine | None]]
 
 
 class _Attempt(NamedTuple):

@@ -11,25 +11,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ringcore.batch.figures import EngineFigures, Figures
 from ringcore.batch.input_order import InputOrder
 from ringcore.batch.job_files import JobFiles
-from ringcore.batch.lines import LineForm, Outcome
+from ringcore.batch.lines import LineForm, Outcome, Take
 from ringcore.batch.look_ahead import LookAhead
 from ringcore.batch.openai_lines import OpenAiLines
 from ringcore.batch.plain_lines import PlainLines
-from ringcore.batch.replica import Replica
 from ringcore.batch.results import Results
 from ringcore.batch.scan import ScanStopped
 from ringcore.batch.status import ProgressBar, Status
 from ringcore.errors import RingcoreError
 
-__all__ = ["BatchRun"]
+__all__ = ["Answerer", "BatchRun", "MakeAnswerers"]
 
 _TICK_S = 0.5
+
+MakeAnswerers = Callable[[Figures, Callable[[Outcome], None]], Sequence["Answerer"]]
+
+
+class Answerer(Protocol):
+    """What answers the lines of a job: an engine of its own (`Replica`), or one that others use too.
+
+    width: the most lines in flight. num_in_flight: lines that were taken and not delivered.
+    """
+
+    width: int
+    num_in_flight: int
+    num_restarts: int
+
+    async def start(self) -> None:
+        """Waits until lines can be answered. Raises `RingcoreError`."""
+
+    async def run(self, take: Take, form: LineForm) -> None:
+        """Answers lines until `take` returns None. Raises `RingcoreError` if it cannot go on."""
+
+    async def close(self) -> None: ...
+
+    def figures(self) -> EngineFigures: ...
+
 
 T = TypeVar("T")
 
@@ -37,15 +60,22 @@ T = TypeVar("T")
 class BatchRun:
     """One run of a job, once. `stop` may be called at any time, in the event loop's thread.
 
-    status, figures: how far it is, at any time.
+    make_answerers: called once, if there is something to answer. status, figures: how far it is, at any time.
     """
 
-    def __init__(self, files: JobFiles, *, status_path: str | None = None, shows_progress: bool = False) -> None:
-        self._files, self._options = files, files.options
+    def __init__(
+        self,
+        files: JobFiles,
+        make_answerers: MakeAnswerers,
+        *,
+        status_path: str | None = None,
+        shows_progress: bool = False,
+    ) -> None:
+        self._files, self._options, self._make_answerers = files, files.options, make_answerers
         self._shows_progress = shows_progress
         self.figures = Figures()
         self.status = Status(status_path, self.figures)
-        self._replicas: list[Replica] = []
+        self._answerers: Sequence[Answerer] = ()
         self._stopped: asyncio.Future[None] | None = None
         self._is_stopped = False
         self._results: Results | None = None
@@ -85,18 +115,18 @@ class BatchRun:
         try:
             results = self._results = self._files.recovered()
             if results is None or results.done.num_done < results.job.num_requests:
-                self._start_replicas()
+                self._answerers = self._make_answerers(self.figures, self._deliver)
             try:
                 results = self._results = await asyncio.to_thread(self._files.checked, results, self._was_stopped)
             except ScanStopped:
                 return
             self.status.done, self.status.num_requests = results.done, results.job.num_requests
-            if self._replicas and await self._unless_stopped(self._wait_started()):
+            if self._answerers and await self._unless_stopped(self._wait_started()):
                 await self._answer_all(results)
             if self._is_complete:
                 await asyncio.to_thread(self._files.upload)
         finally:
-            await asyncio.gather(*(replica.close() for replica in self._replicas), return_exceptions=True)
+            await asyncio.gather(*(answerer.close() for answerer in self._answerers), return_exceptions=True)
             if self._results is not None:
                 self._results.close()
 
@@ -106,12 +136,8 @@ class BatchRun:
     # -----------------------------------------------------------------------------------------------------------
     # Start.
 
-    def _start_replicas(self) -> None:
-        for engine_options in self._files.engines:
-            self._replicas.append(Replica(engine_options, self._options, self.figures, self._deliver))
-
     async def _wait_started(self) -> None:
-        await asyncio.gather(*(replica.start() for replica in self._replicas))
+        await asyncio.gather(*(answerer.start() for answerer in self._answerers))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether the work came to its end; a stop cancels it."""
@@ -133,7 +159,7 @@ class BatchRun:
     async def _answer_all(self, results: Results) -> None:
         form = self._form(results)
         if self._options.order == "input":
-            in_flight = sum(replica.width for replica in self._replicas)
+            in_flight = sum(answerer.width for answerer in self._answerers)
             self._order = InputOrder(self._write, max(self._options.look_ahead, 2 * in_flight))
         assert self._stopped is not None
         lines = LookAhead(
@@ -150,7 +176,7 @@ class BatchRun:
             self.status.state = "running"
         bar = ProgressBar(self.status, self.figures, is_shown=self._shows_progress)
         try:
-            await self._run_replicas(lines, form, bar)
+            await self._run_answerers(lines, form, bar)
         finally:
             await lines.close()
             with contextlib.suppress(RingcoreError):  # told already, if that is why it ends
@@ -162,11 +188,11 @@ class BatchRun:
     def _form(self, results: Results) -> LineForm:
         job = results.job
         if job.format == "openai":
-            return OpenAiLines(job.hash, self._files.config.model.seed)
+            return OpenAiLines(job.hash, self._files.config.model.seed, self._files.url)
         return PlainLines(self._files.config.model.seed, self._files.defaults)
 
-    async def _run_replicas(self, lines: LookAhead, form: LineForm, bar: ProgressBar) -> None:
-        working = [asyncio.ensure_future(replica.run(lines.take, form)) for replica in self._replicas]
+    async def _run_answerers(self, lines: LookAhead, form: LineForm, bar: ProgressBar) -> None:
+        working = [asyncio.ensure_future(answerer.run(lines.take, form)) for answerer in self._answerers]
         ticking = asyncio.ensure_future(self._tick(bar))
         whole = asyncio.gather(*working)
         try:
@@ -215,9 +241,9 @@ class BatchRun:
             self._results.mark_synced(end)
 
     def _sample(self) -> None:
-        self.status.num_in_flight = sum(replica.num_in_flight for replica in self._replicas)
-        self.status.num_restarts = sum(replica.num_restarts for replica in self._replicas)
-        engines = [replica.figures() for replica in self._replicas]
+        self.status.num_in_flight = sum(answerer.num_in_flight for answerer in self._answerers)
+        self.status.num_restarts = sum(answerer.num_restarts for answerer in self._answerers)
+        engines = [answerer.figures() for answerer in self._answerers]
         usage = sum(one.kv_cache_usage for one in engines) / max(1, len(engines))
         self.figures.sample(
             EngineFigures(

@@ -59,7 +59,6 @@ def batch(
       ringcore batch requests.jsonl results.jsonl --model path/to/model --status status.json --chart chart.png
     """
     from ringcore.batch.api import run_job
-    from ringcore.batch.job_files import JobFiles
 
     try:
         job = BatchOptions(
@@ -68,9 +67,13 @@ def batch(
             reasoning_parser=none_or(reasoning_parser),
             **given(options, batch_options()),
         )
-        engine, sampling = given(options, engine_options()), given(options, sampling_options())
         summary = run_job(
-            JobFiles(input, output, engine, defaults=sampling, options=job, resumes=resume),
+            input,
+            output,
+            given(options, engine_options()),
+            job,
+            sampling=given(options, sampling_options()),
+            resume=resume,
             status=status,
             chart=chart,
             shows_progress=progress,

@@ -11,7 +11,7 @@ import pytest
 from batch_command import openai_lines, plain_lines, write_lines
 from fake_engine import make_model_folder
 
-from ringcore.batch import job_files
+from ringcore.batch import api
 from ringcore.batch.device_groups import options_of_engines
 from ringcore.cli import main
 from ringcore.testing import FakeExecutor
@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "path/to/model").mkdir(parents=True)
     make_model_folder(tmp_path / "path/to/model")
     fake = {"load_format": "dummy", "executor": FakeExecutor, "max_model_len": 128}
-    monkeypatch.setattr(job_files, "options_of_engines", lambda given, num: options_of_engines(given | fake, num))
+    monkeypatch.setattr(api, "options_of_engines", lambda given, num: options_of_engines(given | fake, num))
     requests = openai_lines(6)
     for request in requests:
         request["body"].pop("model", None)
