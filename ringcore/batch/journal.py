@@ -17,7 +17,7 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from ringcore.batch.disk import append, replace_file
 from ringcore.batch.job import Job
 from ringcore.errors import ConfigError, RingcoreError
 
-__all__ = ["DoneLines", "Journal", "Record"]
+__all__ = ["DoneLines", "Journal", "Record", "result_spans"]
 
 _COMMIT, _FAILED, _SYNC = 1, 2, 4
 _LAYOUT = struct.Struct("<QQIIII")
@@ -203,6 +203,19 @@ class Journal:
             waiting.clear()
             done_lines.end, num_kept = end, index + 1
         return num_kept
+
+
+def result_spans(path: str) -> Iterator[tuple[int, int, bool]]:
+    """(begin, end, whether it is an error record) of each result of an uncompressed job, by its journal's path."""
+    with open(path, "rb") as file:
+        file.readline()
+        begin = 0
+        while part := file.read(_RECORD_BYTES * _SCANNED_AT_ONCE):
+            records = np.frombuffer(part[: len(part) // _RECORD_BYTES * _RECORD_BYTES], dtype=_RECORD)
+            for end, flags in zip(records["end"].tolist(), records["flags"].tolist(), strict=True):
+                if not flags & _SYNC:
+                    yield begin, end, bool(flags & _FAILED)
+                    begin = end
 
 
 def _encode(record: Record, end: int, crc: int, flags: int) -> bytes:

@@ -138,8 +138,11 @@ async def _serve(
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
     async with AsyncEngine(model, **engine_options) as engine:
+        app = create_app(engine, options)
+        if options.batch_dir is not None:
+            app.state.batches.start()
         config = http_config(
-            create_app(engine, options),
+            app,
             options,
             access_log=access_log,
             timeout_graceful_shutdown=round(drain_s + _END_S),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -55,7 +56,13 @@ class ServedModel:
         self.engine, self.names = engine, names
         self.max_model_len = engine.ready.max_model_len
         self.chat_format = choose_format(engine.get_tokenizer().chat_template, tool_call_parser, reasoning_parser)
-        self._max_n, self._observe = max_n, observe
+        self._max_n, self.observe = max_n, observe
+
+    def observed_by(self, observe: Callable[[SamplingParams], RequestObserver]) -> ServedModel:
+        """The same model, whose requests are followed by others."""
+        other = copy.copy(self)
+        other.observe = observe
+        return other
 
     def name(self, asked: str | None) -> str:
         """The model's name in a response. Raises 404 for a model that is not served."""
@@ -94,7 +101,7 @@ class ServedModel:
     ) -> None:
         """Passes each output of one prompt to `take`; raises the request's error. Cancellation aborts the request in
         the engine. form_field: the client's field that requires the structured outputs."""
-        record = self._observe(params)
+        record = self.observe(params)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

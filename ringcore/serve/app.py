@@ -57,6 +57,10 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_tokens(app, service)
     _add_models(app, service)
     _add_monitoring(app, service)
+    if options.batch_dir is not None:
+        from ringcore.serve.batches.endpoints import add_batches
+
+        app.state.batches = add_batches(app, service, options.batch_dir)
     add_chat_page(app)
     return app
 
@@ -70,7 +74,7 @@ def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )

@@ -21,6 +21,7 @@ __all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
 
 # Monitoring needs no key; the chat page has no secrets and asks the user for a key.
 MONITORING_PATHS = frozenset({"/health", "/metrics"})
+_UPLOAD = ("POST", "/v1/files")
 OPEN_PATHS = MONITORING_PATHS | PAGE_PATHS
 
 
@@ -43,6 +44,9 @@ class Gate:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
+            if self._options.batch_dir is not None and (scope["method"], scope["path"]) == _UPLOAD:
+                await self._app(scope, self._timed(receive), send)
+                return
             self._check_length(headers)
             body = await self._read_body(receive)
         except ApiError as error:
@@ -50,6 +54,18 @@ class Gate:
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
+
+    def _timed(self, receive: Receive) -> Receive:
+        """For a body that is read as it comes, within bounds of the endpoint: none of its pieces may take too long."""
+
+        async def next_piece() -> Message:
+            try:
+                async with asyncio.timeout(self._options.body_timeout_s):
+                    return await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+
+        return next_piece
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:
@@ -87,11 +103,14 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
-            raise ApiError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {self._options.body_timeout_s} s; send it faster",
-                headers={"Connection": "close"},
-            ) from None
+            raise self._too_slow() from None
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the body did not arrive within {self._options.body_timeout_s} s; send it faster",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self) -> ApiError:
         return ApiError(
