@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from batch_command import FAKE, INSTANT, PACED, ends, plain_lines, read_results, start, write_lines
-from fake_engine import KILLS, KILLS_ONCE, FakeMultiproc, FakeUniproc, expected, make_model_folder
+from fake_engine import KILLS, KILLS_ONCE, SLOW, FakeMultiproc, FakeUniproc, expected, make_model_folder
 
 from ringcore import batch
 from ringcore.errors import ConfigError, UnknownOptionError
@@ -129,20 +129,29 @@ def test_wrong_plain_lines(folder, tmp_path):
 def test_an_engine_that_dies_is_replaced_and_the_culprit_found(folder, tmp_path):
     """The worker is in the engine's process here, so that it takes the engine with it."""
     Path(folder, "has_killed").unlink(missing_ok=True)
-    lines = [{"prompt": f"line {i}", "max_tokens": 4} for i in range(24)]
-    lines[3] = {"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}  # the first engine alone
-    lines[9] = {"prompt_token_ids": [97, KILLS, 98]}  # every engine
+    lines = [{"prompt": f"line {i}", "max_tokens": 1} for i in range(60)]
+    lines[3] = {"prompt_token_ids": [97, SLOW, KILLS_ONCE], "max_tokens": 6}  # the first engine alone, after some steps
+    lines[49] = {"prompt_token_ids": [97, KILLS, 98]}  # every engine
     source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    summary = batch.run(source, out, folder, executor=FakeUniproc, max_in_flight=8, look_ahead=1, **ENGINE)
+    options = {"max_in_flight": 8, "look_ahead": 1, "order": "input"}  # so that soon lines wait for it to be answered
+    summary = batch.run(source, out, folder, executor=FakeUniproc, **options, **ENGINE)
     results = {result["custom_id"]: result for result in read_results(out.read_bytes())}
-    assert sorted(results) == list(range(1, 25))
+    assert list(results) == list(range(1, 61))
     (failed,) = [number for number, result in results.items() if result["error"]]
-    assert failed == 10
-    assert results[10]["error"]["type"] == "EngineDeadError"
-    assert "with it alone" in results[10]["error"]["message"]
-    assert [results[i + 1]["outputs"][0]["text"] for i in (0, 12, 23)] == [text_of(f"line {i}", 4) for i in (0, 12, 23)]
+    assert failed == 50
+    assert results[50]["error"]["type"] == "EngineDeadError"
+    assert "with it alone" in results[50]["error"]["message"]
+    assert [results[i + 1]["outputs"][0]["text"] for i in (0, 12, 23)] == [text_of(f"line {i}", 1) for i in (0, 12, 23)]
     assert 3 <= summary.num_engine_restarts <= 5
     assert (summary.num_failed, summary.exit_code) == (1, 1)
+
+
+def test_a_line_is_not_blamed_for_one_death(folder, tmp_path):
+    """Though it was alone: anything may kill an engine once."""
+    Path(folder, "has_killed").unlink(missing_ok=True)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}])
+    summary = batch.run(source, tmp_path / "out", folder, executor=FakeUniproc, max_in_flight=1, **ENGINE)
+    assert (summary.num_failed, summary.num_engine_restarts) == (0, 1)
 
 
 def test_workers_that_die_are_replaced_by_the_engine(folder, tmp_path):

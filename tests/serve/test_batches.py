@@ -161,7 +161,7 @@ def test_what_is_refused(client, service):
         ({"endpoint": "/v1/embeddings"}, "400"),
         ({"completion_window": "1h"}, "completion_window: give '24h'"),
         ({"input_file_id": "file-none"}, "404"),
-        ({"input_file_id": "../../x"}, "404"),
+        ({"input_file_id": f"../batches/{client.batches.list().data[0].id}"}, "404"),
     ):
         given = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"} | options
         assert said in refused(client.batches.create, **given)
