@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from batch_command import FAKE, INSTANT, PACED, ends, plain_lines, read_results, start, write_lines
-from fake_engine import KILLS, KILLS_ONCE, SLOW, FakeMultiproc, FakeUniproc, expected, make_model_folder
+from fake_engine import KILLS, KILLS_ONCE, FakeMultiproc, FakeUniproc, expected, make_model_folder
 
 from ringcore import batch
-from ringcore.errors import ConfigError, UnknownOptionError
+from ringcore.batch.figures import Figures
+from ringcore.batch.journal import Record
+from ringcore.batch.lines import InputLine, Outcome
+from ringcore.batch.replica import Replica
+from ringcore.errors import ConfigError, EngineDeadError, UnknownOptionError
 from ringcore.testing import FakeExecutor
 
 ENGINE = {"load_format": "dummy", "max_model_len": 64, "use_tqdm": False}
@@ -129,21 +135,78 @@ def test_wrong_plain_lines(folder, tmp_path):
 def test_an_engine_that_dies_is_replaced_and_the_culprit_found(folder, tmp_path):
     """The worker is in the engine's process here, so that it takes the engine with it."""
     Path(folder, "has_killed").unlink(missing_ok=True)
-    lines = [{"prompt": f"line {i}", "max_tokens": 1} for i in range(60)]
-    lines[3] = {"prompt_token_ids": [97, SLOW, KILLS_ONCE], "max_tokens": 6}  # the first engine alone, after some steps
-    lines[49] = {"prompt_token_ids": [97, KILLS, 98]}  # every engine
+    lines = [{"prompt": f"line {i}", "max_tokens": 4} for i in range(24)]
+    lines[3] = {"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}  # the first engine alone
+    lines[9] = {"prompt_token_ids": [97, KILLS, 98]}  # every engine
     source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    options = {"max_in_flight": 8, "look_ahead": 1, "order": "input"}  # so that soon lines wait for it to be answered
-    summary = batch.run(source, out, folder, executor=FakeUniproc, **options, **ENGINE)
+    summary = batch.run(source, out, folder, executor=FakeUniproc, max_in_flight=8, order="input", **ENGINE)
     results = {result["custom_id"]: result for result in read_results(out.read_bytes())}
-    assert list(results) == list(range(1, 61))
+    assert list(results) == list(range(1, 25))
     (failed,) = [number for number, result in results.items() if result["error"]]
-    assert failed == 50
-    assert results[50]["error"]["type"] == "EngineDeadError"
-    assert "with it alone" in results[50]["error"]["message"]
-    assert [results[i + 1]["outputs"][0]["text"] for i in (0, 12, 23)] == [text_of(f"line {i}", 1) for i in (0, 12, 23)]
+    assert failed == 10
+    assert results[10]["error"]["type"] == "EngineDeadError"
+    assert "with it alone" in results[10]["error"]["message"]
+    assert [results[i + 1]["outputs"][0]["text"] for i in (0, 12, 23)] == [text_of(f"line {i}", 4) for i in (0, 12, 23)]
     assert 3 <= summary.num_engine_restarts <= 5
     assert (summary.num_failed, summary.exit_code) == (1, 1)
+
+
+class StubEngine:
+    """Of it a replica needs no more."""
+
+    config = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=1), model=SimpleNamespace(model="m"))
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class DiesOnce:
+    """A form of lines whose first answer finds the engine dead."""
+
+    def __init__(self) -> None:
+        self.num_deaths = 0
+
+    async def answer(self, model, line: InputLine) -> Outcome:
+        await asyncio.sleep(0)
+        if not self.num_deaths:
+            self.num_deaths = 1
+            raise EngineDeadError("it is gone")
+        return Outcome(Record(line.number, False, 0, 0), b"")
+
+
+def test_a_death_ends_the_wait_for_lines(monkeypatch):
+    """In the order of the input further lines may have to wait for what the dead engine was to answer."""
+    monkeypatch.setattr("ringcore.batch.replica.AsyncEngine", StubEngine)
+    monkeypatch.setattr("ringcore.batch.replica.ServedModel", lambda *_, **__: None)
+    delivered: list[int] = []
+
+    async def run() -> None:
+        lines, answered = [InputLine(1, b"{}")], asyncio.Event()
+
+        def deliver(outcome: Outcome) -> None:
+            delivered.append(outcome.record.line)
+            answered.set()
+
+        async def take() -> InputLine | None:
+            if lines:
+                return lines.pop()
+            await answered.wait()
+            return None
+
+        replica = Replica({}, batch.BatchOptions(), Figures(), deliver)
+        await replica.start()
+        async with asyncio.timeout(10):
+            await replica.run(take, DiesOnce())
+        assert (replica.num_in_flight, replica.num_restarts) == (0, 1)
+
+    asyncio.run(run())
+    assert delivered == [1]
 
 
 def test_a_line_is_not_blamed_for_one_death(folder, tmp_path):
