@@ -24,6 +24,7 @@ from ringcore.testing.models import tiny_model_config, write_model_config
 
 __all__ = ["BatchRunner"]
 
+BATCH = "ringcore batch"
 STEP_S = 0.01
 EXECUTOR = "benchmarks.peers.batch_executor:PacedExecutor"
 NUM_PREFIXES, NUM_SHARING = 64, 8
@@ -49,9 +50,14 @@ class BatchRunner(Benchmark):
             engine = {"model": str(plan.model)} if plan.options.real else made
             measurements = [_beside_generate(plan, work, engine), _resumed(plan, work, made)]
             checks = [_hits(work, made, look_ahead) for look_ahead in (1, NUM_PREFIXES * NUM_SHARING)]
-        packages = {name: version(name) for name in ("numpy", "msgspec", "tokenizers")}
-        facts = {"ringcore": {"python": platform.python_version(), "packages": packages, "settings": {}, "env": {}}}
-        return Findings(measurements=measurements, engines=facts, conditions=_conditions(plan), checks=checks)
+        packages = {name: version(name) for name in ("ringcore", "numpy", "msgspec", "tokenizers")}
+        facts: dict[str, Any] = {"python": platform.python_version(), "packages": packages, "settings": {}, "env": {}}
+        return Findings(
+            measurements=measurements,
+            engines={BATCH: facts, "LLM.generate": facts},
+            conditions=_conditions(plan),
+            checks=checks,
+        )
 
 
 def _fake_model(folder: Path) -> dict[str, Any]:
@@ -79,10 +85,10 @@ def _beside_generate(plan: Plan, work: Path, engine: dict[str, Any]) -> Measurem
     source = _write(work / "in.jsonl", lines)
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     prompts = [line["prompt"] for line in lines]
-    samples: dict[str, list[float]] = {"LLM.generate": [], "batch": []}
+    samples: dict[str, list[float]] = {BATCH: [], "LLM.generate": []}
     for round_ in range(plan.rounds):
         for name in sorted(samples, reverse=bool(round_ % 2)):
-            if name == "batch":
+            if name == BATCH:
                 seconds = batch.run(source, work / f"out-{round_}", use_tqdm=False, **engine).elapsed_s
             else:
                 with LLM(**engine) as llm:
@@ -117,7 +123,7 @@ def _resumed(plan: Plan, work: Path, engine: dict[str, Any]) -> Measurement:
             with path.open("r+b") as file:
                 file.truncate(size)
     name = f"resumed with {num:,} done lines"
-    return Measurement(name=name, unit="s", higher_is_better=False, samples={"ringcore": samples})
+    return Measurement(name=name, unit="s", higher_is_better=False, samples={BATCH: samples})
 
 
 def _hits(work: Path, engine: dict[str, Any], look_ahead: int) -> Check:
