@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringcore.front_end.admin_client import AdminClient
     from ringcore.front_end.async_engine import AsyncEngine
     from ringcore.front_end.llm import LLM
+    from ringcore.front_end.local_engines import local_engines
     from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext
     from ringcore.params.outputs import CompletionOutput, RequestOutput
     from ringcore.params.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "errors",
+    "local_engines",
 ]
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ _HOME = {
     "RequestOutput": "ringcore.params.outputs",
     "SamplingParams": "ringcore.params.sampling_params",
     "StructuredOutputsParams": "ringcore.params.structured_outputs",
+    "local_engines": "ringcore.front_end.local_engines",
 }
 
 

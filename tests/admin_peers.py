@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import select
 import threading
 import time
@@ -11,9 +13,14 @@ from pathlib import Path
 import zmq
 
 from ringcore.config.admin_keys import create_keys, read_client_keys
+from ringcore.engine_core.admin.curve_listener import CurveListener
 from ringcore.engine_core.admin.endpoint import AdminEndpoint
+from ringcore.engine_core.admin.listener import admin_limits
+from ringcore.engine_core.admin.local_listener import LocalListener
+from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.core import EngineCore
+from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.codec import decoder, encoder
@@ -56,10 +63,18 @@ def make_keys(folder: Path, *scopes: str) -> str:
     return str(create_keys(folder / "admin-keys", scopes or SCOPES))
 
 
-def open_endpoint(keys: str, **options) -> AdminEndpoint:
-    endpoint = AdminEndpoint(ANY_PORT, keys, **options)
+def open_endpoint(keys: str | None, num_ranks: int = 1, limits: FrameLimits | None = None) -> AdminEndpoint:
+    """Over TCP with these keys; None: the local socket."""
+    limits = limits or admin_limits(num_ranks)
+    listener = LocalListener(local_name(), limits) if keys is None else CurveListener(ANY_PORT, keys, limits)
+    endpoint = AdminEndpoint([listener], limits)
     endpoint.serve(METHODS)
     return endpoint
+
+
+def local_name() -> LocalName:
+    """Of one more engine in this process."""
+    return LocalName(os.geteuid(), os.getpid(), secrets.token_hex(4))
 
 
 class RawPeer:
@@ -139,14 +154,14 @@ class EchoEngine:
         self.endpoint.close(1.0)
 
     def _answer(self, received) -> None:
-        identity, call, parts = received
+        caller, call, parts = received
         try:
             values = self._values(call, parts)
         except Exception as error:
-            return self.endpoint.send(identity, RpcResult(call.call_id, error=wire_error(error)))
+            return self.endpoint.send(caller, RpcResult(call.call_id, error=wire_error(error)))
         encoded = [encode_value(value) for value in values]
         result = RpcResult(call.call_id, [len(one) for one in encoded])
-        return self.endpoint.send(identity, result, [part for one in encoded for part in one])
+        return self.endpoint.send(caller, result, [part for one in encoded for part in one])
 
     def _values(self, call: RpcCall, parts):
         if call.target == "engine":
@@ -177,7 +192,8 @@ def echo(call_id=1, timeout_s=60.0, **fields):
 def receive(endpoint, timeout_s=WAIT_S):
     """The next call, waited for as the engine's loop waits."""
     poll = select.poll()
-    poll.register(endpoint.fileno(), select.POLLIN)
+    for fd in endpoint.fds:
+        poll.register(fd, select.POLLIN)
     deadline = time.monotonic() + timeout_s
     while (call := endpoint.receive()) is None:
         if time.monotonic() > deadline:
@@ -192,7 +208,7 @@ def served(endpoint, peer, call_id=1000) -> bool:
     peer.call(echo(call_id), "x")
     got = receive(endpoint)
     assert got.call.call_id == call_id
-    endpoint.send(got.identity, RpcResult(call_id, [1]), encode_value("y"))
+    endpoint.send(got.caller, RpcResult(call_id, [1]), encode_value("y"))
     result, parts = peer.receive()
     return (result.call_id, parts) == (call_id, encode_value("y"))
 

@@ -243,6 +243,18 @@ class FakeWorker:
     def echo(self, value: str, times: int = 1) -> str:
         return f"{self.rank}:{value * times}"
 
+    @rpc(read_only=True)
+    def stack(self) -> str:
+        return f"Thread 1:\n  rank {self.rank}"
+
+    @rpc
+    def set_level(self, level: str, verbosity: int, options: dict[str, list[str]]) -> None:
+        self.level = (level, verbosity, options)
+
+    @rpc
+    def shift(self, by: int) -> int:
+        return by
+
     @rpc
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)

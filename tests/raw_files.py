@@ -87,6 +87,17 @@ def tiny_gguf(path: Path, metadata: list[tuple[str, str, Any]], arrays: dict[str
     return path
 
 
+def phi3_gguf(path: Path, changed: dict[str, np.ndarray | None] | None = None) -> Path:
+    """A GGUF file of an architecture that transformers computes, of zeros, 2 layers with the sizes of `tiny_metadata`
+    and 128 tokens. changed: tensors in place of its own; None: left out."""
+    layer = {"attn_qkv": (64, 32), "attn_output": (32, 32), "ffn_up": (96, 32), "ffn_down": (32, 48)}
+    layer |= {"attn_norm": (32,), "ffn_norm": (32,)}
+    shapes = {"token_embd": (128, 32), "output_norm": (32,), "output": (128, 32)}
+    shapes |= {f"blk.{index}.{name}": shape for index in range(2) for name, shape in layer.items()}
+    arrays = {f"{name}.weight": np.zeros(shape) for name, shape in shapes.items()} | (changed or {})
+    return tiny_gguf(path, tiny_metadata("phi3"), {name: array for name, array in arrays.items() if array is not None})
+
+
 def safetensors_bytes(header: dict[str, Any] | bytes, data: bytes) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

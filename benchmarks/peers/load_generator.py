@@ -1,12 +1,12 @@
 """What a service's clients do, in a process of its own: requests at random times, or so many at once.
 
-Of ringcore's own environment, but it needs nothing beyond Python.
+Of ringcore's own environment. Its client is not that of `ringcore bench`, a library's, which takes longer for an event
+than a service does for a token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +18,9 @@ from benchmarks.peers.http_streams import Answer, Event, HttpError, complete, re
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.queue_loops import percentiles
 from benchmarks.peers.rows import Row, facts, forget_garbage
+from ringcore.bench.load import arrival_times
 
-__all__ = ["Load", "LoadGenerator", "Play", "Target", "arrival_times", "saturated_rows"]
+__all__ = ["Load", "LoadGenerator", "Play", "Target", "saturated_rows"]
 
 
 class Load(TypedDict):
@@ -47,16 +48,6 @@ class Play:
     due_s: list[float]  # when each was to be sent
     sent_s: list[float]
     events: list[list[Event]] = field(default_factory=list)
-
-
-def arrival_times(num: int, rate: float, seed: int) -> list[float]:
-    """Seconds from the beginning, of a Poisson process with `rate` a second: one pattern a seed, stretched by the
-    rate."""
-    gaps, now, times = random.Random(seed), 0.0, []
-    for _ in range(num):
-        now += gaps.expovariate(1.0) / rate
-        times.append(now)
-    return times
 
 
 async def play(target: Target, loads: Sequence[Load], times: Sequence[float]) -> Play:
@@ -146,7 +137,7 @@ class LoadGenerator:
         self, target: dict[str, Any], loads: list[Load], rate: float, seed: int, limit_s: float
     ) -> dict[str, Any]:
         """Poisson arrivals of all requests, `rate` a second."""
-        times = arrival_times(len(loads), rate, seed)
+        times = arrival_times(len(loads), rate, 1.0, seed)
         return self._reply(play(Target(**target), loads, times), loads, limit_s, None)
 
     def saturate(self, target: dict[str, Any], loads: list[Load], concurrency: int, limit_s: float) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringcore.errors import RingcoreError
 from ringcore.host.log_histogram import LogHistogram
 from ringcore.params.outputs import RequestMetrics, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
 
 __all__ = ["EngineFigures", "Figures", "RequestAbortedError", "Sample"]
 
@@ -62,8 +61,12 @@ class Figures:
     )
     _waiting: dict[str, list[float]] = field(default_factory=lambda: {"ttft_s": [], "e2e_s": [], "queue_s": []})
 
-    def observe(self, params: SamplingParams) -> RequestFigures:
-        return RequestFigures(self)
+    def record(self, output: RequestOutput) -> None:
+        """The final output of a prompt. Raises `RequestAbortedError`: what was cut off is no result."""
+        if any(one.finish_reason == "abort" for one in output.outputs):
+            raise RequestAbortedError("the request was ended from outside before it had finished")
+        if output.error is None:
+            self.add_request(output)
 
     def add_request(self, output: RequestOutput) -> None:
         self.num_requests += 1
@@ -143,20 +146,3 @@ class Figures:
             "kv_cache_usage": round(self.engines.kv_cache_usage, 4),
             "cache_hit_rate": round(self.cache_hit_rate, 4),
         }
-
-
-class RequestFigures:
-    """Observes one prompt whose only output is the final one."""
-
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
-
-    def record(self, output: RequestOutput) -> None:
-        """Raises `RequestAbortedError`: what was cut off is no result."""
-        if any(one.finish_reason == "abort" for one in output.outputs):
-            raise RequestAbortedError("the request was ended from outside before it had finished")
-        if output.error is None:
-            self._figures.add_request(output)
-
-    def ended_early(self, reason: Literal["abort", "error"]) -> None:
-        pass

@@ -79,7 +79,7 @@ class PlainLines:
             nonlocal last
             last = output
 
-        await model.consume(_outputs(model, given, params), params, take)
+        await model.consume(_outputs(model, given, params), take)
         assert last is not None, "an iterator ended without an output"
         return last
 

@@ -79,7 +79,7 @@ class Replica:
             max_n=MAX_N,
             tool_call_parser=self._options.tool_call_parser,
             reasoning_parser=self._options.reasoning_parser,
-            observe=self._figures.observe,
+            observe=self._figures.record,
         )
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatForm
 from ringcore.chat.grammars import answer_grammar
 from ringcore.chat.messages import to_template_messages
 from ringcore.chat.parser import ChatParser, parse_message, random_call_id
+from ringcore.chat.special_tokens import SpecialTokenFilter
 
 __all__ = [
     "REASONING_FORMATS",
@@ -33,6 +34,7 @@ __all__ = [
     "ContentDelta",
     "MessageBuilder",
     "ReasoningDelta",
+    "SpecialTokenFilter",
     "ToolCall",
     "ToolCallArguments",
     "ToolCallEnd",

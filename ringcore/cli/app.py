@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 __all__ = ["make_app"]
@@ -12,24 +14,54 @@ def make_app() -> typer.Typer:
         name="ringcore",
         help="Runs large language models on this machine.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,  # `main` reports our errors; a bug gets Python's own traceback
         rich_markup_mode=None,
     )
 
+    app.callback()(_options)
+
     from ringcore.cli.batch import make_batch
+    from ringcore.cli.bench import make_bench
+    from ringcore.cli.chat import make_chat
+    from ringcore.cli.doctor import doctor
+    from ringcore.cli.dump import dump
     from ringcore.cli.generate import make_generate
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
+    from ringcore.cli.ps import ps
     from ringcore.cli.rpc import rpc
     from ringcore.cli.serve import make_serve
     from ringcore.cli.simulate import make_simulate
+    from ringcore.cli.top.command import top
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
     app.command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
+    app.command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
     app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
+    app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
+    app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
+    app.command("top", short_help="Show what a running engine does, live in the terminal.")(top)
+    app.command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
     app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
+    app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
     return app
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from ringcore.cli.version import version_line
+
+        print(version_line())
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and exit")
+    ] = False,
+) -> None:
+    """Runs large language models on this machine."""

@@ -22,6 +22,7 @@ from ringcore.serve.options import ServiceOptions
 
 __all__ = [
     "batch_options",
+    "dataclass_options",
     "engine_options",
     "given",
     "none_or",
@@ -50,6 +51,12 @@ def batch_options() -> list[inspect.Parameter]:
     """One parameter for each described field of `BatchOptions`."""
     types = typing.get_type_hints(BatchOptions)
     return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in BatchOptions.described()]
+
+
+def dataclass_options(kind: type[Any]) -> list[inspect.Parameter]:
+    """One parameter for each field, whose metadata has its description."""
+    types = typing.get_type_hints(kind)
+    return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in fields(kind)]
 
 
 def service_options() -> list[inspect.Parameter]:

@@ -82,6 +82,7 @@ def check_values(options: Mapping[str, Any]) -> None:
             _check_seconds(name, options[name])
     for name in (
         "allow_callables",
+        "local_admin",
         "enable_prefix_caching",
         "preempt_lower_priority",
         "enforce_eager",

@@ -113,6 +113,7 @@ class ParallelConfig:
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
     call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger ones use a memfd")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
+    local_admin: bool = _option(True, "let this user's processes on this host call the engine: ringcore ps, rpc, top")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
     # resolved

@@ -19,9 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.admin.public_methods import PublicMethods
+from ringcore.engine_core.admin.operator_calls import OperatorCalls
+from ringcore.engine_core.admin.public_methods import PublicMethods, engine_method
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
 from ringcore.engine_core.memory.calls import by_rank, decoded_operation
@@ -36,6 +38,7 @@ from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, WorkerCall
+from ringcore.metrics import StepLog, StepMetrics
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
@@ -98,11 +101,15 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         )
         depth = config.scheduler.steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock)
+        self._step_log: StepLog | None = None
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._buffer_step)
+        times, self.note_send = self._steps.times, self._steps.times.add_send  # seconds in which outputs were sent
+        parts = self._scheduler, times, self._grammars, self._pending_outputs
+        self._operator_calls = OperatorCalls(self, *parts, clock)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests. These methods need no workers, so they also work while the workers are lost.
@@ -312,9 +319,20 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         """The methods that can be called by name: the engine's own, and those of its workers."""
         return self.public_methods.listing()
 
+    def engine_call(self, name: str) -> Callable[..., Any]:
+        """The method that a call to the engine itself names, if it returns at once. Raises `InvalidRequestError`."""
+        return engine_method(name, self, self._operator_calls)
+
     def stats(self) -> EngineStats:
         """The scheduler's counts."""
         return self._scheduler.stats()
+
+    def step_metrics(self) -> StepMetrics:
+        """Histograms of the steps since the first call."""
+        if self._step_log is None:
+            self._step_log = StepLog(self._clock, len(self._steps))
+            self._steps.observers.append(self._step_log)
+        return self._step_log.metrics()
 
     @property
     def num_restarts(self) -> int:
@@ -323,9 +341,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     def health(self) -> EngineHealth:
         """The state of the engine and of each worker, read without a call to the workers. Never waits, never raises."""
-        return engine_health(
-            self._scheduler, self._steps, self._executor, self._supervisor, self._memory.states, self._clock()
-        )
+        states, num_blocks, now = self._memory.states, self.ready.num_blocks, self._clock()
+        return engine_health(self._scheduler, self._steps, self._executor, self._supervisor, states, num_blocks, now)
 
     # -----------------------------------------------------------------------------------------------------------
     # Shutdown.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from ringcore.config import EngineConfig
@@ -19,9 +20,11 @@ from ringcore.executor.rpc_call import RpcFuture
 from ringcore.grammars import grammar_key
 from ringcore.grammars.grammars import MAX_CACHED
 from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.protocol.introspection import RequestReport
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 from ringcore.scheduler.failures import failure, id_in_use
 from ringcore.scheduler.request import Request
+from ringcore.scheduler.view import report_of
 
 __all__ = ["Compiler", "GrammarGate", "Queue"]
 
@@ -112,6 +115,11 @@ class GrammarGate:
     @property
     def unfinished_ids(self) -> list[str]:
         return list(self._waiting)
+
+    def reports(self, num: int, now_s: float) -> list[RequestReport]:
+        """The first `num` requests that wait, for those who ask."""
+        requests = (grammar.requests[request_id] for request_id, grammar in islice(self._waiting.items(), num))
+        return [report_of(request, "compiling", now_s) for request in requests]
 
     @property
     def fds(self) -> list[int]:

@@ -18,9 +18,10 @@ def engine_health(
     executor: Executor,
     supervisor: WorkerSupervisor,
     memory: MemoryStates,
+    num_blocks: int,
     now: float,
 ) -> EngineHealth:
-    """now: seconds, on the clock of `steps` and of the requests. Never waits, never raises."""
+    """num_blocks: usable ones. now: seconds, on the clock of `steps` and of the requests. Never waits, never raises."""
     stats, dead, last_step_s = scheduler.stats(), supervisor.dead, steps.last_completed_s
     oldest_step_s = None if dead else executor.oldest_step_s()
     return EngineHealth(
@@ -28,7 +29,7 @@ def engine_health(
         step=stats.step,
         last_step_age_s=None if last_step_s is None else now - last_step_s,
         oldest_step_s=oldest_step_s,
-        oldest_waiting_s=scheduler.oldest_waiting_s(now),
+        oldest_waiting_s=scheduler.view.oldest_waiting_s(now),
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_restarts=supervisor.num_restarts,
@@ -36,6 +37,8 @@ def engine_health(
         ranks=[] if dead else executor.health(),
         error=dead.message if dead else None,
         memory=memory.as_dict(),
+        paused=scheduler.paused,
+        kv_cache_use=1 - stats.num_free_blocks / num_blocks if num_blocks else None,
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import msgspec
 
-from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.idle_work import IdleWork
 from ringcore.engine_core.memory.calls import arguments_of, decoded_operation
@@ -60,7 +59,7 @@ class _PendingCall(NamedTuple):
 class EngineLoop:
     """Serves one client until it sends `Shutdown` or disconnects, and the calls that arrive at `admin`.
 
-    The loop never blocks on a step: it polls the client's socket, the admin endpoint's and the executor's descriptors
+    The loop never blocks on a step: it polls the client's socket, the admin sockets and the executor's descriptors
     together, so it receives messages between steps and while one runs.
 
     Before the loop polls, the last future it checks is the oldest one, a step's or a call's. Checking any future drains
@@ -104,7 +103,7 @@ class EngineLoop:
         return poll
 
     def _own_fds(self) -> list[int]:
-        return [self._channel.fileno(), *([] if self._admin is None else [self._admin.fileno()])]
+        return [self._channel.fileno(), *(() if self._admin is None else self._admin.fds)]
 
     def run(self) -> None:
         """Runs until shutdown. Raises `EngineDeadError` if the engine dies."""
@@ -130,7 +129,7 @@ class EngineLoop:
         """Polls until a message, a result, a worker's death, room for the outgoing backlog, a call's deadline, or the
         time for idle work."""
         if self._admin is not None and self._admin.has_messages:
-            return  # its edge-triggered descriptor will not signal them again
+            return  # an edge-triggered descriptor will not signal them again
         if not self._calls and self._idle_work.advance():
             return  # messages are received before the next capture
         if self._core.is_operating or self._was_operating or self._polled is not self._core.ready:
@@ -142,6 +141,8 @@ class EngineLoop:
         self._poll.modify(self._channel.fileno(), wanted)
         self._iteration_ends()
         ready = {fd for fd, _ in self._poll.poll(self._poll_timeout_ms())}
+        if self._admin is not None:
+            self._admin.notice(ready)
         ready.difference_update(self._own_fds())
         if ready and not self._core.num_in_flight and not self._calls:
             self._core.check_workers()  # a late reply, or a worker's death: no pending future would notice it
@@ -183,13 +184,13 @@ class EngineLoop:
 
     def _receive_admin_calls(self) -> bool:
         """-> whether any call arrived."""
-        if self._admin is None:
+        if self._admin is None or not self._admin.is_due:
             return False
         for index in range(_MESSAGES_PER_ITERATION):
             received = self._admin.receive()
             if received is None:
                 return index > 0
-            self._call(received.call, received.parts, partial(self._admin.send, received.identity))
+            self._call(received.call, received.parts, partial(self._admin.send, received.caller))
         return True
 
     def _add(self, requests: list[EngineCoreRequest]) -> None:
@@ -241,9 +242,9 @@ class EngineLoop:
 
     def _call_engine(self, call: RpcCall, buffers: Sequence[Buffer]) -> Any:
         """Calls a method of the engine itself that returns at once."""
-        if call.method not in ENGINE_CALLS or call.is_callable:
-            raise invalid_call("method", call.method, sorted([*ENGINE_CALLS, *OPERATIONS]))
-        method = getattr(self._core, call.method)
+        if call.is_callable:
+            raise invalid_call("target", call.target, ["workers"])
+        method = self._core.engine_call(call.method)
         args, kwargs = arguments_of(call.method, buffers)
         try:
             inspect.signature(method).bind(*args, **kwargs)
@@ -290,8 +291,10 @@ class EngineLoop:
 
     def _send_outputs(self) -> None:
         while self._unsent:
+            began_s = time.monotonic()
             for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
+            self._core.note_send(time.monotonic() - began_s)
 
     def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         """Queues outputs that no step produced, after the unsent ones."""
@@ -328,9 +331,8 @@ class EngineLoop:
 
     def _reply(self, answer: _Answer, call_id: int, values: list[list[Buffer]]) -> None:
         """A value that cannot be sent fails this call only."""
-        num_parts = [len(parts) for parts in values]
         try:
-            answer(RpcResult(call_id, num_parts), [part for parts in values for part in parts])
+            answer(RpcResult(call_id, [*map(len, values)]), [part for parts in values for part in parts])
         except ValueError as error:
             self._reply_error(answer, call_id, RingcoreError(f"the call's value cannot be sent: {error}"))
 

@@ -7,11 +7,12 @@ import signal
 import sys
 import traceback
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.admin.endpoint import AdminEndpoint
+from ringcore.engine_core.admin.opening import open_admin
 from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.heartbeat import start_heartbeat
 from ringcore.engine_core.loop import EngineLoop
@@ -22,9 +23,6 @@ from ringcore.executor.status_board import StatusLine
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.messages import EngineDead, EngineRecovering
 from ringcore.protocol.wire_errors import wire_error, wire_without_details
-
-if TYPE_CHECKING:
-    from ringcore.engine_core.admin.endpoint import AdminEndpoint
 
 __all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
 
@@ -63,7 +61,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
             loop.announce_recovery(recovering)
 
     try:
-        admin = _open_admin(start.config)
+        admin = open_admin(start.config, fds[STATUS])  # before the workers start: a port in use fails at once
         executor = executor_class(start.config.parallel.executor)(start.config)
         executor.on_wait = status.go_on
         core = EngineCore(start.config, executor, on_recovery=announce_recovery)
@@ -87,17 +85,6 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         channel.close(_CLOSE_LINGER_S)
         if admin is not None:
             admin.close(_FLUSH_TIMEOUT_S)
-
-
-def _open_admin(config: EngineConfig) -> AdminEndpoint | None:
-    """The admin endpoint, if configured: opened before the workers start, so that a port in use fails at once."""
-    endpoint, keys = config.parallel.admin_endpoint, config.parallel.admin_keys
-    if endpoint is None:
-        return None
-    assert keys is not None, "the configuration rejects an endpoint without keys"
-    from ringcore.engine_core.admin.endpoint import AdminEndpoint  # the only import of ZeroMQ
-
-    return AdminEndpoint(endpoint, keys, config.parallel.layout.world_size)
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
+from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
@@ -12,7 +14,23 @@ from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
 
-__all__ = ["StepsInFlight"]
+__all__ = ["StepObserver", "StepsInFlight"]
+
+
+class StepObserver(Protocol):
+    """A member of `StepsInFlight.observers`. Its methods must be fast, and must not raise."""
+
+    def launched(self, step: SchedulerOutput) -> None:
+        """The executor has another step."""
+        ...
+
+    def completed(self, now: float) -> None:
+        """The oldest step's output has come. now: by the clock of `StepsInFlight`"""
+        ...
+
+    def lost(self) -> None:
+        """All steps in flight are lost with the workers."""
+        ...
 
 
 class StepsInFlight:
@@ -34,7 +52,11 @@ class StepsInFlight:
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = depth, clock
-        self._steps: deque[tuple[SchedulerOutput, RpcFuture]] = deque()
+        self.observers: list[StepObserver] = []
+        # With each when its scheduling began and ended, and when the workers had it.
+        self._steps: deque[tuple[SchedulerOutput, RpcFuture, float, float, float]] = deque()
+        self.times = StepTimes(clock)
+        self._num_scheduled = self._num_sampled = 0  # tokens of completed steps
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -48,28 +70,42 @@ class StepsInFlight:
         Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
         while len(self._steps) < self._depth:
+            began_s = self._clock()
             scheduled = self._scheduler.schedule(max_steps)
             if scheduled is None:
                 break
+            scheduled_s = self._clock()
             with self._supervisor.guarded():
-                self._steps.append((scheduled, self._executor.execute_model(scheduled)))
+                future = self._executor.execute_model(scheduled)
+                self._steps.append((scheduled, future, began_s, scheduled_s, self._clock()))
+            for observer in self.observers:
+                observer.launched(scheduled)
         if not self._steps:
             assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
             return None
-        scheduled, future = self._steps[0]
+        scheduled, future, began_s, scheduled_s, launched_s = self._steps[0]
         if not block and not future.done():
             return None
         with self._supervisor.guarded():
             model_output = future.result()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
-        self.last_completed_s = self._clock()
-        return self._scheduler.update(scheduled, model_output)
+        taken_s = self.last_completed_s = self._clock()
+        for observer in self.observers:
+            observer.completed(taken_s)
+        columns = self._scheduler.update(scheduled, model_output)
+        self._num_scheduled += scheduled.num_tokens
+        self._num_sampled += len(model_output.token_ids)
+        stamps = began_s, scheduled_s, launched_s, taken_s, self._clock(), self._num_scheduled, self._num_sampled
+        self.times.add(stamps)
+        return columns
 
     def discard_lost(self) -> None:
         """Drops the steps in flight of lost workers."""
         self.num_completed += len(self._steps)
         self._steps.clear()
+        for observer in self.observers:
+            observer.lost()
 
     def clear(self) -> None:
         """Drops the steps in flight at shutdown."""

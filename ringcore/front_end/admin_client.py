@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import count
 from types import TracebackType
 from typing import Any
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ringcore.config.admin_keys import (
     ClientKeys,
@@ -24,16 +21,17 @@ from ringcore.config.admin_keys import (
     read_key,
     require_curve,
 )
-from ringcore.engine_core.admin.endpoint import ADMIN_LIMITS, MAX_TIMEOUT_S, set_common_options
-from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RingcoreError, RpcTimeoutError
-from ringcore.executor.ring_buffer import Buffer
+from ringcore.engine_core.admin.endpoint import MAX_TIMEOUT_S
+from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
+from ringcore.errors import ConfigError, InvalidRequestError, RpcTimeoutError
 from ringcore.executor.rpc_call import WorkerCall
+from ringcore.front_end.admin_connection import AdminConnection
 from ringcore.front_end.client import values_of
 from ringcore.front_end.engine_caller import EngineCaller
-from ringcore.host.owner_process import OwnerProcess
+from ringcore.front_end.local_connection import LocalConnection
+from ringcore.front_end.local_engines import LocalEngine, find_engine
 from ringcore.params.field_checks import check_timeout
-from ringcore.protocol.codec import decoder, encoder
-from ringcore.protocol.messages import EngineHealth, RpcCall, RpcResult
+from ringcore.protocol.messages import EngineHealth, RpcCall
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
 
@@ -41,19 +39,18 @@ __all__ = ["AdminClient"]
 
 _TIMEOUT_S = 30.0  # of a call that gives none
 _REPLY_GRACE_S = 2.0  # after the call's deadline, which the engine itself enforces unless it hangs
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
-_NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
 
 
 class AdminClient(EngineCaller):
-    """Calls a running engine and its workers, over its admin endpoint.
+    """Calls a running engine and its workers.
 
-    endpoint: the engine's `EngineReady.admin_endpoint`. keys: the directory of `ringcore keys`, or a copy with
-    server.key and client.key_secret; or the keys themselves, 40 characters each: `server_key`, the engine's public
-    one, and `client_secret_key`.
+    `AdminClient.local()` finds an engine of this user on this host. `AdminClient(endpoint, keys)` connects to any
+    engine's admin endpoint over TCP. endpoint: the engine's `EngineReady.admin_endpoint`. keys: the directory of
+    `ringcore keys`, or a copy with server.key and client.key_secret; or the keys themselves, 40 characters each:
+    `server_key`, the engine's public one, and `client_secret_key`.
 
-    The constructor connects, within `connect_timeout` seconds. Raises `ConfigError` for invalid arguments and for a key
-    that the engine does not know, `EngineDeadError` if no engine listens at the endpoint, `RpcTimeoutError`.
+    Both connect, within `connect_timeout` seconds. Raises `ConfigError` for invalid arguments and for a key that the
+    engine does not know, `EngineDeadError` if no engine listens at the endpoint, `RpcTimeoutError`.
 
     Every wait has a deadline, 30 s where none is given, and ends when the engine is gone; then this and every later
     call raises `EngineDeadError`. A call whose scope the key lacks raises `PermissionDeniedError`. Thread-safe: the
@@ -71,13 +68,35 @@ class AdminClient(EngineCaller):
     ) -> None:
         check_endpoint("endpoint", endpoint, to_listen=False)
         client_keys = _keys_of(keys, server_key, client_secret_key)
+        from ringcore.front_end.curve_connection import CurveConnection  # imports ZeroMQ, which `local` does not need
+
+        self._open(lambda: CurveConnection(endpoint, client_keys), connect_timeout)
+
+    @classmethod
+    def local(cls, engine: LocalEngine | str | int | None = None, *, connect_timeout: float = 10.0) -> AdminClient:
+        """A client of an engine of this user on this host, over its private socket; it may make every call.
+
+        engine: the pid of the engine process, the beginning of the engine's id, its model (name, path, or the last part
+        of it), or one of `local_engines()`; None: the only one. An engine that is starting accepts clients, and answers
+        once it is ready.
+
+        Raises `InvalidRequestError`, which names the candidates, unless exactly one engine is meant;
+        `PermissionDeniedError` for an engine of another user.
+        """
+        found = engine if isinstance(engine, LocalEngine) else find_engine(engine)
+        client = cls.__new__(cls)
+        client._open(lambda: LocalConnection(found.name), connect_timeout)
+        return client
+
+    def _open(self, make_connection: Callable[[], AdminConnection], connect_timeout: float) -> None:
         check_timeout("connect_timeout", connect_timeout, MAX_TIMEOUT_S, or_none=False)
         self._lock = threading.Lock()
         self._call_ids = count()
-        self._connection = _Connection(endpoint, client_keys)
+        self._connection = make_connection()
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         try:
-            self._connection.wait_connected(connect_timeout)
+            if not self._connection.wait_connected(connect_timeout):
+                raise _timed_out("connect", connect_timeout, f"no engine answers at {self._connection.shown}")
         except BaseException:
             self.close()
             raise
@@ -117,7 +136,9 @@ class AdminClient(EngineCaller):
             message = RpcCall(next(self._call_ids), target, method, **options)
             if not self._connection.send(message, encoded.parts, deadline):
                 raise _timed_out(method, timeout, "the engine does not read")
-            reply = self._connection.receive(message.call_id, deadline + _REPLY_GRACE_S)
+            is_answered_at_once = target == "engine" and method in ENGINE_CALLS
+            grace_s = 0.0 if is_answered_at_once else _REPLY_GRACE_S
+            reply = self._connection.receive(message.call_id, deadline + grace_s)
         finally:
             self._lock.release()
         if reply is None:
@@ -142,144 +163,6 @@ class AdminClient(EngineCaller):
         self.close()
 
 
-class _Connection:
-    """The encrypted connection. It never reconnects: when it ends, the engine has most likely ended too.
-
-    It holds no reference to the client, so that a dropped client can be finalized. `send` and `receive` belong to one
-    thread at a time.
-    """
-
-    def __init__(self, endpoint: str, keys: ClientKeys) -> None:
-        self._endpoint = endpoint
-        self.owner = OwnerProcess("the admin client")
-        self._encoder, self._decoder = encoder(), decoder(RpcResult)
-        self._dead: RingcoreError | None = None
-        self._is_connected = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._context = zmq.Context()
-        try:
-            self._connect(keys)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self, keys: ClientKeys) -> None:
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        set_common_options(self._socket, ADMIN_LIMITS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.IPV6, int("[" in self._endpoint))
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self._events: zmq.Socket[bytes] = self._socket.get_monitor_socket()
-        self._in = zmq.Poller()
-        self._out = zmq.Poller()
-        for poller, direction in ((self._in, zmq.POLLIN), (self._out, zmq.POLLOUT)):
-            poller.register(self._socket, direction)
-            poller.register(self._events, zmq.POLLIN)
-            poller.register(self._wake_fd, zmq.POLLIN)
-        try:
-            self._socket.connect(self._endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"endpoint={self._endpoint!r}: {error.strerror}; give the endpoint that the engine reports",
-                option="endpoint",
-                value=repr(self._endpoint),
-            ) from error
-
-    def wait_connected(self, timeout_s: float) -> None:
-        """Waits for the handshake. Raises the error that ended it, `RpcTimeoutError` after `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        self._check_events()
-        while not self._is_connected:
-            if not self._events.poll(_milliseconds(deadline)):
-                raise _timed_out("connect", timeout_s, f"no engine answers at {self._endpoint}")
-            self._check_events()
-
-    def send(self, call: RpcCall, parts: Sequence[Buffer], deadline: float) -> bool:
-        """Sends a call; False if it could not be sent before the deadline."""
-        body = self._encoder.encode(call)
-        limit_error = ADMIN_LIMITS.limit_error(len(body), len(parts), sum(map(len, parts)))
-        if limit_error is not None:
-            raise InvalidRequestError(f"args: {limit_error}; send less per call", field="args", value=call.method)
-        while True:
-            self._check_events()
-            try:
-                self._socket.send_multipart([body, *parts], zmq.NOBLOCK)
-            except zmq.Again:
-                if time.monotonic() >= deadline:
-                    return False
-                self._out.poll(_milliseconds(deadline))
-            else:
-                return True
-
-    def receive(self, call_id: int, deadline: float) -> tuple[RpcResult, list[bytes]] | None:
-        """The answer to a call; None at the deadline. Drops late answers to earlier calls that timed out."""
-        while True:
-            try:
-                body, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                self._check_events()  # after the received messages: the connection may have ended since
-                if time.monotonic() >= deadline:
-                    return None
-                self._in.poll(_milliseconds(deadline))
-                continue
-            try:
-                result: RpcResult = self._decoder.decode(body)
-            except (msgspec.MsgspecError, ValueError) as error:
-                self._dead = EngineDeadError(f"the engine sent an unreadable message: {error}", process="engine")
-                raise self._error() from error
-            if result.call_id == call_id:
-                return result, parts
-
-    def _check_events(self) -> None:
-        """Processes the socket's monitor events; raises if the connection has ended."""
-        while self._dead is None and self._events.poll(0):
-            event = recv_monitor_message(self._events)
-            match event["event"]:
-                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._is_connected = True
-                case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self._dead = self._refused()
-                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                    text = "ended the handshake: the server key may be that of another engine, or the engine has ended"
-                    self._dead = self._ended(text)
-                case zmq.EVENT_DISCONNECTED:
-                    self._dead = self._ended("closed the connection: it has ended, or could not read a message")
-                case zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED:
-                    self._dead = self._ended("is not running: nothing listens at this address")
-        if self._dead is not None:
-            raise self._error()
-
-    def _refused(self) -> ConfigError:
-        remedy = "the engine does not know this key; put its public key into clients/ of the engine's admin_keys"
-        return ConfigError(f"keys: {remedy}, and restart it", option="keys", value=repr(self._endpoint))
-
-    def _ended(self, how: str) -> EngineDeadError:
-        return EngineDeadError(f"the engine at {self._endpoint} {how}", process="engine")
-
-    def _error(self) -> RingcoreError:
-        """A fresh copy, since a traceback belongs to one raise."""
-        assert self._dead is not None
-        return type(self._dead)(self._dead.message, **self._dead.details)
-
-    def cancel_wait(self) -> None:
-        """Wakes the waiting thread, whose call then raises `EngineDeadError`."""
-        self._dead = self._dead or EngineDeadError("the admin client was closed", process="engine")
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
-
-    def close(self) -> None:
-        if not self.owner.is_here:
-            return
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            self._context.destroy(linger=0)
-            os.close(wake_fd)
-
-
 def _keys_of(
     keys: str | os.PathLike[str] | None, server_key: str | bytes | None, client_secret_key: str | bytes | None
 ) -> ClientKeys:
@@ -299,7 +182,3 @@ def _keys_of(
 def _timed_out(method: str, timeout: float, why: str) -> RpcTimeoutError:
     text = f"{method}: {why} within {timeout} s"
     return RpcTimeoutError(text, method=method, timeout_s=timeout, missing_ranks=[])
-
-
-def _milliseconds(deadline: float) -> int:
-    return max(0, math.ceil((deadline - time.monotonic()) * 1e3))

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
@@ -17,16 +17,23 @@ from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations
+from ringcore.front_end.engine_metrics import EngineMetrics
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.input_processor import InputProcessor, Preparation, Prompt
 from ringcore.front_end.request_streams import RequestStream, RequestStreams
 from ringcore.front_end.tokenization.text_jobs import TextAnswer, TextJob
+from ringcore.host.file_names import as_utf8
 from ringcore.params.field_checks import check_timeout
 from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport, PauseMode, SleepMode
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.requests import EngineStats
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from ringcore.metrics.server import MetricsServer
 
 __all__ = ["AsyncEngine", "OutputStream"]
 
@@ -62,6 +69,7 @@ class AsyncEngine(RpcCaller):
             )
         self.config = EngineConfig.from_options(model=model, **engine_options)
         self._generations = EngineGenerations(self.config, engine_restarts)
+        self._metrics = EngineMetrics.of_generations(self._generations)
         # Also when dropped, and at exit.
         self._finalizer = weakref.finalize(self, self._generations.close_in_finalizer)
         self._calls = DaemonThreads("ringcore-call")
@@ -224,6 +232,13 @@ class AsyncEngine(RpcCaller):
         """The engine's state after its last step, as last reported. Counters continue over restarts; a dead engine has
         no running or waiting requests."""
         return self._generations.stats
+
+    def metrics(self, model_name: str | None = None) -> CollectorRegistry:
+        """`LLM.metrics`. A scrape may take seconds while the engine does not answer: not in the event loop's thread."""
+        return self._metrics.registry(model_name or as_utf8(self.config.model.model))
+
+    def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
+        return self._metrics.serve(self.metrics(model_name), port, host)
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self._call(self._client.reset_prefix_cache, preempt_running)

@@ -22,6 +22,7 @@ from ringcore.executor.value_codec import decode_value
 from ringcore.front_end.connection import EngineConnection
 from ringcore.front_end.engine_caller import EngineCaller
 from ringcore.front_end.mailbox import Mailbox
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import error_of
 from ringcore.host.os_limits import os_limit_errors
 from ringcore.params.field_checks import check_timeout
@@ -64,10 +65,19 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
     workers (`max_worker_restarts`) stays alive: only the calls in flight on the workers raise `WorkerDiedError`.
 
     In a process that was forked from this one every call raises `RingcoreError`, except `close`, which does nothing.
+
+    observers: of the messages; the owner may add some at any time.
     """
 
-    def __init__(self, config: EngineConfig, *, start_timeout_s: float = _START_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        observers: Sequence[FrontEndObserver] = (),
+        *,
+        start_timeout_s: float = _START_TIMEOUT_S,
+    ) -> None:
         check_timeout("start_timeout_s", start_timeout_s)
+        self.observers = observers
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
@@ -76,7 +86,7 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
-        self._mailbox = Mailbox(self._connection)
+        self._mailbox = Mailbox(self._connection, observers)
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests and their outputs.
@@ -119,6 +129,15 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
     def is_alive(self) -> bool:
         """False once the client has noticed the engine's death, or has closed it."""
         return self._mailbox.dead is None
+
+    @property
+    def last_ready(self) -> EngineReady | None:
+        """`ready`, without a wait; None if it has not come yet, and once the engine is known to be dead."""
+        return self._mailbox.ready if self.is_alive else None
+
+    @property
+    def num_worker_restarts(self) -> int:
+        return 0 if self._mailbox.recovery is None else self._mailbox.recovery.num_restarts
 
     @property
     def stats(self) -> EngineStats:
@@ -193,7 +212,7 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
             step=stats.step,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
-            num_restarts=0 if recovery is None else recovery.num_restarts,
+            num_restarts=self.num_worker_restarts,
             restart_cause=None if recovery is None else recovery.cause.message,
             error=error,
         )

@@ -84,7 +84,7 @@ class Detokenizer:
         self._matcher = StopStringMatcher(params.stop_strings, include_in_output=params.include_stop_str_in_output)
         self._shows_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._pieces: list[str] = []
 
     @property
@@ -101,7 +101,7 @@ class Detokenizer:
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Appends one token; returns the stop string that it completed, which ends the text."""
-        self._num_tokens += 1
+        self.num_tokens += 1
         if is_stop_token and not self._shows_stop:
             return None
         return self._append_text(self._stream.append(token_id))
@@ -114,7 +114,7 @@ class Detokenizer:
         return stop
 
     def _append_text(self, text: str) -> str | None:
-        released, stop = self._matcher.feed(text, may_stop=self._num_tokens >= self._min_tokens)
+        released, stop = self._matcher.feed(text, may_stop=self.num_tokens >= self._min_tokens)
         if released:
             self._pieces.append(released)
         return stop

@@ -28,6 +28,7 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_streams import RequestStreams
 from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.host.owner_process import OwnerProcess
@@ -62,6 +63,7 @@ class EngineGenerations:
     def __init__(self, config: EngineConfig, max_restarts: int) -> None:
         self._config, self._max_restarts = config, max_restarts
         self.owner = OwnerProcess("the engine")
+        self.observers: list[FrontEndObserver] = []  # of all generations
         self.num_restarts = 0
         self.restart_cause: str | None = None
         self.front_end: FrontEnd | None = None
@@ -79,7 +81,7 @@ class EngineGenerations:
             raise
 
     def _start(self) -> RequestStreams:
-        streams = RequestStreams(self._config, self._on_engine_ended)
+        streams = RequestStreams(self._config, self._on_engine_ended, self.observers)
         streams.opened.add_done_callback(partial(self._on_opened, streams))
         return streams
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from ringcore.checkpoint import TensorIndex, TransformersSpec
+from ringcore.checkpoint import ModelFiles, TensorIndex, TransformersSpec
+from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.config.options import ModelConfig
 from ringcore.errors import RingcoreError
 from ringcore.executor.job_process import JobProcess
@@ -34,7 +35,11 @@ def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
     cache: a folder of this check alone, which need not exist.
     """
     spec = model.spec
-    if not isinstance(spec, TransformersSpec) or not spec.weight_files or (passed := Path(cache, _key(spec))).exists():
+    if not isinstance(spec, TransformersSpec) or model.files.kind == "dummy":
+        yield
+        return
+    passed = Path(cache, _key(spec, model.files))
+    if passed.exists():
         yield
         return
     process = JobProcess("folder check", ENTRY, encode_start(FolderCheckStart(spec, model.files)), CHANNEL)
@@ -48,14 +53,24 @@ def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
         passed.touch()
 
 
-def _key(spec: TransformersSpec) -> str:
+def _key(spec: TransformersSpec, files: ModelFiles) -> str:
     """All that the result depends on."""
-    shapes = {name: entry.shape for name, entry in TensorIndex(spec.weight_files).items()}
-    key = hashlib.sha256(encoder().encode([spec.config, shapes, version("transformers"), version("torch")]))
+    found = [spec.config, _found(files), *map(version, ("transformers", "torch", "gguf"))]
+    key = hashlib.sha256(encoder().encode(found))
     code = Path(__file__).parent.parent
-    for file in (*sorted(code.glob("model_executor/models/transformers/*.py")), *sorted(code.glob("checkpoint/*.py"))):
-        key.update(file.read_bytes())
+    for folder in ("model_executor/models/transformers", "model_executor", "checkpoint", "families"):
+        for file in sorted(code.glob(f"{folder}/*.py")):
+            key.update(file.read_bytes())
     return key.hexdigest()
+
+
+def _found(files: ModelFiles) -> list[object]:
+    """What the headers of the files say that is compared: names and shapes, and of which architecture GGUF's are."""
+    if files.kind == "safetensors":
+        return [files.kind, {name: entry.shape for name, entry in TensorIndex(files.weight_files).items()}]
+    header = read_gguf_header(files.weight_files[0])
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    return [files.kind, header.metadata.get("general.architecture"), shapes]
 
 
 def _wait(process: JobProcess) -> None:

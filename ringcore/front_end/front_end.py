@@ -9,6 +9,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.input_processor import InputProcessor, PreparedRequest
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.front_end.request_state import RequestState
 from ringcore.front_end.start_checks import check_start
@@ -17,10 +18,10 @@ from ringcore.params.sampling_params import OutputKind
 __all__ = ["FrontEnd", "start_engine"]
 
 
-def start_engine(config: EngineConfig) -> EngineCoreClient:
+def start_engine(config: EngineConfig, observers: Sequence[FrontEndObserver]) -> EngineCoreClient:
     """Starts the engine process of a front end without waiting for it. Raises as `check_start`."""
     check_start(config)
-    return EngineCoreClient(config)
+    return EngineCoreClient(config, observers)
 
 
 class FrontEnd:
@@ -36,7 +37,7 @@ class FrontEnd:
             self.tokenizer = load_tokenizer(config.model.files)
             self.ready = client.wait_ready()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready.max_model_len)
-            self.outputs = OutputProcessor(self.tokenizer)
+            self.outputs = OutputProcessor(self.tokenizer, client.observers)
         except BaseException as error:
             client.close(error if isinstance(error, RingcoreError) else None)
             raise
@@ -61,7 +62,7 @@ class FrontEnd:
     def drop_unfinished(self) -> None:
         """Aborts every unfinished request and forgets it."""
         unfinished = self.outputs.unfinished_ids
-        self.outputs.forget(unfinished)
+        self.outputs.drop(unfinished, "abort")
         if not unfinished:
             return
         try:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
 from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
+from ringcore.front_end.engine_metrics import EngineMetrics
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.prompt_lists import (
     OnError,
     Prepare,
@@ -28,12 +30,18 @@ from ringcore.front_end.prompt_lists import (
     with_index,
 )
 from ringcore.front_end.tokenization.pool import TokenizerPool
+from ringcore.host.file_names import as_utf8
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from ringcore.metrics.server import MetricsServer
 
 __all__ = ["LLM"]
 
@@ -59,10 +67,12 @@ class LLM(RpcCaller, MemoryMethods):
 
     def __init__(self, model: str | os.PathLike[str], **engine_options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        self._client = start_engine(self.config)
+        observers: list[FrontEndObserver] = []
+        self._client = start_engine(self.config, observers)
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
+        self._metrics = EngineMetrics(observers, self._tokenizer_pool, weakref.ref(self._client))
         try:
             self._tokenizer_pool.start()
             self._front_end = FrontEnd(self.config, self._client)
@@ -216,6 +226,17 @@ class LLM(RpcCaller, MemoryMethods):
     def ready(self) -> EngineReady:
         """The engine's report of its start: blocks, token capacity, memory, the seconds of each phase."""
         return self._client.ready
+
+    def metrics(self, model_name: str | None = None) -> CollectorRegistry:
+        """A registry of Prometheus metrics, under vLLM's names where it has them; counted from the first call on.
+
+        model_name: their label; default: the `model` option. Raises `ConfigError` without `ringcore[metrics]`.
+        """
+        return self._metrics.registry(model_name or as_utf8(self.config.model.model))
+
+    def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
+        """Serves `metrics` at http://host:port/metrics until it is closed. It does not keep the engine alive."""
+        return self._metrics.serve(self.metrics(model_name), port, host)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer

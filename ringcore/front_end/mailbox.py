@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, assert_never
 
 import msgspec
@@ -13,14 +13,13 @@ import msgspec
 from ringcore.engine_core.transport.channel import Received
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.connection import EngineConnection
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import error_of
 from ringcore.protocol.messages import EngineDead, EngineMessage, EngineReady, EngineRecovering, RpcResult
 from ringcore.protocol.output_reader import OutputReader
-from ringcore.protocol.requests import EngineCoreOutputs, EngineStats, OutputColumns
+from ringcore.protocol.requests import NO_STATS, EngineCoreOutputs, OutputColumns
 
 __all__ = ["Mailbox"]
-
-_NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0)
 
 T = TypeVar("T")
 
@@ -35,14 +34,14 @@ class Mailbox:
     under `_changed`.
     """
 
-    def __init__(self, connection: EngineConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: EngineConnection, observers: Sequence[FrontEndObserver] = ()) -> None:
+        self._connection, self._observers = connection, observers
         self._changed = threading.Condition()
         self.is_receiving = False
         self.ready: EngineReady | None = None
         self.recovery: EngineRecovering | None = None
         self.is_recovering = False
-        self.stats = _NO_STATS
+        self.stats = NO_STATS
         self.dead: RingcoreError | None = None
         self._outputs: deque[EngineCoreOutputs] = deque()
         self._reader = OutputReader()
@@ -122,6 +121,8 @@ class Mailbox:
         with self._changed:
             match message:
                 case OutputColumns():
+                    for observer in self._observers:
+                        observer.received(message)
                     self.stats = message.stats
                     outputs = self._reader.read(message)  # empty if requests have started without a token yet
                     if self.dead is not None:  # closed: drop what another thread received meanwhile

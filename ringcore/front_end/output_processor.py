@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import Completion, RequestState, TextSource
+from ringcore.params.outputs import FinishReason
 from ringcore.params.sampling_params import OutputKind
 from ringcore.protocol.requests import EngineCoreOutput
 
@@ -31,8 +33,8 @@ class OutputProcessor:
     one atomic operation on the dict, which needs no lock and may run in a finalizer.
     """
 
-    def __init__(self, tokenizer: TextSource) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: TextSource, observers: Sequence[FrontEndObserver] = ()) -> None:
+        self._tokenizer, self._observers = tokenizer, observers
         self._completions: dict[str, Completion] = {}
 
     @property
@@ -45,16 +47,21 @@ class OutputProcessor:
 
     def add(self, prepared: PreparedRequest, kind: OutputKind = "final") -> RequestState:
         """Registers a request's completions."""
-        state = RequestState(prepared, self._tokenizer, kind)
+        state = RequestState(prepared, self._tokenizer, kind, self._observers)
         for completion in state.completions:
             assert completion.engine_id not in self._completions, f"request {completion.engine_id!r} is unfinished"
             self._completions[completion.engine_id] = completion
         return state
 
-    def forget(self, engine_ids: Iterable[str]) -> None:
-        """Drops completions; their later outputs are ignored."""
-        for engine_id in engine_ids:
-            self._completions.pop(engine_id, None)
+    def forget(self, engine_ids: Iterable[str]) -> int:
+        """Ignores later outputs of these completions; returns how many were unfinished."""
+        return sum(self._completions.pop(engine_id, None) is not None for engine_id in engine_ids)
+
+    def drop(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
+        """Forgets completions that were sent, and ends them for that reason."""
+        num_unfinished = self.forget(engine_ids)
+        for observer in self._observers:
+            observer.dropped(num_unfinished, reason)
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Applies one message of the engine; forgets the completions that ended."""

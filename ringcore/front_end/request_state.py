@@ -9,7 +9,9 @@ from typing import Protocol
 from ringcore.errors import RingcoreError, error_from_wire
 from ringcore.front_end.detokenizer import Detokenizer, TokenStream
 from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.prompt_logprobs import PromptPositions, prompt_positions
+from ringcore.metrics import EndedRequest
 from ringcore.params.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from ringcore.params.sampling_params import OutputKind
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
@@ -34,11 +36,17 @@ class RequestState:
     kind: of the outputs of `take`. is_over: no more output will arrive; the last one can still be taken.
     """
 
-    def __init__(self, prepared: PreparedRequest, tokenizer: TextSource, kind: OutputKind) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        tokenizer: TextSource,
+        kind: OutputKind,
+        observers: Sequence[FrontEndObserver] = (),
+    ) -> None:
         self.request_id = prepared.request_id
         self.completions = [Completion(self, i, one, tokenizer) for i, one in enumerate(prepared.requests)]
         self.is_over = False
-        self._kind = kind
+        self._kind, self._observers = kind, observers
         self._prompt = prepared.prompt
         self._request = prepared.requests[0]
         self._error: RingcoreError | None = None
@@ -67,6 +75,8 @@ class RequestState:
                 self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
             if num_new and self._first_token_s is None:
                 self._first_token_s = now
+                for observer in self._observers:
+                    observer.first_token(len(self._request.prompt_token_ids), self._request.arrival_s, now)
             if output.error is not None:
                 self._end(error_of(output.error), now)
             elif all(one.finish_reason is not None for one in self.completions):
@@ -82,9 +92,22 @@ class RequestState:
                 self._has_output = True
 
     def _end(self, error: RingcoreError | None, now: float) -> None:
+        cut_off: FinishReason = "abort" if error is None else "error"
+        reasons = [one.finish_reason or cut_off for one in self.completions]
         for one in self.completions:
             one.finish_reason = one.finish_reason or "abort"
         self.is_over, self._error, self._finished_s = True, error, now
+        for observer in self._observers:
+            observer.ended(self._as_ended(reasons))
+
+    def _as_ended(self, reasons: list[FinishReason]) -> EndedRequest:
+        return EndedRequest(
+            times=self._metrics(),
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_tokens=[one.num_tokens for one in self.completions],
+            finish_reasons=reasons,
+            max_tokens=self._request.sampling_params.max_tokens,
+        )
 
     def take(self) -> RequestOutput | None:
         """The output since the last call, or all so far, by the output kind; None if there is nothing new."""
@@ -149,6 +172,10 @@ class Completion:
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
         self._stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self._detokenizer.num_tokens
 
     def update(self, output: EngineCoreOutput) -> int:
         """Applies an output; returns how many of its tokens belong to the completion."""

@@ -17,7 +17,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest
+from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import RequestState
 from ringcore.params.outputs import RequestOutput
 from ringcore.protocol.requests import EngineCoreRequest
@@ -89,10 +90,10 @@ class RequestStreams:
     thread.
     """
 
-    def __init__(self, config: EngineConfig, on_end: OnEnd) -> None:
+    def __init__(self, config: EngineConfig, on_end: OnEnd, observers: Sequence[FrontEndObserver] = ()) -> None:
         self._config, self._on_end = config, on_end
         self.is_closed = False
-        self.client = start_engine(config)
+        self.client = start_engine(config, observers)
         self.opened: Future[FrontEnd] = Future()
         self.opened.set_running_or_notify_cancel()  # a waiter cannot cancel it for the others
         self._by_id: dict[str, RequestStream] = {}
@@ -143,7 +144,7 @@ class RequestStreams:
         if not self.client.owner.is_here or not self._remove(stream):
             return
         engine_ids = stream.state.unfinished_ids
-        self.opened.result(timeout=0).outputs.forget(engine_ids)
+        self.opened.result(timeout=0).outputs.drop(engine_ids, "abort")
         self._to_send.put(engine_ids)
 
     def abort(self, request_id: str) -> None:
@@ -218,6 +219,7 @@ class RequestStreams:
         failed = [stream for stream in streams if self._remove(stream)]
         for stream in failed:
             stream.error = error
+            self.opened.result(timeout=0).outputs.drop(stream.state.unfinished_ids, "error")
         self._wake(failed)
 
     def _send_all(self) -> None:
@@ -229,7 +231,6 @@ class RequestStreams:
                     self.client.abort(command)
             except RingcoreError as error:  # the receiver handles the engine's death
                 if isinstance(command, _Add) and not isinstance(error, EngineDeadError):
-                    self.opened.result(timeout=0).outputs.forget(one.request_id for one in command.requests)
                     self._fail([command.stream], error)
             del command
 

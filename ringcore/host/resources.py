@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-__all__ = ["Host", "resident_bytes"]
+__all__ = ["Host", "process_usage", "resident_bytes"]
 
 # bfloat16 multiplication instructions; without them values are converted one by one, slower than float32.
 _BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
@@ -80,6 +81,11 @@ class Host:
             for folder in (own, *own.parents):
                 if folder.is_relative_to(root):
                     yield folder, *names
+
+
+def process_usage() -> dict[str, float]:
+    """This process's resident bytes, and its CPU seconds since its start over all threads."""
+    return {"resident_bytes": resident_bytes(), "cpu_s": time.process_time()}
 
 
 def resident_bytes() -> int:

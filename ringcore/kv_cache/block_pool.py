@@ -60,6 +60,12 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         return len(self._hash_of)
 
+    @property
+    def is_cached(self) -> np.ndarray:
+        """By block id, whether a prompt can hit it. [num_blocks] bool, a copy."""
+        is_cached: np.ndarray = self._group_of != _NOT_CACHED
+        return is_cached
+
     def allocate(self, num_blocks: int) -> np.ndarray:
         """`num_blocks` blocks with one reference each; at most `num_free_blocks`. [num_blocks] int64.
 

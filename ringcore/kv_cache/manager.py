@@ -20,6 +20,7 @@ from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
+from ringcore.kv_cache.occupancy import Occupancy
 from ringcore.kv_cache.spec import KVCacheConfig
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
@@ -72,6 +73,7 @@ class KVCacheManager:
             )
             for index, group in enumerate(config.groups)
         ]
+        self.occupancy = Occupancy(self._pool, self._groups)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use

@@ -10,8 +10,8 @@ __all__ = ["Norm", "Residual"]
 
 
 class Norm(Protocol):
-    """x / sqrt(mean(x^2) + eps) * gain of every row, or without a gain x itself; the sum of `partials` is added to x
-    first, in place."""
+    """x / sqrt(mean(x^2) + eps) * gain of every row, which a product may compute as its prologue, or without a gain
+    something else; the sum of `partials` is added to x first, in place."""
 
     eps: float
 

@@ -146,7 +146,7 @@ class Chat:
             tools=self._tools.shown,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        await self._model.consume(outputs, params, take, self._form_field)
+        await self._model.consume(outputs, take, self._form_field)
 
     async def _bounded_params(self) -> SamplingParams:
         """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""

@@ -139,7 +139,7 @@ class Completions:
             priority=self._body.priority,
             cache_salt=self._body.cache_salt,
         )
-        await self._model.consume(outputs, self._params, take, None if self._form is None else self._form.field)
+        await self._model.consume(outputs, take, None if self._form is None else self._form.field)
 
     def _echo(self, output: RequestOutput) -> _Echo:
         """The echoed prompt before a completion; empty without `echo`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Any, Literal, Protocol
+from typing import Any
 from uuid import uuid4
 
 from ringcore.chat import choose_format
@@ -19,28 +18,19 @@ from ringcore.openai_api.answers import PromptTokensDetails, UsageInfo
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
 
-__all__ = ["Answer", "Emit", "RequestObserver", "ServedModel", "changed_completions", "unix_seconds"]
+__all__ = ["Answer", "Emit", "ServedModel", "changed_completions", "unix_seconds"]
 
 Emit = Callable[[Any], Awaitable[None]]  # sends one event: a value that is encoded as JSON
-
-
-class RequestObserver(Protocol):
-    """Follows the outputs of one prompt."""
-
-    def record(self, output: RequestOutput) -> None:
-        """An output, by the `output_kind` of its parameters."""
-
-    def ended_early(self, reason: Literal["abort", "error"]) -> None:
-        """The completions that have not finished never will."""
+Observe = Callable[[RequestOutput], None]
 
 
 class ServedModel:
     """An engine, by the names that a request may ask for, with the bounds of a request.
 
     names: a response has the first one. max_n: the most completions of a prompt. tool_call_parser, reasoning_parser:
-    see `choose_format`. observe: called for each prompt that is sent.
+    see `choose_format`. observe: called with each output of a prompt, before it is used; what it raises ends
+    the prompt.
     """
 
     def __init__(
@@ -51,17 +41,17 @@ class ServedModel:
         max_n: int,
         tool_call_parser: str | None,
         reasoning_parser: str | None,
-        observe: Callable[[SamplingParams], RequestObserver],
+        observe: Observe | None = None,
     ) -> None:
         self.engine, self.names = engine, names
         self.max_model_len = engine.ready.max_model_len
         self.chat_format = choose_format(engine.get_tokenizer().chat_template, tool_call_parser, reasoning_parser)
-        self._max_n, self.observe = max_n, observe
+        self._max_n, self._observe = max_n, observe
 
-    def observed_by(self, observe: Callable[[SamplingParams], RequestObserver]) -> ServedModel:
-        """The same model, whose requests are followed by others."""
+    def observed_by(self, observe: Observe) -> ServedModel:
+        """The same model, for requests that something else follows."""
         other = copy.copy(self)
-        other.observe = observe
+        other._observe = observe
         return other
 
     def name(self, asked: str | None) -> str:
@@ -95,25 +85,21 @@ class ServedModel:
     async def consume(
         self,
         outputs: OutputStream,
-        params: SamplingParams,
         take: Callable[[RequestOutput], Awaitable[None]],
         form_field: str | None = None,
     ) -> None:
         """Passes each output of one prompt to `take`; raises the request's error. Cancellation aborts the request in
         the engine. form_field: the client's field that requires the structured outputs."""
-        record = self.observe(params)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    record.record(output)
+                    if self._observe is not None:
+                        self._observe(output)
                     await take(output)
         except UnknownOptionError:
-            raise  # the request was never sent
-        except InvalidRequestError as error:
-            raise name_field(error, form_field) from error  # likewise
-        except BaseException as error:
-            record.ended_early("abort" if isinstance(error, CancelledError) else "error")
             raise
+        except InvalidRequestError as error:
+            raise name_field(error, form_field) from error
 
 
 @dataclass(slots=True)

@@ -156,6 +156,8 @@ class EngineHealth(msgspec.Struct, frozen=True):
     ranks: list[RankHealth] = []
     error: str | None = None  # the cause of the engine's death
     memory: dict[str, MemoryState] = {}  # by tag: "weights", "kv_cache"
+    paused: PauseMode | None = None
+    kv_cache_use: float | None = None  # the share of its blocks that requests hold, from 0 to 1
 
 
 class MemoryReport(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import FloatArray
 
 __all__ = [
+    "NO_STATS",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
@@ -92,6 +93,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_prefix_hit_tokens: int  # since start
     num_prefix_query_tokens: int  # since start
     is_sleeping: bool = False  # no step starts until a wake-up, or until a weight update ends
+
+
+NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0)  # of an engine that has reported none
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True):

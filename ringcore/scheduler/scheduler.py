@@ -60,6 +60,7 @@ from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.starting import Starter
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
+from ringcore.scheduler.view import SchedulerView
 
 __all__ = ["Scheduler"]
 
@@ -67,7 +68,7 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """The requests of one engine: the running batch, in the order of admission, the waiting queue, and the quarantine.
 
-    Only the scheduler uses `kv_cache`. `clock` gives seconds on the host's monotonic clock.
+    Only the scheduler uses `kv_cache`. `clock` gives seconds on the host's monotonic clock. view: for those who ask.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Scheduler:
         self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
+        self.view = SchedulerView(self._requests, self._running, self._quarantine)
 
     # Requests in and out.
 
@@ -367,11 +369,6 @@ class Scheduler:
             num_prefix_query_tokens=self._starter.num_prefix_query_tokens,
             is_sleeping=self.is_frozen,
         )
-
-    def oldest_waiting_s(self, now_s: float) -> float | None:
-        """The longest time that a request waits for a row, since it arrived or was preempted; seconds."""
-        since = [request.waiting_since_s for request in self._requests.values() if request.row is None]
-        return max(now_s - min(since), 0.0) if since else None
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Evicts every cached prefix. While a request runs: False, and nothing done, unless `preempt_running` first

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
 from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.metrics.server import CONTENT_TYPE, render
 from ringcore.openai_api.answers import (
     ChatCompletionResponse,
     CompletionResponse,
@@ -143,4 +144,4 @@ def _add_monitoring(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await asyncio.to_thread(render, service.metrics), media_type=CONTENT_TYPE)

@@ -6,9 +6,7 @@ from ringcore.front_end.async_engine import AsyncEngine
 from ringcore.host.file_names import as_utf8
 from ringcore.openai_api.errors import engine_restarting
 from ringcore.openai_api.served_model import ServedModel, unix_seconds
-from ringcore.params.sampling_params import SamplingParams
 from ringcore.serve.limits import ConcurrencyLimit
-from ringcore.serve.metrics import RequestRecord, ServiceMetrics
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["Service"]
@@ -22,14 +20,13 @@ class Service:
         self.options = options
         self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
         self.concurrency = ConcurrencyLimit(options)
-        self.metrics = ServiceMetrics(engine, self.model_names[0])
+        self.metrics = engine.metrics(self.model_names[0])
         self.model = ServedModel(
             engine,
             names=self.model_names,
             max_n=options.max_n,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
-            observe=self._observe,
         )
         self.started_at = unix_seconds()
 
@@ -37,6 +34,3 @@ class Service:
         """Raises 503 while the engine restarts, since that may take long."""
         if self.engine.is_starting:
             raise engine_restarting()
-
-    def _observe(self, params: SamplingParams) -> RequestRecord:
-        return RequestRecord(self.metrics, params.n, is_streamed=params.output_kind == "delta")

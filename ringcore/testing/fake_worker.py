@@ -7,10 +7,10 @@ import os
 from typing import Any
 
 import numpy as np
-import psutil
 
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
+from ringcore.host.resources import process_usage, resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
@@ -263,20 +263,19 @@ class FakeWorker:
     # Health and statistics.
 
     @rpc(read_only=True)
-    def stats(self) -> dict[str, int]:
-        """Counts since the start, no CUDA graphs, and the process's resident bytes."""
+    def stats(self) -> dict[str, float]:
+        """Counts since the start, no CUDA graphs, and what the process uses."""
         return {
             "rank": self.rank,
             "num_steps": self._num_steps,
             "num_tokens": self._num_tokens,
             "num_graphs_left": 0,
-            "resident_bytes": _resident_bytes(),
-        }
+        } | process_usage()
 
     @rpc(read_only=True)
     def memory(self) -> dict[str, int]:
         """The table of `determine_available_memory`, `resident_bytes`, and the bytes that the KV cache would take."""
-        own = {"resident_bytes": _resident_bytes(), "kv_cache_bytes": self._kv_cache_bytes}
+        own = {"resident_bytes": resident_bytes(), "kv_cache_bytes": self._kv_cache_bytes}
         return own if self._stage in ("new", "device") else self._memory_table() | own
 
     @rpc(read_only=True)
@@ -292,7 +291,3 @@ class FakeWorker:
     @rpc(scope="engine")
     def shutdown(self) -> None:
         self._rows, self._kv_cache_bytes, self._stage = None, 0, "new"
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)

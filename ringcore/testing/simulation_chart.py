@@ -11,20 +11,40 @@ from ringcore.errors import ConfigError
 from ringcore.host.log_histogram import LogHistogram
 from ringcore.testing.simulation_result import SimulationResult
 
-__all__ = ["check_can_draw", "draw_png"]
+__all__ = ["check_can_draw", "draw_distribution", "draw_png", "new_figure", "save_png"]
 
 _NUM_BINS = 120
 
 
-def check_can_draw() -> None:
-    """Raises `ConfigError` with the remedy if matplotlib is not installed."""
+def check_can_draw(option: str = "png", extra: str = "simulate") -> None:
+    """Raises `ConfigError` with the remedy if matplotlib is not installed. extra: which has it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "png: drawing needs matplotlib, which is not installed; pip install 'ringcore[simulate]'",
-            option="png",
+            f"{option}: drawing needs matplotlib, which is not installed; pip install 'ringcore[{extra}]'",
+            option=option,
             value=None,
+        ) from error
+
+
+def new_figure() -> Any:
+    """A figure for four panels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # renders to memory: no display, no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_png(figure: Any, file: str | os.PathLike[str], option: str) -> None:
+    """Raises `ConfigError` if the file cannot be written."""
+    try:
+        figure.savefig(file, format="png", dpi=110)
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={os.fspath(file)!r}: cannot be written: {error}", option=option, value=str(file)
         ) from error
 
 
@@ -34,25 +54,16 @@ def draw_png(result: SimulationResult, file: str | os.PathLike[str], title: str 
     Raises `ConfigError` if matplotlib is not installed, or the file cannot be written.
     """
     check_can_draw()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # renders to memory: no display, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     (over_time, ttft), (utilisation, itl) = figure.subplots(2, 2)
     _draw_over_time(over_time, result)
-    _draw_distribution(ttft, np.sort(result.ttft_s[~np.isnan(result.ttft_s)]), None, "TTFT")
+    draw_distribution(ttft, np.sort(result.ttft_s[~np.isnan(result.ttft_s)]), None, "TTFT")
     used = np.flatnonzero(result.records.itl.counts)
     values = np.array([LogHistogram.bucket_value(int(bucket)) for bucket in used])
-    _draw_distribution(itl, values, result.records.itl.counts[used], "time between tokens (ITL)")
+    draw_distribution(itl, values, result.records.itl.counts[used], "time between tokens (ITL)")
     _draw_utilisation(utilisation, result)
     figure.suptitle(title)
-    try:
-        figure.savefig(file, format="png", dpi=110)
-    except OSError as error:
-        raise ConfigError(
-            f"png={os.fspath(file)!r}: cannot be written: {error}", option="png", value=str(file)
-        ) from error
+    save_png(figure, file, "png")
 
 
 def _draw_over_time(axes: Any, result: SimulationResult) -> None:
@@ -71,7 +82,7 @@ def _draw_over_time(axes: Any, result: SimulationResult) -> None:
     right.set_ylabel("output of finished requests (tokens/s)", color="tab:orange")
 
 
-def _draw_distribution(axes: Any, values: np.ndarray, counts: np.ndarray | None, name: str) -> None:
+def draw_distribution(axes: Any, values: np.ndarray, counts: np.ndarray | None, name: str) -> None:
     """values: [n] ascending, each counted once or `counts` times."""
     axes.set(xlabel="seconds", ylabel="share of all", title=name, ylim=(0, 1.02))
     if not len(values):

@@ -11,7 +11,7 @@ from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
-from ringcore.host.resources import resident_bytes
+from ringcore.host.resources import process_usage, resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
@@ -261,17 +261,17 @@ class Worker:
     # local; the parts of model and device that they read are immutable after creation.
 
     @rpc(read_only=True)
-    def stats(self) -> dict[str, int]:
-        """Counters since the start, the CUDA graphs not captured yet, and the process's resident bytes."""
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, the CUDA graphs not captured yet, and what process and device are used."""
         num_steps, num_tokens = self._counts
-        runner = self._runner
-        return {
+        runner, platform = self._runner, self._platform
+        counts: dict[str, float] = {
             "rank": self.rank,
             "num_steps": num_steps,
             "num_tokens": num_tokens,
             "num_graphs_left": 0 if runner is None else runner.num_graphs_left,
-            "resident_bytes": resident_bytes(),
         }
+        return counts | process_usage() | ({} if platform is None else platform.usage())
 
     @rpc(read_only=True)
     def memory(self) -> dict[str, int]:

@@ -23,7 +23,6 @@ from benchmarks.peers.load_generator import (
     Load,
     LoadGenerator,
     Play,
-    arrival_times,
     latency_rows,
     play,
     rate_rows,
@@ -60,14 +59,6 @@ def loads(*prompts: str, max_tokens: int = 4) -> list[Load]:
 
 # -------------------------------------------------------------------------------------------------------------------
 # The clients.
-
-
-def test_arrivals_are_one_pattern_stretched_by_the_rate() -> None:
-    slow, fast = arrival_times(2000, 1.0, seed=3), arrival_times(2000, 4.0, seed=3)
-    assert slow == pytest.approx([4 * at for at in fast])
-    assert slow == sorted(slow)
-    assert slow[-1] / 2000 == pytest.approx(1.0, rel=0.1)
-    assert arrival_times(5, 1.0, seed=4) != slow[:5]
 
 
 def test_answers_are_read_whatever_way_they_are_cut(port: int) -> None:

@@ -58,6 +58,7 @@ _PART_SIZES = {
     "image_size": 28,
     **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 64),
 }
+_SECTIONS = "mrope_section"  # of the pairs of a head: by time, height and width
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -77,6 +78,10 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
         sizes["num_key_value_heads"] = _SMALL["num_attention_heads"]
     if "head_dim" in sizes and config["head_dim"] == config.get("qk_rope_head_dim"):  # the part that is rotated
         sizes["head_dim"] = _SMALL["qk_rope_head_dim"]
+    if _SECTIONS in (rope := config.get("rope_parameters") or {}) and "head_dim" in sizes:
+        sections = [size * sizes["head_dim"] // config["head_dim"] for size in rope[_SECTIONS]]
+        sections[0] += sizes["head_dim"] // 2 - sum(sections)
+        config = config | {"rope_parameters": rope | {_SECTIONS: sections}}
     numbers = {name: value for name, value in _SMALL_NUMBERS.items() if _is_number(config.get(name))}
     tokens = {name: token for name, token in _TOKENS.items() if name in config}
     return config | sizes | numbers | tokens

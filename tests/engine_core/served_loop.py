@@ -9,6 +9,7 @@ import time
 from collections import deque
 from types import SimpleNamespace
 
+from ringcore.engine_core.admin.public_methods import engine_method
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.transport.channel import ClientChannel, EngineChannel, channel_pair
 from ringcore.executor.rpc_call import EncodedCall
@@ -215,6 +216,12 @@ class ScriptedCore:
     def abort(self, request_ids):
         self.aborted += request_ids
         return [EngineCoreOutput(request_id, [], finish_reason="abort") for request_id in request_ids]
+
+    def engine_call(self, name):
+        return engine_method(name, self, None)
+
+    def note_send(self, seconds) -> None:
+        assert seconds >= 0
 
     def stats(self):
         return STATS

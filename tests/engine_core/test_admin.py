@@ -22,8 +22,9 @@ from admin_peers import (
     wait_until,
 )
 
-from ringcore.engine_core.admin import endpoint as admin
-from ringcore.engine_core.admin.endpoint import MAX_CALLS_IN_FLIGHT, AdminEndpoint
+from ringcore.engine_core.admin import curve_listener
+from ringcore.engine_core.admin.curve_listener import CurveListener
+from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT, admin_limits
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
@@ -45,8 +46,8 @@ def test_a_call_arrives_with_its_buffers_and_the_answer_goes_back(endpoint, peer
         assert [bytes(part) for part in got.parts] == encode_request("echo", ["x", 3], None)
         assert all(len(part) == part.nbytes for part in got.parts)
         other.call(echo(7), "of another client, with the same id")
-        assert receive(endpoint).identity != got.identity
-        endpoint.send(got.identity, RpcResult(7, [1, 2]), [b"a", bytearray(b"b"), memoryview(b"c")])
+        assert receive(endpoint).caller != got.caller
+        endpoint.send(got.caller, RpcResult(7, [1, 2]), [b"a", bytearray(b"b"), memoryview(b"c")])
         assert peer.receive() == (RpcResult(7, [1, 2]), [b"a", b"b", b"c"])
         assert other.receive(SILENCE_S) is None
 
@@ -56,7 +57,7 @@ def test_the_descriptor_wakes_for_each_of_many_calls(endpoint, peer):
         peer.call(echo(call_id))
         got = receive(endpoint)
         assert got.call.call_id == call_id
-        endpoint.send(got.identity, RpcResult(call_id))
+        endpoint.send(got.caller, RpcResult(call_id))
         assert peer.receive()[0].call_id == call_id
 
 
@@ -65,7 +66,7 @@ def test_as_many_replies_as_calls_may_be_under_way_are_not_lost(endpoint, peer):
         peer.call(echo(call_id))
     calls = [receive(endpoint) for _ in range(MAX_CALLS_IN_FLIGHT)]
     for got in calls:
-        endpoint.send(got.identity, RpcResult(got.call.call_id, [1]), [bytes(100_000)])
+        endpoint.send(got.caller, RpcResult(got.call.call_id, [1]), [bytes(100_000)])
     assert [peer.receive()[0].call_id for _ in calls] == list(range(MAX_CALLS_IN_FLIGHT))
     assert endpoint.num_lost_replies == 0
 
@@ -133,7 +134,7 @@ def test_without_a_zap_handler_every_connection_is_refused(monkeypatch, keys):
         def join(self) -> None:
             pass
 
-    monkeypatch.setattr(admin, "ZapHandler", Absent)
+    monkeypatch.setattr(curve_listener, "ZapHandler", Absent)
     endpoint = open_endpoint(keys)
     try:
         with RawPeer(endpoint.address, keys) as peer:
@@ -205,7 +206,7 @@ def test_a_key_calls_what_its_scopes_allow(tmp_path, line):
                 if scope in allowed:
                     got = receive(endpoint)
                     assert (got.call.target, got.call.method) == (target, method)
-                    endpoint.send(got.identity, RpcResult(call_id))
+                    endpoint.send(got.caller, RpcResult(call_id))
                     assert peer.receive()[0].error is None
                     continue
                 wait_until(lambda: endpoint.receive() is not None or peer.socket.poll(0))
@@ -226,23 +227,23 @@ def test_a_key_calls_what_its_scopes_allow(tmp_path, line):
 
 def test_a_port_in_use(endpoint, keys):
     with pytest.raises(ConfigError, match="the port is in use; give another one, or 0 to have one picked") as caught:
-        AdminEndpoint(endpoint.address, keys)
+        CurveListener(endpoint.address, keys, admin_limits(1))
     assert caught.value.details["option"] == "admin_endpoint"
 
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no-such-host.invalid:0"])
 def test_an_address_of_another_host(keys, address):
     with pytest.raises(ConfigError, match=r"cannot listen there .*; give an address of this host"):
-        AdminEndpoint(address, keys)
+        CurveListener(address, keys, admin_limits(1))
 
 
 @pytest.mark.parametrize("port", ["0", "*"])
 def test_a_port_is_picked(keys, port):
-    endpoint = AdminEndpoint(f"tcp://127.0.0.1:{port}", keys)
+    endpoint = CurveListener(f"tcp://127.0.0.1:{port}", keys, admin_limits(1))
     endpoint.close()
     assert int(endpoint.address.removeprefix("tcp://127.0.0.1:")) > 0
 
 
 def test_nothing_listens_where_the_keys_are_unusable(tmp_path):
     with pytest.raises(ConfigError, match="no such directory"):
-        AdminEndpoint(ANY_PORT, str(tmp_path / "missing"))
+        CurveListener(ANY_PORT, str(tmp_path / "missing"), admin_limits(1))

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
-from ringcore.engine_core.admin import zap_handler
-from ringcore.engine_core.admin.endpoint import MAX_CALLS_IN_FLIGHT, MAX_TIMEOUT_S
+from ringcore.engine_core.admin import logged_counter
+from ringcore.engine_core.admin.endpoint import MAX_TIMEOUT_S
+from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT
 from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.executor.value_codec import encode_request, encode_value
 from ringcore.protocol.codec import encoder
@@ -75,7 +76,7 @@ def test_a_message_above_the_limit_is_refused(keys):
 
 def test_a_flood_is_logged_once_a_second(endpoint, peer, caplog, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(zap_handler.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(logged_counter.time, "monotonic", lambda: clock[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             peer.send(b"garbage")
@@ -125,7 +126,7 @@ def test_a_flood_does_not_hold_the_engine_up(endpoint, peer):
             "no worker method 'ecko' is declared with @rpc; did you mean",
         ),
         (RpcCall(1, "workers", "shutdown", timeout_s=1.0), "only the engine itself calls it on its workers; close its"),
-        (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of finish_weight_update, "),
+        (RpcCall(1, "engine", "shutdown", timeout_s=1.0), "method='shutdown': give one of abort, about, "),
         (RpcCall(1, "executor", "echo", timeout_s=1.0), "target='executor': give one of engine, workers"),
         (RpcCall(1, "workers", "pause", timeout_s=1.0), "it is a method of the engine, not of its workers; call it"),
     ],
@@ -150,8 +151,8 @@ def test_the_calls_of_a_key_are_bounded_over_all_its_connections(endpoint, peer,
         assert receive(endpoint, SILENCE_S) is None
         result, _ = peer.receive()
         assert result.call_id == 100
-        assert f"{MAX_CALLS_IN_FLIGHT} calls with the key 'client' are in flight" in result.error.message
-        endpoint.send(calls[0].identity, RpcResult(calls[0].call.call_id))
+        assert f"{MAX_CALLS_IN_FLIGHT} calls of 'client' are in flight" in result.error.message
+        endpoint.send(calls[0].caller, RpcResult(calls[0].call.call_id))
         peer.call(echo(101))
         assert receive(endpoint).call.call_id == 101
 
@@ -172,7 +173,7 @@ def test_a_client_that_is_gone_loses_its_reply(endpoint, peer, keys):
     with RawPeer(endpoint.address, keys) as leaver:
         leaver.call(echo())
         got = receive(endpoint)
-    wait_until(lambda: lose_reply(endpoint, got.identity))
+    wait_until(lambda: lose_reply(endpoint, got.caller))
     assert served(endpoint, peer)
 
 
@@ -188,6 +189,6 @@ def test_a_client_that_does_not_read_loses_replies_and_blocks_nobody(endpoint, p
         got = receive(endpoint)
         megabyte = bytes(1 << 20)
         for call_id in range(200):
-            endpoint.send(got.identity, RpcResult(call_id, [1]), [megabyte])
+            endpoint.send(got.caller, RpcResult(call_id, [1]), [megabyte])
         assert endpoint.num_lost_replies > 0
         assert served(endpoint, peer)

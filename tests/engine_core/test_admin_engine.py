@@ -10,11 +10,10 @@ import time
 import numpy as np
 import psutil
 import pytest
-from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, make_keys, wait_until
+from admin_peers import ANY_PORT, SILENCE_S, WAIT_S, RawPeer, make_keys, open_endpoint, wait_until
 from fake_engine import expected, make_model_folder
 
 from ringcore import AdminClient, EngineConfig, SamplingParams
-from ringcore.engine_core.admin.endpoint import AdminEndpoint
 from ringcore.errors import (
     ConfigError,
     EngineDeadError,
@@ -195,7 +194,7 @@ def test_an_admin_client_that_is_killed_mid_call_is_not_missed(engine, admin, ke
 
 
 def test_a_port_in_use_reaches_the_caller(folder, keys):
-    taken = AdminEndpoint(ANY_PORT, keys)
+    taken = open_endpoint(keys)
     try:
         with pytest.raises(ConfigError, match=r"^admin_endpoint=.*the port is in use"):
             start(folder, keys, admin_endpoint=taken.address).wait_ready()

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from ringcore import LLM, AdminClient, AsyncEngine, EngineConfig, EngineCore, SamplingParams
 from ringcore.cli.app import make_app
+from ringcore.engine_core.admin.operator_calls import OPERATOR_CALLS
 from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
 from ringcore.errors import InvalidRequestError, PermissionDeniedError
 from ringcore.executor.rpc_call import EncodedCall
@@ -147,8 +148,9 @@ def test_all_that_is_listed_can_be_called_and_nothing_else(llm, admin):
 
 
 def test_an_admin_client_calls_the_engine_itself(llm, admin):
-    for name in ENGINE_CALLS:
+    for name in [*ENGINE_CALLS, *(name for name in OPERATOR_CALLS if name != "abort")]:
         admin.call_engine(name)
+    assert admin.call_engine("abort", ["nobody"]) == []
     assert admin.call_engine("pause", ["all"]) is None
     assert admin.call_engine("resume") is None
     assert admin.call_engine("sleep", kwargs={"level": 0})["states"] == {"weights": "resident", "kv_cache": "resident"}

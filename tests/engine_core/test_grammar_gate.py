@@ -374,3 +374,20 @@ def test_shutdown_ends_the_compiler(make):
     step(core)
     core.shutdown()
     assert compiler.num_closed == 1
+
+
+def test_operators_see_who_waits_for_a_grammar(make):
+    core, compiler = make()
+    core.add_request(request("plain", arrival_s=2.0))
+    core.add_request(request("held", "a", arrival_s=1.0))
+    step(core)
+    found = core.engine_call("requests")()
+    assert found.num_by_state == {"running": 1, "waiting": 0, "preempted": 0, "held": 0, "compiling": 1}
+    assert [(one.request_id, one.state, one.num_prompt_tokens) for one in found.oldest] == [
+        ("held", "compiling", 2),
+        ("plain", "running", 2),
+    ]
+    assert [one.request_id for one in core.engine_call("requests")(1).oldest] == ["held"]
+    assert core.engine_call("abort")("held") == ["held"]
+    assert compiler.num_cancelled == 1
+    assert [output.finish_reason for output in drain(core) if output.request_id == "held"] == ["abort"]

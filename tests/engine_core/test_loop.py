@@ -397,7 +397,7 @@ def test_callables(is_allowed):
         (
             RpcCall(1, "engine", "explode"),
             [],
-            "give one of finish_weight_update, health, is_sleeping, methods, pause, ",
+            "give one of abort, about, finish_weight_update, health, is_sleeping, kv_blocks, methods, pause, ",
         ),
         (RpcCall(1, "engine", "sleep", is_callable=True), [], "give one of"),
         (RpcCall(1, "engine", "sleep"), [b"x"], "its arguments are wrong"),

@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from admin_peers import ANY_PORT, WAIT_S, EchoEngine, make_keys, open_endpoint, wait_until
+from admin_peers import WAIT_S, EchoEngine, make_keys, open_endpoint, wait_until
 
 from ringcore import AdminClient
 from ringcore.config.admin_keys import public_key_of, read_client_keys
-from ringcore.engine_core.admin.endpoint import AdminEndpoint
 from ringcore.errors import (
     ConfigError,
     EngineDeadError,
@@ -338,7 +337,7 @@ def test_a_wrong_server_key(engine, keys):
 
 
 def test_nobody_listens(keys):
-    free = AdminEndpoint(ANY_PORT, keys)
+    free = open_endpoint(keys)
     free.close()
     with pytest.raises(EngineDeadError, match="nothing listens at this address"):
         AdminClient(free.address, keys)

@@ -608,7 +608,8 @@ def test_no_file_is_ever_made(folder, tmp_path, monkeypatch):
     with EngineCoreClient(make_config(folder)) as client:
         client.add_requests([request("a", [4, 2])])
         collect(client, ["a"])
-        assert named_sockets(client.ready.pids.values()) == []
+        (name,) = named_sockets(client.ready.pids.values())
+        assert name.startswith("@ringcore/")  # an abstract one, in no directory
     assert tmp_path.stat().st_mtime_ns == made  # not even for a moment
 
 

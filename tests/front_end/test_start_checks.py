@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from raw_files import model_folder, safetensors_file
+from raw_files import model_folder, phi3_gguf, safetensors_file
 from tokenizers_made import byte_level, tokenizer_folder
 
 from ringcore import LLM
@@ -116,20 +116,46 @@ def test_a_tensor_that_transformers_model_misses_starts_no_engine(tmp_path, star
     assert started == ["folder check"]
 
 
-def test_a_folder_that_has_passed_is_not_looked_at_again(tmp_path, monkeypatch, started):
-    monkeypatch.setattr(folder_check, "ENTRY", "passed_folder:main")
+def looked_at(path, cache) -> None:
+    model = EngineConfig.from_options(model=path, model_impl="transformers").model
+    with folder_check.folder_check(model, str(cache)):
+        pass
 
-    def check(folder):
-        model = EngineConfig.from_options(model=folder, model_impl="transformers").model
-        with folder_check.folder_check(model, str(tmp_path / "cache")):
-            pass
 
-    folder = llama_folder(tmp_path / "m")
-    check(folder)
-    check(folder)
+def test_a_tensor_that_a_gguf_file_lacks_starts_no_engine(tmp_path, started):
+    file = phi3_gguf(tmp_path / "x.gguf", {"blk.1.ffn_down.weight": None})
+    with pytest.raises(ModelLoadError, match=r"tensor 'model\.layers\.1\.mlp\.down_proj\.weight' is missing"):
+        looked_at(file, tmp_path / "cache")
     assert started == ["folder check"]
-    check(llama_folder(tmp_path / "other", "model.norm.weight"))
+    assert not (tmp_path / "cache").exists()
+
+
+def other_folder(path):
+    return llama_folder(path, "model.norm.weight")
+
+
+def other_file(path):
+    return phi3_gguf(path, {"output_norm.weight": np.zeros(31)})
+
+
+@pytest.mark.parametrize(
+    ("write", "write_other"), [(llama_folder, other_folder), (phi3_gguf, other_file)], ids=["safetensors", "gguf"]
+)
+def test_files_that_have_passed_are_not_looked_at_again(tmp_path, monkeypatch, started, write, write_other):
+    monkeypatch.setattr(folder_check, "ENTRY", "passed_folder:main")
+    path = write(tmp_path / "m.gguf")
+    looked_at(path, tmp_path / "cache")
+    looked_at(path, tmp_path / "cache")
+    assert started == ["folder check"]
+    looked_at(write_other(tmp_path / "other.gguf"), tmp_path / "cache")
     assert started == ["folder check"] * 2
+
+
+def test_random_weights_are_not_looked_at(tmp_path, no_process):
+    file = phi3_gguf(tmp_path / "x.gguf", {"output_norm.weight": None})
+    model = EngineConfig.from_options(model=file, load_format="dummy").model
+    with folder_check.folder_check(model, str(tmp_path / "cache")):
+        pass
 
 
 def test_a_check_that_dies_is_an_error_and_no_pass(tmp_path, monkeypatch):

@@ -398,13 +398,13 @@ def test_the_longest_wait_for_a_row():
     now = [100.0]
     engine = Driver(max_num_seqs=1, depth=1)
     engine.scheduler._clock = lambda: now[0]
-    assert engine.scheduler.oldest_waiting_s(100.0) is None
+    assert engine.scheduler.view.oldest_waiting_s(100.0) is None
     engine.add("a", PROMPTS["a"])  # arrived at 0
-    assert engine.scheduler.oldest_waiting_s(100.0) == 100.0
+    assert engine.scheduler.view.oldest_waiting_s(100.0) == 100.0
     engine.step()
-    assert engine.scheduler.oldest_waiting_s(100.0) is None
+    assert engine.scheduler.view.oldest_waiting_s(100.0) is None
     now[0] = 130.0
     engine.die()
-    assert engine.scheduler.oldest_waiting_s(137.0) == 7.0, "since it lost its row"
+    assert engine.scheduler.view.oldest_waiting_s(137.0) == 7.0, "since it lost its row"
     engine.add("b", PROMPTS["b"])
-    assert engine.scheduler.oldest_waiting_s(137.0) == 137.0
+    assert engine.scheduler.view.oldest_waiting_s(137.0) == 137.0

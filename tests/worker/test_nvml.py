@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ringcore.worker.memory.nvml import process_bytes
+from ringcore.worker.memory.nvml import GpuMonitor, process_bytes
 
 
 class FakeNvml:
@@ -42,6 +42,18 @@ class FakeNvml:
         assert handle in self.devices
         self._called("nvmlDeviceGetComputeRunningProcesses")
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        self._called("nvmlDeviceGetUtilizationRates")
+        return SimpleNamespace(gpu=87, memory=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        self._called("nvmlDeviceGetMemoryInfo")
+        return SimpleNamespace(used=30, free=50, total=80)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self._called("nvmlDeviceGetPowerUsage")
+        return 412_500
 
 
 class TestNvml:
@@ -89,3 +101,39 @@ class TestNvml:
     def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
         assert process_bytes("a-b", 7) is None
+
+
+MEMORY = {"gpu_used_bytes": 30, "gpu_total_bytes": 80}
+POWER = {"gpu_power_w": 412.5}
+PERCENT = {"gpu_percent": 87.0}
+
+
+class TestGpuMonitor:
+    """Its figures are those of NVML; what NVML does not know is left out, and without it there are none."""
+
+    @pytest.mark.parametrize(
+        ("failing", "expected"),
+        [
+            ("", PERCENT | MEMORY | POWER),
+            ("nvmlDeviceGetUtilizationRates", MEMORY | POWER),
+            ("nvmlDeviceGetPowerUsage", PERCENT | MEMORY),
+            ("nvmlInit", {}),
+            ("nvmlDeviceGetHandleByUUID", {}),
+        ],
+    )
+    def test_figures(self, monkeypatch: pytest.MonkeyPatch, failing: str, expected: dict[str, float]) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(("GPU-a-b",), [], failing))
+        monitor = GpuMonitor(lambda: "a-b")
+        assert [monitor.usage(), monitor.usage()] == [expected, expected]
+
+    def test_nvml_is_loaded_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nvml = FakeNvml(("GPU-a-b",), [])
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monitor = GpuMonitor(lambda: "a-b")
+        for _ in range(3):
+            monitor.usage()
+        assert nvml.depth == 1
+
+    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert GpuMonitor(lambda: "a-b").usage() == {}

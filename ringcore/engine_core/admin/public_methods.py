@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ringcore.engine_core.admin.operator_calls import OPERATOR_CALLS, OperatorCalls
 from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.protocol.methods import RpcMethod, engine_only, signature_text, unknown_method
@@ -15,7 +16,7 @@ from ringcore.protocol.operations import OPERATIONS, MemoryOperation
 from ringcore.protocol.scopes import Scope
 from ringcore.protocol.wire_errors import invalid_call
 
-__all__ = ["ENGINE_CALLS", "PublicMethods"]
+__all__ = ["ENGINE_CALLS", "PublicMethods", "engine_method"]
 
 # The methods of `EngineCore` that can be called by name and return at once; the scope that each needs.
 ENGINE_CALLS: Mapping[str, Scope] = {
@@ -23,25 +24,35 @@ ENGINE_CALLS: Mapping[str, Scope] = {
     "resume": "lifecycle",
     "reset_prefix_cache": "call",
     "stats": "read",
+    "step_metrics": "read",
     "health": "read",
     "is_sleeping": "read",
     "methods": "read",
 }
 
 
+def engine_method(name: str, engine: object, operator_calls: object) -> Callable[..., Any]:
+    """The method of these two that a call to the engine itself names. Raises `InvalidRequestError` for another name."""
+    if name not in ENGINE_CALLS and name not in OPERATOR_CALLS:
+        raise invalid_call("method", name, sorted([*ENGINE_CALLS, *OPERATOR_CALLS, *OPERATIONS]))
+    method: Callable[..., Any] = getattr(engine if name in ENGINE_CALLS else operator_calls, name)
+    return method
+
+
 class PublicMethods:
     """The method table of one engine.
 
-    engine: its class, which has the `ENGINE_CALLS`. of_workers: returns the methods that the current workers declare.
+    engine: its class, which has the `ENGINE_CALLS`; `OperatorCalls` has the others. of_workers: returns the methods
+    that the current workers declare.
     """
 
     def __init__(self, engine: type[Any], of_workers: Callable[[], Mapping[str, RpcMethod]]) -> None:
         self._of_workers = of_workers
         self._operations = {name: _operation(name, kind) for name, kind in OPERATIONS.items()}
-        self._of_engine = self._operations | {
-            name: RpcMethod.of(getattr(engine, name), "engine", scope, scope == "read")
-            for name, scope in ENGINE_CALLS.items()
-        }
+        self._of_engine = dict(self._operations)
+        for holder, calls in ((engine, ENGINE_CALLS), (OperatorCalls, OPERATOR_CALLS)):
+            for name, scope in calls.items():
+                self._of_engine[name] = RpcMethod.of(getattr(holder, name), "engine", scope, scope == "read")
 
     def find(self, target: str, name: str) -> RpcMethod:
         """The method that a client's call names. target: "engine", or "workers", through which operations can be called

@@ -1,47 +1,20 @@
-"""Authentication of admin connections: libzmq's ZAP handler (RFC 27), and rate-limited counters for the log."""
+"""Authentication of admin connections over TCP: libzmq's ZAP handler (RFC 27)."""
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
-import time
 from collections.abc import Container
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-__all__ = ["ZAP_DOMAIN", "LoggedCounter", "ZapHandler"]
+from ringcore.engine_core.admin.logged_counter import LoggedCounter
+
+__all__ = ["ZAP_DOMAIN", "ZapHandler"]
 
 ZAP_DOMAIN = b"ringcore"
 _ZAP_ADDRESS, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
-_LOG_EVERY_S = 1.0
-
-_log = logging.getLogger(__name__)
-
-
-class LoggedCounter:
-    """A counter that is logged at most once a second."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._last = ""
-        self._num_logged = 0
-        self._logged_s = -math.inf
-        self.num = 0
-
-    def add(self, last: str) -> None:
-        self.num += 1
-        self._last = last
-        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-            self.log()
-
-    def log(self) -> None:
-        """Logs the number of events since the last log line, if there are any."""
-        if self.num > self._num_logged:
-            _log.warning(self._text, self.num - self._num_logged, self._last)
-            self._num_logged, self._logged_s = self.num, time.monotonic()
 
 
 class ZapHandler:

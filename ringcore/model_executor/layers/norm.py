@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringcore.model_executor import ops
+from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived, Tensors, Uniform, Weight, WeightedLayer, WeightPart
 
@@ -136,7 +137,7 @@ class Unnormed(WeightedLayer):
         return x.to(self._dtype)
 
 
-AnyNorm = RMSNorm | Unnormed
+AnyNorm = RMSNorm | LayerNorm | Unnormed
 
 
 class HeadNorm(WeightedLayer):

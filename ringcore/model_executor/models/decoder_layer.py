@@ -12,9 +12,10 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint.family import Activation
-from ringcore.model_executor.layers.activation import BoundGate, bind_activation
+from ringcore.model_executor.layers.activation import BoundGate, Pointwise, bind_activation, pointwise
+from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from ringcore.model_executor.layers.norm import AnyNorm, HeadNorm, QKNorm, RMSNorm
+from ringcore.model_executor.layers.norm import AnyNorm, HeadNorm, QKNorm, RMSNorm, Unnormed
 from ringcore.model_executor.layers.rotary import Rotation
 from ringcore.model_executor.layers.sinks import AttentionSinks
 from ringcore.model_executor.residual import Residual
@@ -24,6 +25,8 @@ __all__ = [
     "DecoderLayer",
     "GatedMLP",
     "LayerInputs",
+    "ParallelLayer",
+    "PlainMLP",
     "PostNormed",
     "SelfAttention",
     "Sublayer",
@@ -49,9 +52,11 @@ class Sublayer(ABC):
         """hidden: [n, hidden_size], normalised by `norm` first -> the contribution to it: [n, hidden_size], equal on
         every rank."""
 
-    def add_to(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        """hidden += self(norm, hidden, inputs), fused where there is a kernel for it."""
-        hidden.rows.add_(self(norm, hidden, inputs))
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        """stream += self(norm, hidden, inputs), fused where there is a kernel for it. hidden: the stream, or other rows
+        which are not changed."""
+        contribution = self(norm, hidden, inputs)
+        stream.rows.add_(contribution)
 
     def attention_layers(self) -> list[Attention]:
         """Those with a KV cache."""
@@ -102,8 +107,8 @@ class SelfAttention(Sublayer):
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         return self.o_proj(self._attended(norm, hidden, inputs), inputs.ctx.tokens)
 
-    def add_to(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.o_proj.add_to(hidden, self._attended(norm, hidden, inputs), inputs.ctx.tokens)
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        self.o_proj.add_to(stream, self._attended(norm, hidden, inputs), inputs.ctx.tokens)
 
 
 class GatedMLP(Sublayer):
@@ -129,14 +134,34 @@ class GatedMLP(Sublayer):
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         return self.down_proj(self._gated(norm, hidden, inputs), inputs.ctx.tokens)
 
-    def add_to(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.down_proj.add_to(hidden, self._gated(norm, hidden, inputs), inputs.ctx.tokens)
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        self.down_proj.add_to(stream, self._gated(norm, hidden, inputs), inputs.ctx.tokens)
+
+
+class PlainMLP(Sublayer):
+    """down(activation(up(x))), without a gate."""
+
+    def __init__(self, up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Pointwise) -> None:
+        self.up_proj, self.down_proj, self._activate = up_proj, down_proj, pointwise(activation)
+
+    def layers(self) -> list[WeightedLayer]:
+        return [self.up_proj, self.down_proj]
+
+    def _activated(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        """The input of `down_proj`: [n, this rank's share]."""
+        return self._activate(self.up_proj.after_norm(norm, hidden, inputs.ctx.tokens))
+
+    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        return self.down_proj(self._activated(norm, hidden, inputs), inputs.ctx.tokens)
+
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        self.down_proj.add_to(stream, self._activated(norm, hidden, inputs), inputs.ctx.tokens)
 
 
 class PostNormed(Sublayer):
     """A sublayer whose contribution is normalised before it is added (post-norm)."""
 
-    def __init__(self, inner: Sublayer, out_norm: RMSNorm) -> None:
+    def __init__(self, inner: Sublayer, out_norm: RMSNorm | LayerNorm) -> None:
         self.inner = inner
         self.out_norm = out_norm
 
@@ -152,8 +177,8 @@ class PostNormed(Sublayer):
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         return self.out_norm(self.inner(norm, hidden, inputs))
 
-    def add_to(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.out_norm.add_to(hidden, self.inner(norm, hidden, inputs))
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        self.out_norm.add_to(stream, self.inner(norm, hidden, inputs))
 
 
 class DecoderLayer:
@@ -182,5 +207,34 @@ class DecoderLayer:
 
     def __call__(self, hidden: Residual, inputs: LayerInputs) -> None:
         """Adds the contributions of attention and the MLP to `hidden` [n, hidden_size]."""
-        self.self_attention.add_to(self.input_norm, hidden, inputs)
-        self.mlp.add_to(self.mlp_norm, hidden, inputs)
+        self.self_attention.add_to(hidden, self.input_norm, hidden, inputs)
+        self.mlp.add_to(hidden, self.mlp_norm, hidden, inputs)
+
+
+class ParallelLayer(DecoderLayer):
+    """hidden += attention(norm(hidden)) + mlp(norm(hidden)), both of the same hidden.
+
+    The norms are operations of their own here: what is added first would change what the other one reads.
+    """
+
+    def __init__(
+        self,
+        input_norm: RMSNorm | LayerNorm,
+        self_attention: Sublayer,
+        mlp_norm: RMSNorm | LayerNorm | None,
+        mlp: Sublayer,
+        as_is: Unnormed,
+    ) -> None:
+        """mlp_norm: None where both read the result of one norm. as_is: for the results of the norms."""
+        super().__init__(input_norm, self_attention, mlp_norm or input_norm, mlp)
+        self._has_one_norm, self._as_is = mlp_norm is None, as_is
+
+    def layers(self) -> list[WeightedLayer]:
+        norms = [self.input_norm] if self._has_one_norm else [self.input_norm, self.mlp_norm]
+        return [*norms, *self.self_attention.layers(), *self.mlp.layers()]
+
+    def __call__(self, hidden: Residual, inputs: LayerInputs) -> None:
+        of_attention = Residual(hidden.normed(self.input_norm))
+        of_mlp = of_attention if self._has_one_norm else Residual(hidden.normed(self.mlp_norm))
+        self.self_attention.add_to(hidden, self._as_is, of_attention, inputs)
+        self.mlp.add_to(hidden, self._as_is, of_mlp, inputs)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from ringcore.batch.figures import Figures, RequestFigures
+from ringcore.batch.figures import Figures
 from ringcore.batch.job_files import JobFiles
 from ringcore.batch.journal import result_spans
 from ringcore.batch.lines import Outcome
@@ -21,9 +20,7 @@ from ringcore.batch.runner import BatchRun
 from ringcore.batch.shared_engine import SharedEngine
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.openai_api.errors import api_error_of
-from ringcore.openai_api.served_model import RequestObserver, unix_seconds
-from ringcore.params.outputs import RequestOutput
-from ringcore.params.sampling_params import SamplingParams
+from ringcore.openai_api.served_model import unix_seconds
 from ringcore.serve.batches.store import Batch, BatchStore, Counts
 from ringcore.serve.service import Service
 
@@ -108,12 +105,8 @@ class BatchQueue:
         )
 
         def answerers(figures: Figures, deliver: Callable[[Outcome], None]) -> list[SharedEngine]:
-            def observe(params: SamplingParams) -> RequestObserver:
-                return _BothObservers(self._service.model.observe(params), figures.observe(params))
-
-            width = options.max_batch_requests_in_flight
-            on_start = self._on_started(batch)
-            return [SharedEngine(self._service.model.observed_by(observe), width, deliver, on_start)]
+            model = self._service.model.observed_by(figures.record)
+            return [SharedEngine(model, options.max_batch_requests_in_flight, deliver, self._on_started(batch))]
 
         self._running, self._job = batch.id, BatchRun(files, answerers)
         if batch.status == "cancelling":
@@ -165,20 +158,6 @@ class BatchQueue:
         told = {"code": "batch_failed", "message": message, "param": None, "line": None}
         with suppress(RingcoreError):
             self._change(batch_id, status="failed", failed_at=unix_seconds(), errors={"object": "list", "data": [told]})
-
-
-class _BothObservers:
-    """The service's metrics, and a check that no answer was cut off."""
-
-    def __init__(self, metrics: RequestObserver, figures: RequestFigures) -> None:
-        self._metrics, self._figures = metrics, figures
-
-    def record(self, output: RequestOutput) -> None:
-        self._figures.record(output)
-        self._metrics.record(output)
-
-    def ended_early(self, reason: Literal["abort", "error"]) -> None:
-        self._metrics.ended_early(reason)
 
 
 def _counts(job: BatchRun) -> Counts:

@@ -17,7 +17,7 @@ from ringcore.errors import ConfigError
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
 from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
-from ringcore.worker.memory.nvml import process_bytes
+from ringcore.worker.memory.nvml import GpuMonitor, process_bytes
 from ringcore.worker.platforms.platform import Platform, ProcessMemory
 
 __all__ = ["CudaPlatform"]
@@ -58,6 +58,7 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", rank)
         cuda.set_device(self.device)
         self._memory = self._choose_memory(device_memory, driver, enable_sleep_mode)
+        self._monitor = GpuMonitor(lambda: str(cuda.get_device_properties(self.device).uuid))
 
     def _choose_memory(self, asked: str, driver: Any, enable_sleep_mode: bool) -> DeviceMemory:
         refusal = CudaVirtualMemory.refusal(self.device.index, driver)
@@ -126,6 +127,10 @@ class CudaPlatform(Platform):
             free, total = self._cuda.mem_get_info(self.device)
             own = int(total) - int(free)
         return ProcessMemory(own, torch_bytes, arena_bytes)
+
+    def usage(self) -> dict[str, float]:
+        """Of the whole card, by NVML; empty without it."""
+        return self._monitor.usage()
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Measured by what torch's allocator reserves, so that fragmentation counts."""

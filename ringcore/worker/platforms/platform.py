@@ -104,6 +104,11 @@ class Platform(ABC):
         """This process's device memory now; None where it is not known."""
         return None
 
+    def usage(self) -> dict[str, float]:
+        """How busy the device is, for operators: "gpu_percent", "gpu_used_bytes", "gpu_total_bytes", "gpu_power_w", as
+        far as they are known. Called on the side thread."""
+        return {}
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Runs `run`; -> the peak of the memory that torch reserved meanwhile, beyond what it had before.
 

@@ -19,20 +19,23 @@ from ringcore.families import FAMILIES
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
-from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.attention_calls import RECORD, AttentionCall, record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.fusion import recognition
 from ringcore.model_executor.models.transformers.fusion.coverage import fitting
 from ringcore.model_executor.models.transformers.fusion.fused_body import fuse
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 
 IDS = [3, 90, 14, 15, 92, 65, 35, 8, 9, 7, 93, 23]
 MOE = {"head_dim": 8, **EXPERTS}
 SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "relu"}
 # By type: options, and how many of two layers are ours as a whole, of their attentions, and of their MLPs.
 TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "llama": ({"attention_bias": True, "mlp_bias": True}, (2, 2, 2)),
@@ -46,11 +49,20 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gemma3_text": ({"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, (2, 2, 2)),
     "qwen3_moe": (MOE, (2, 2, 0)),
     "gpt_oss": (SINKS, (2, 2, 0)),
-    "cohere2": ({"head_dim": 8}, (0, 2, 2)),  # attention beside the MLP
-    "gpt_neox": ({}, (0, 2, 0)),  # heads of q, k and v in turn in one linear
+    "cohere2": ({"head_dim": 8}, (2, 2, 2)),  # attention beside the MLP, both of one norm, which has no bias
+    "gpt_neox": ({}, (2, 2, 2)),  # each of a norm of its own; heads of q, k and v in turn in one linear
+    "phi": ({}, (2, 2, 2)),
+    "starcoder2": ({}, (2, 2, 2)),  # norms with a mean, an MLP without a gate
+    "olmo": ({}, (2, 2, 2)),  # norms without a weight
+    "arcee": ({}, (2, 2, 2)),  # the square of a ReLU
+    "gpt_bigcode": (BIGCODE, (2, 2, 2)),  # one KV head, beside those of q in one linear
+    "opt": (OPT, (2, 2, 2)),  # q scaled by itself, the linears of an MLP among those of the layer
+    "cohere2_moe": (MOE, (2, 2, 0)),
+    "nemotron": ({"num_key_value_heads": 4}, (2, 2, 2)),  # norms of 1 + weight and a bias
+    "persimmon": ({}, (2, 0, 2)),  # norms of each head with a mean
     "gpt2": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        (0, 0, 0),
+        (2, 0, 0),
     ),  # no nn.Linear
 }
 
@@ -60,11 +72,15 @@ def counts(found: Recognised) -> tuple[int, int, int]:
 
 
 def found_in(model_type: str, change=None, num_positions: int = 64, **options: Any) -> Recognised:
-    """change: of the body, on meta."""
+    return recognise(*recorded(model_type, change, **options), num_positions)
+
+
+def recorded(model_type: str, change=None, **options: Any) -> tuple[Any, list[AttentionCall]]:
+    """The body, on meta, and its attention calls. change: of the body."""
     model = build_on_meta(config_of(model_type, **options).to_dict(), torch.float32, RECORD)
     if change is not None:
         change(model.base_model)
-    return recognise(model.base_model, record(Body(model), 64), num_positions)
+    return model.base_model, record(Body(model), 64)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -116,10 +132,6 @@ def with_forward(path: str, make):
     return change
 
 
-def centred(forward):
-    return lambda self, x: forward(self, x - x.mean(-1, keepdim=True))
-
-
 def clamped(forward):
     return lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.3) * self.up_proj(x))
 
@@ -165,7 +177,7 @@ def beside_its_input(forward):
 @pytest.mark.parametrize(
     ("path", "make", "expected"),
     [
-        ("input_layernorm", centred, (0, 2, 2)),
+        ("input_layernorm", doubled, (0, 2, 2)),
         ("mlp", clamped, (2, 2, 0)),
         ("mlp", reading_a_weight, (0, 0, 0)),
         ("self_attn", rotated_twice, (2, 0, 2)),
@@ -183,6 +195,73 @@ def test_what_computes_something_else_stays_the_models_own(path, make, expected)
     assert counts(changed) == expected
     assert changed.reasons
     assert not unchanged.reasons
+
+
+def added_later(forward):
+    """The MLP reads what attention has been added to."""
+
+    def changed(self, hidden_states, **kwargs):
+        attended = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+        return attended + self.mlp(self.input_layernorm(attended))
+
+    return changed
+
+
+def shifted(forward):
+    return lambda self, x: forward(self, x) + 0.01 * x
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "make", "expected"),
+    [
+        ("phi", "input_layernorm", shifted, (0, 2, 2)),
+        ("phi", "mlp", shifted, (2, 2, 0)),
+        ("phi", "mlp.activation_fn", shifted, (2, 2, 0)),
+        ("phi", "", added_later, (0, 2, 2)),
+        ("phi", "", beside_its_input, (0, 2, 2)),
+        ("starcoder2", "self_attn", halved, (2, 0, 2)),
+        ("starcoder2", "post_attention_layernorm", shifted, (0, 2, 2)),
+        ("gpt_neox", "", beside_its_input, (0, 2, 2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_layers_with_a_mean_that_compute_something_else_stay_the_models_own(model_type, path, make, expected):
+    assert counts(found_in(model_type)) == (2, 2, 2)
+    changed = found_in(model_type, with_forward(path, make))
+    assert counts(changed) == expected
+    assert changed.reasons
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "relu2", "silu"])
+def test_an_mlp_without_a_gate_has_the_activation_of_its_model(activation):
+    """The two forms of GELU differ by less than a thousandth."""
+    kinds = {"gelu_new": "gelu_tanh", "relu2": "relu_squared"}
+    found = found_in("starcoder2", hidden_act=activation)
+    assert [plan.activation for plan in found.mlps.values()] == [kinds.get(activation, activation)] * 2
+
+
+def test_norms_of_heads_with_a_mean_stay_the_models_own():
+    def change(body) -> None:
+        for layer in body.layers:
+            layer.self_attn.q_norm, layer.self_attn.k_norm = (nn.LayerNorm(8, elementwise_affine=False) for _ in "qk")
+
+    assert counts(found_in("qwen3", change, head_dim=8)) == (2, 0, 2)
+
+
+def test_an_mlp_of_several_modules_is_ours_with_its_layer_alone():
+    def change(body) -> None:
+        first = body.decoder.layers[0]
+        first.final_layer_norm.__class__ = type("Changed", (nn.LayerNorm,), {"forward": shifted(nn.LayerNorm.forward)})
+
+    body, calls = recorded("opt", change, **OPT)
+    found = recognise(body, calls, 64)
+    assert list(found.plans) == ["decoder.layers.1"]
+    assert len(found.mlps) == 2
+    found = fitting(found, calls, {}, torch.float32, 1)
+    assert list(found.mlps) == ["decoder.layers.1.fc1"]
+    centred = {path for path, norm in found.norms.items() if norm.is_centred}
+    in_second = {f"decoder.layers.1.{name}" for name in ("self_attn_layer_norm", "final_layer_norm")}
+    assert centred == in_second | {"decoder.final_layer_norm"}
 
 
 def test_what_lies_between_the_layers_counts(monkeypatch):
@@ -211,6 +290,25 @@ def test_a_norm_among_experts_stays_theirs():
     found = found_in("qwen3_moe", change, **MOE)
     assert counts(found) == (2, 2, 0)
     assert len(found.norms) == len(found_in("qwen3_moe", **MOE).norms)
+
+
+class Summed(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.one, self.other = linear, copy.deepcopy(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.other(x)
+
+
+def test_a_head_of_two_linears_stays_the_models_own():
+    def change(body) -> None:
+        for layer in body.layers:
+            layer.self_attn.q_proj = Summed(layer.self_attn.q_proj)
+
+    found = found_in("llama", change)
+    assert counts(found) == (2, 0, 2)
+    assert found.reasons["layers.0.self_attn"] == "a head depends on 2 linears"
 
 
 def fused_llama(change):
@@ -263,7 +361,10 @@ def test_how_heads_and_pairs_lie():
     assert [rows.start for rows in neox.v] == [16, 40, 64, 88]
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss", "gpt_neox", "cohere2", "phi", "starcoder2", "opt", "nemotron"],
+)
 def test_two_ranks_compute_the_same(tmp_path, model_type):
     theirs(tmp_path, model_type, **TYPES[model_type][0])
     alone = DenseRun(loaded(tmp_path), 64, 1, device=torch.device("cpu")).step({0: IDS})

@@ -7,17 +7,21 @@ import json
 import operator
 import re
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import DenseRun
 from gguf_models import write_gguf
+from raw_files import phi3_gguf
 from thread_tp import on_all_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint import TransformersSpec, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
@@ -26,9 +30,11 @@ from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
+from ringcore.model_executor.models.transformers.folder_check import check_folder
 from ringcore.model_executor.models.transformers.fusion import fused_model
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.protocol.folder_check import FolderCheckStart
 
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -172,7 +178,6 @@ REFUSED = {
     "falcon": ({}, "its own code", Need.INTERFACE),
     "roberta": ({"is_decoder": True}, "cumsum", Need.POSITIONS),
     "bert": ({}, "looks at later tokens|neither causal", Need.DECODER),
-    "stablelm": ({}, "does not pass its keyword arguments on", Need.INTERFACE),
     "xmod": ({"is_decoder": True}, "without values fails in XmodModel: ValueError", Need.NO_VALUES),
     "diffllama": ({}, "4 attention calls in 2 layers", Need.ONE_CALL),
     "phi3": (
@@ -189,6 +194,34 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_the_reason(tmp_p
     with pytest.raises(ModelLoadError, match=f"^{model_type}: .*({reason}).*cannot be served yet") as caught:
         built(written(tmp_path, model_type, **options))
     assert caught.value.details["need"] == need.name
+
+
+@pytest.mark.parametrize("fused", ["nothing", "sublayers", "layers"])
+@pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
+def test_layers_that_keep_their_keyword_arguments_hand_down_the_mask(tmp_path, monkeypatch, model_type, fused):
+    recognise = fused_model.recognise
+    if fused == "nothing":
+        monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
+    if fused == "sublayers":
+        monkeypatch.setattr(fused_model, "recognise", lambda *given: replace(recognise(*given), plans={}))
+    reference, model = theirs(tmp_path, model_type), loaded(tmp_path)
+    counted = model.report().fused
+    assert counted["attentions"] == (0 if fused == "nothing" else 2)
+    assert counted["layers"] == (2 if fused == "layers" else 0)
+    found = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
+    expected = torch.cat([logits_of(reference, ids) for ids in PROMPTS])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_keep_the_mask_too_are_refused(tmp_path, monkeypatch):
+    from transformers.models.stablelm.modeling_stablelm import StableLmAttention
+
+    forward = StableLmAttention.forward
+    without = lambda self, hidden_states, attention_mask, **rest: forward(self, hidden_states, **rest)  # noqa: E731
+    monkeypatch.setattr(StableLmAttention, "forward", without)
+    with pytest.raises(ModelLoadError, match="does not pass its keyword arguments on to its attention") as caught:
+        built(written(tmp_path, "stablelm"))
+    assert caught.value.details["need"] == Need.INTERFACE.name
 
 
 def test_windows_are_read_from_the_masks(tmp_path):
@@ -386,6 +419,23 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor_and_file(tmp_path, c
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=match):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({}, None),
+        ({"blk.1.ffn_down.weight": None}, "tensor 'model.layers.1.mlp.down_proj.weight' is missing"),
+        ({"output_norm.weight": np.zeros(7)}, r"x.gguf: tensor 'model.norm.weight' has the shape \[7\], .* \[32\]"),
+        ({"blk.0.extra.weight": np.zeros(3)}, "not known for 'phi3', the first is 'blk.0.extra.weight'"),
+    ],
+)
+def test_a_gguf_file_must_have_the_tensors_of_the_model_before_a_worker_starts(tmp_path, changed, match):
+    files = find_model(phi3_gguf(tmp_path / "x.gguf", changed))
+    spec = read_model_spec(files, FAMILIES)
+    assert isinstance(spec, TransformersSpec)
+    with nullcontext() if match is None else pytest.raises(ModelLoadError, match=match):
+        check_folder(FolderCheckStart(spec, files))
 
 
 def test_tensors_with_a_place_of_their_own_are_computed_from_where_they_are(tmp_path):

@@ -21,10 +21,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ringcore.model_executor.models.transformers.body import Body, NewTensors, TokensBefore
+from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.known_values import KnownValues
 from ringcore.model_executor.models.transformers.masks import MAX_ROW, Mask, Reach
 from ringcore.model_executor.models.transformers.needs import Need
-from ringcore.model_executor.models.transformers.refusal import CountsPositions, Refused, in_one_line
+from ringcore.model_executor.models.transformers.refusal import (
+    CountsPositions,
+    KeepsArguments,
+    Refused,
+    in_one_line,
+)
 from ringcore.model_executor.models.transformers.token_mixing import TokenMixing
 
 __all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record", "record_masked", "record_whole"]
@@ -116,15 +122,18 @@ def _recording_attention(
     ringcore: list[_Recorded] | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    if ringcore is None:
-        raise Refused("it does not pass its keyword arguments on to its attention", Need.INTERFACE)
-    ringcore.append(_Recorded(module, query, key, value, attention_mask, given))
+    in_mask = attention_mask.carried if isinstance(attention_mask, Mask) else handed_down(None, attention_mask)
+    recorded: list[_Recorded] | None = in_mask if ringcore is None else ringcore
+    if recorded is None:
+        raise KeepsArguments("it does not pass its keyword arguments on to its attention", Need.INTERFACE)
+    mask = attention_mask if in_mask is None or isinstance(attention_mask, Mask) else None
+    recorded.append(_Recorded(module, query, key, value, mask, given))
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 def _recording_mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> Mask:
     values = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KnownValues))
-    return Mask(mask_function, values)
+    return Mask(mask_function, values, values.carried)
 
 
 AttentionInterface.register(RECORD, _recording_attention)
@@ -137,15 +146,19 @@ def record(body: Body, num_positions: int) -> list[AttentionCall]:
     that only a window that is stated is seen. Raises `Refused`.
 
     A model that counts the positions of its tokens, though it is given them, is told how many tokens are before each,
-    from then on (`Body.counts`).
+    from then on (`Body.counts`). One that hands down no keyword arguments is given them in a mask (`Body.in_mask`).
     """
-    try:
-        return _unmasked_pass(body, num_positions)
-    except CountsPositions:
-        if body.counts:
-            raise
-        body.counts = True
-        return _unmasked_pass(body, num_positions)
+    while True:
+        try:
+            return _unmasked_pass(body, num_positions)
+        except CountsPositions:
+            if body.counts:
+                raise
+            body.counts = True
+        except KeepsArguments:
+            if body.in_mask:
+                raise
+            body.in_mask = True
 
 
 def record_masked(body: Body, num_positions: int) -> list[AttentionCall]:
@@ -167,14 +180,14 @@ def record_whole(model: PreTrainedModel, num_positions: int) -> tuple[list[Atten
 def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
     _set_recording(body.model, f"{RECORD}_unmasked")
     num_tokens, recorded = _unused_prime(body.model), list[_Recorded]()
-    told = body.told(torch.arange(num_tokens, device="meta")[None])
-    cache: TokensBefore | None = told.get("past_key_values")
+    given = body.given(torch.arange(num_tokens, device="meta")[None], recorded)
+    cache: TokensBefore | None = given.get("past_key_values")
     mixing = TokenMixing(body.model, num_tokens, None if cache is None else cache.get_seq_length())
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     new = NewTensors(torch.device("meta"))
     try:
         with torch.device("meta"), new, mixing:
-            out = body.module(input_ids=ids, use_cache=False, ringcore=recorded, **told)
+            out = body.module(input_ids=ids, **given)
     except Refused:
         raise
     except Exception as error:  # whatever the model's own code raises where it meets something without a value
@@ -194,6 +207,7 @@ class _MaskedPass:
     ) -> None:
         _set_recording(model, RECORD)
         num_tokens, self._recorded, self._values = _unused_prime(model), list[_Recorded](), KnownValues()
+        self._values.carried = self._recorded
         inputs = {
             "input_ids": torch.zeros(1, num_tokens, dtype=torch.long, device="meta"),
             # No token is padding; without this, transformers looks for several sequences in the position ids.

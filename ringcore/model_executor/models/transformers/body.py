@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ringcore.model_executor.models.transformers.handed_down import given_to_body
 from ringcore.model_executor.models.transformers.refusal import Refused
 
 __all__ = ["Body", "NewTensors", "TokensBefore", "is_composite"]
@@ -61,29 +62,30 @@ class Body:
     """module: the body. path: its name in the model. What a recorded pass found out:
 
     counts: whether it counts the positions of its tokens though it is given them
+    in_mask: whether it hands down its mask alone, and not its keyword arguments
     names_no_device: whether it makes tensors and does not say on which device
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `Refused` for a model that is its own body."""
         self.model = model
-        self.counts = self.names_no_device = False
+        self.counts = self.in_mask = self.names_no_device = False
         self.path = _around_embeddings(model)
         self.module: PreTrainedModel = model.get_submodule(self.path)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ringcore: object) -> torch.Tensor:
         """input_ids and positions: [num_tokens] -> hidden states [num_tokens, hidden_size]. ringcore: for the attention
         calls, to which the model hands it down."""
-        inputs = {"input_ids": input_ids[None], "use_cache": False, "ringcore": ringcore, **self.told(positions[None])}
+        inputs = {"input_ids": input_ids[None], **self.given(positions[None], ringcore)}
         if self.names_no_device and input_ids.device.type != "cpu":
             with NewTensors(input_ids.device):
                 return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
         return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def told(self, positions: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments that tell it the positions, [1, num_tokens], of its tokens."""
-        told: dict[str, Any] = {"position_ids": positions}
-        return told | {"past_key_values": TokensBefore(positions)} if self.counts else told
+    def given(self, positions: torch.Tensor, ringcore: object) -> dict[str, Any]:
+        """Its keyword arguments beside the ids. positions: [1, num_tokens]."""
+        given = {"position_ids": positions, "use_cache": False, **given_to_body(ringcore, self.in_mask)}
+        return given | {"past_key_values": TokensBefore(positions)} if self.counts else given
 
     def replaced(self, other: nn.Module) -> PreTrainedModel:
         """The model's forward pass over another body, as a module that shares all other parts: so that whatever the

@@ -18,6 +18,7 @@ from ringcore.model_executor.models.transformers.checkpoint_layout import read_l
 from ringcore.model_executor.models.transformers.construction import on_meta
 from ringcore.model_executor.models.transformers.refusal import refusals_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
+from ringcore.model_executor.tensor_source import open_source
 from ringcore.protocol.codec import decoder
 from ringcore.protocol.folder_check import CHANNEL, FolderCheckStart
 from ringcore.protocol.job_channel import framed
@@ -27,18 +28,21 @@ __all__ = ["check_folder", "main"]
 
 def check_folder(start: FolderCheckStart) -> None:
     """Raises `ModelLoadError` for a tensor that is missing, of another shape, or without a place in the model."""
-    spec, index = start.spec, TensorIndex(start.files.weight_files)
+    spec, files = start.spec, start.files
     with refusals_of(spec), torch.no_grad():
         model = on_meta(spec, torch.float32)
         left_out = keep_text(Body(model), spec.max_position_embeddings)
-        layouts = read_layouts(model, list(index))
-    check_tensors(
-        {name: shape for layout in layouts.values() for name, shape in layout.tensors.items()},
-        {name: entry.shape for name, entry in index.items()},
-        start.files.path,
-        lambda name: index[name].file,
-        lambda name: is_dispensable(name) or name in left_out,
-    )
+        layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
+    expected = {name: shape for layout in layouts.values() for name, shape in layout.tensors.items()}
+    with open_source(files, 0, expected) as source:
+        assert source.shapes is not None, files
+        check_tensors(
+            expected,
+            source.shapes,
+            files.path,
+            source.file_of,
+            lambda name: is_dispensable(name) or name in left_out,
+        )
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:

@@ -19,8 +19,11 @@ _WITHOUT_VALUE = ("empty", "new_empty", "rand", "normal")  # what operations beg
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Within it an operation whose tensors are all known is computed on the CPU as well, and so is known.
 
-    met: the values that met a tensor that is not known, in order: all that weights and ids see of them.
+    met: the values that met a tensor that is not known, in order: all that weights and ids see of them. carried: what a
+    mask that is made within it carries to the attention calls.
     """
+
+    carried: Any = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

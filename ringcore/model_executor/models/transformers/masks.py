@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,9 @@ class Reach(NamedTuple):
 class Mask:
     """What stands for a mask in a recorded pass. Layers share it."""
 
-    def __init__(self, allows: Callable[..., torch.Tensor], values: KnownValues) -> None:
+    def __init__(self, allows: Callable[..., torch.Tensor], values: KnownValues, carried: Any = None) -> None:
         """allows: (batch, head, query position, key position) -> bool. values: of the tensors that it holds."""
+        self.carried = carried  # to a model that hands down its mask alone
         self._allows, self._values = allows, values
         self._reach: Reach | None = None
 

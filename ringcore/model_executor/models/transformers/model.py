@@ -23,7 +23,8 @@ from ringcore.model_executor.models.transformers.checkpoint_layout import Tensor
 from ringcore.model_executor.models.transformers.construction import make_buffers, module_of, on_meta
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
-from ringcore.model_executor.models.transformers.fusion.plan import local_attention
+from ringcore.model_executor.models.transformers.fusion.parts import local_attention
+from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.models.transformers.needs import Need
@@ -44,15 +45,16 @@ def _attention(
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_size]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_size]
     value: torch.Tensor,  # [1, num_kv_heads, num_tokens, v_head_size]
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
-    ringcore: ForwardPass,
+    ringcore: ForwardPass | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], sinks
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """-> [1, num_tokens, num_heads, v_head_size]."""
+    given: ForwardPass = handed_down(ringcore, attention_mask)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return ringcore.layers[module](q, k, v, ringcore.ctx, s_aux)[None], None
+    return given.layers[module](q, k, v, given.ctx, s_aux)[None], None
 
 
 AttentionInterface.register(_ATTENTION, _attention)

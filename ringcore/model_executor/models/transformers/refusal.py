@@ -9,7 +9,7 @@ from ringcore.checkpoint import TransformersSpec
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.models.transformers.needs import Need
 
-__all__ = ["CountsPositions", "Refused", "in_one_line", "refusals_of"]
+__all__ = ["CountsPositions", "KeepsArguments", "Refused", "in_one_line", "refusals_of"]
 
 _MAX_REASON = 160  # characters
 
@@ -20,6 +20,10 @@ class Refused(Exception):
     def __init__(self, reason: str, need: Need = Need.OTHER) -> None:
         super().__init__(reason)
         self.need = need
+
+
+class KeepsArguments(Refused):
+    """The model does not hand its keyword arguments down to its attention."""
 
 
 class CountsPositions(Refused):

@@ -14,6 +14,7 @@ from ringcore.model_executor.models.transformers.fusion.fused_body import fuse
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.sample_pass import Heads, NotRecognised, SamplePass
 from ringcore.model_executor.models.transformers.fusion.trial import Trial, agree
+from ringcore.model_executor.models.transformers.handed_down import given_to_body
 from ringcore.model_executor.models.transformers.refusal import in_one_line
 
 __all__ = ["check_body"]
@@ -39,7 +40,8 @@ def check_body(sample: SamplePass, trial: Trial, found: Recognised, calls: Seque
         rotations = [trial.rotation(plan, head_size) for plan, head_size in fused.rotaries]
         given = _SampleForward(trial.context(), {}, rotations)
         with torch.no_grad():
-            out = sample.body(*whole.args, **{**whole.kwargs, "ringcore": given})
+            anew = given_to_body(given, in_mask="attention_mask" in whole.kwargs)
+            out = sample.body(*whole.args, **{**whole.kwargs, **anew})
     except Exception as error:  # whatever the model's own code raises, which may read more of a part than its result
         raise NotRecognised(f"its body fails with our layers in it: {in_one_line(error)}") from error
     ours, theirs = out.last_hidden_state[0], whole.output.last_hidden_state[0]

@@ -13,14 +13,17 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
     AttentionPlan,
     GatedPlan,
     LayerPlan,
+    MLPPlan,
+    ModulePlan,
     NormPlan,
+    PlainPlan,
 )
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRecognised
 
-__all__ = ["Part", "fitting", "modules_of"]
+__all__ = ["Part", "fitting", "is_of_module", "modules_of"]
 
-Part = LayerPlan | AttentionPlan | GatedPlan | NormPlan
+Part = LayerPlan | AttentionPlan | MLPPlan | NormPlan
 
 
 def fitting(
@@ -30,17 +33,21 @@ def fitting(
     dtype: torch.dtype,
     num_ranks: int,
 ) -> Recognised:
-    """Without the parts that cannot be ours here, with the reasons. layouts: by the tensor's name in the body."""
+    """Without the parts that cannot be ours here, with the reasons; and without those that are only together with a
+    whole layer: an MLP of several modules, and norms with a mean, for which we have no kernel. layouts: by the tensor's
+    name in the body."""
     reasons = dict(found.reasons)
     call_of = dict(zip(found.layers, calls, strict=False))  # none, where nothing is recognised
 
-    def fits(path: str, part: AttentionPlan | GatedPlan | NormPlan) -> bool:
+    def fits(path: str, part: AttentionPlan | MLPPlan | NormPlan) -> bool:
         try:
             _check_tensors(part, layouts, dtype)
-            if isinstance(part, AttentionPlan):
-                _check_heads(part, next(call for layer, call in call_of.items() if path.startswith(layer)), num_ranks)
-            if isinstance(part, GatedPlan) and part.gate.length % num_ranks:
-                raise NotRecognised(f"{part.gate.length} intermediate entries do not divide over {num_ranks} ranks")
+            match part:
+                case AttentionPlan():
+                    call = next(call for layer, call in call_of.items() if path.startswith(f"{layer}."))
+                    _check_heads(part, call, num_ranks)
+                case GatedPlan() | PlainPlan() if part.up.length % num_ranks:
+                    raise NotRecognised(f"{part.up.length} intermediate entries do not divide over {num_ranks} ranks")
         except NotRecognised as error:
             reasons[path] = str(error)
             return False
@@ -52,15 +59,22 @@ def fitting(
     left = [*attentions.values(), *mlps.values(), *norms.values()]
     plans = {path: plan for path, plan in found.plans.items() if all(part in left for part in _parts_of(plan))}
     final_norm = found.final_norm if found.final_norm in left else None
+    in_layers = {final_norm, *(part for plan in plans.values() for part in _parts_of(plan))}
     return replace(
         found,
         attentions=attentions,
-        mlps=mlps,
-        norms=norms,
+        mlps={path: part for path, part in mlps.items() if part in in_layers or is_of_module(path, part)},
+        norms={path: part for path, part in norms.items() if part in in_layers or not part.is_centred},
         plans=plans,
         reasons=reasons,
         final_norm=final_norm,
     )
+
+
+def is_of_module(path: str, mlp: MLPPlan) -> bool:
+    """Whether it is all that the module at `path` computes, and not an MLP of several modules, of which that is the
+    first."""
+    return mlp.down.startswith(f"{path}.")
 
 
 def modules_of(part: Part) -> Iterator[str]:
@@ -78,18 +92,21 @@ def modules_of(part: Part) -> Iterator[str]:
         case GatedPlan():
             yield from dict.fromkeys((part.gate.path, part.up.path))
             yield part.down
+        case PlainPlan():
+            yield part.up.path
+            yield part.down
         case NormPlan():
             yield part.path
 
 
-def _parts_of(plan: LayerPlan) -> list[AttentionPlan | GatedPlan | NormPlan]:
+def _parts_of(plan: LayerPlan) -> list[AttentionPlan | MLPPlan | NormPlan]:
     """Those that are ours."""
-    sublayers = [part for part in (plan.attention, plan.mlp) if isinstance(part, AttentionPlan | GatedPlan)]
+    sublayers = [part for part in (plan.attention, plan.mlp) if not isinstance(part, ModulePlan)]
     return [*sublayers, *plan.norms.all()]
 
 
 def _check_tensors(
-    part: AttentionPlan | GatedPlan | NormPlan, layouts: Mapping[str, TensorLayout], dtype: torch.dtype
+    part: AttentionPlan | MLPPlan | NormPlan, layouts: Mapping[str, TensorLayout], dtype: torch.dtype
 ) -> None:
     """That the checkpoint has them as the model does: a name, a whole tensor, of the model's dtype."""
     for module in modules_of(part):

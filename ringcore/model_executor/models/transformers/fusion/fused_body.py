@@ -11,15 +11,11 @@ from torch import nn
 
 from ringcore.attention.layer import Attention
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
-from ringcore.model_executor.models.transformers.fusion.coverage import modules_of
+from ringcore.model_executor.models.transformers.fusion.coverage import is_of_module, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedAttention, FusedMLP, FusedNorm
-from ringcore.model_executor.models.transformers.fusion.plan import (
-    AttentionPlan,
-    ModulePlan,
-    Parts,
-    RotaryPlan,
-)
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, ModulePlan, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -92,8 +88,8 @@ class _Fuser:
                     modules[path] = FusedAttention(ours, plain.prologue(None), found.num_results[path])
                     taken.update(modules_of(attention))
         for path, mlp in found.mlps.items():
-            if mlp.down not in taken:
-                modules[path] = FusedMLP(plain.gated(path, mlp), plain.prologue(None))
+            if mlp.down not in taken and is_of_module(path, mlp):
+                modules[path] = FusedMLP(plain.mlp(path, mlp), plain.prologue(None))
                 taken.update(modules_of(mlp))
         final = found.final_norm if self._plans and self._plans[-1] is not None else None
         for path, norm in found.norms.items():

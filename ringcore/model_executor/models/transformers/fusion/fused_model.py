@@ -18,7 +18,8 @@ from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.fusion.coverage import Part, fitting, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
-from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 from ringcore.model_executor.models.transformers.fusion.trial import angle_table
@@ -51,7 +52,7 @@ class Fusion:
     ) -> Self:
         """Of a body on meta, whose attention calls were recorded. num_positions: of the model."""
         prefix = f"{body.path}."
-        found = recognise(body.module, calls, num_positions)
+        found = recognise(body.module, calls, num_positions, body.in_mask)
         if body.counts:  # a sample pass is over one sequence, of few positions
             reasons = {**found.reasons, "": "its attention counts the positions of its tokens itself"}
             found = replace(found, plans={}, attentions={}, reasons=reasons)

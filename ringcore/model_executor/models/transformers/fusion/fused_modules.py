@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from ringcore.attention.context import ForwardContext
+from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.norm import AnyNorm, RMSNorm
-from ringcore.model_executor.models.decoder_layer import GatedMLP, LayerInputs, SelfAttention
+from ringcore.model_executor.models.decoder_layer import GatedMLP, LayerInputs, PlainMLP, SelfAttention
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
+from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -26,10 +28,11 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.sublayer, self._unnormed, self._num_results = sublayer, unnormed, num_results
 
-    def forward(self, *args: Any, ringcore: ForwardPass, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, ringcore: ForwardPass | None = None, **kwargs: Any) -> Any:
         """Its first argument is the hidden rows [1, num_tokens, hidden_size]."""
         hidden: torch.Tensor = next(iter((*args, *kwargs.values())))
-        inputs = LayerInputs(ringcore.ctx, ringcore.rotations)
+        given: ForwardPass = handed_down(ringcore, *args, *kwargs.values())
+        inputs = LayerInputs(given.ctx, given.rotations)
         out = self.sublayer(self._unnormed, Residual(hidden[0]), inputs)[None]
         return out if self._num_results is None else (out, *[None] * (self._num_results - 1))
 
@@ -41,7 +44,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    def __init__(self, sublayer: GatedMLP, unnormed: AnyNorm) -> None:
+    def __init__(self, sublayer: GatedMLP | PlainMLP, unnormed: AnyNorm) -> None:
         super().__init__()
         self.sublayer, self._unnormed = sublayer, unnormed
 
@@ -58,7 +61,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm | LayerNorm) -> None:
         super().__init__()
         self.norm = norm
 

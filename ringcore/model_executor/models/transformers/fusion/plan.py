@@ -1,36 +1,27 @@
-"""What a decoder layer of transformers computes, as data, and our layer that computes it."""
+"""What a decoder layer of transformers computes, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ringcore.attention.layer import Attention
 from ringcore.checkpoint.family import Activation
-from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from ringcore.model_executor.layers.norm import AnyNorm, HeadNorm, QKNorm, RMSNorm, Unnormed
+from ringcore.model_executor.layers.activation import Pointwise
 from ringcore.model_executor.layers.rotary import interleaved
-from ringcore.model_executor.layers.sinks import AttentionSinks
-from ringcore.model_executor.linear_schemes.scheme import SchemeOf
-from ringcore.model_executor.linear_schemes.shard import OutputSlice
-from ringcore.model_executor.models.decoder_layer import DecoderLayer, GatedMLP, PostNormed, SelfAttention, Sublayer
-from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
-from ringcore.model_executor.models.transformers.fusion.module_sublayer import Arguments, ModuleSublayer
+from ringcore.model_executor.models.transformers.fusion.module_sublayer import Arguments
 
 __all__ = [
     "AttentionPlan",
     "GatedPlan",
+    "LayerNorms",
     "LayerPlan",
     "LinearRows",
+    "MLPPlan",
     "ModulePlan",
     "NormPlan",
-    "Parts",
+    "PlainPlan",
     "RotaryPlan",
-    "local_attention",
 ]
 
 
@@ -46,10 +37,15 @@ class LinearRows:
 
 @dataclass(frozen=True, slots=True)
 class NormPlan:
+    """is_centred: the mean is taken off first. A centred norm may have a bias, or no weight."""
+
     path: str
     size: int
     eps: float
     plus_one: bool
+    is_centred: bool = False
+    has_weight: bool = True
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +73,7 @@ class AttentionPlan:
     has_bias: bool
     out: str
     out_has_bias: bool
+    query_scale: float  # of the rows of q, before attention
     rotary: RotaryPlan | None
     qk_norms: tuple[NormPlan, NormPlan] | None
     sinks: str | None  # the name of their tensor
@@ -90,6 +87,20 @@ class GatedPlan:
     down: str
     down_has_bias: bool
     activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPlan:
+    """down(activation(up(x)))."""
+
+    up: LinearRows
+    has_bias: bool
+    down: str
+    down_has_bias: bool
+    activation: Pointwise
+
+
+MLPPlan = GatedPlan | PlainPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,164 +126,14 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """hidden += scale * attention(norm(hidden)), then hidden += scale * mlp(norm(hidden)), perhaps with post-norms."""
+    """hidden += scale * attention(norm(hidden)), then hidden += scale * mlp(norm(hidden)), perhaps with post-norms.
+
+    is_parallel: both are of the same hidden; without a norm of its own the MLP is given the input of attention.
+    """
 
     path: str
     attention: AttentionPlan | ModulePlan
-    mlp: GatedPlan | ModulePlan
+    mlp: MLPPlan | ModulePlan
     norms: LayerNorms = LayerNorms()
     scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What our layers are made of, on one rank. hidden_size: of the residual stream, which is in units of `scale`, so
-    that what is added needs no factor; a norm sees that in its eps alone.
-
-    names: of the checkpoint's tensors, by those of the body's. modules: those of the body, by path.
-    """
-
-    names: Mapping[str, str]
-    modules: Mapping[str, nn.Module]
-    hidden_size: int
-    dtype: torch.dtype
-    tp: TensorParallel
-    scheme_of: SchemeOf
-    scale: float = 1.0
-
-    def layer(self, plan: LayerPlan, call: AttentionCall, index: int = 0, rotary: int = 0) -> DecoderLayer:
-        """call: of the whole model. rotary: see `SelfAttention`."""
-        attention: Sublayer
-        if isinstance(plan.attention, ModulePlan):
-            attention = self.module(plan.attention)
-        else:
-            attention = self.attention(plan.path, plan.attention, call, index, rotary)
-        mlp = self.module(plan.mlp) if isinstance(plan.mlp, ModulePlan) else self.gated(plan.path, plan.mlp)
-        return DecoderLayer(
-            self.prologue(plan.norms.input),
-            self._post_normed(attention, plan.norms.attention_out),
-            self.prologue(plan.norms.mlp),
-            self._post_normed(mlp, plan.norms.mlp_out),
-        )
-
-    def attention(
-        self, path: str, plan: AttentionPlan, call: AttentionCall, index: int = 0, rotary: int = 0
-    ) -> SelfAttention:
-        size, rank, head_size = self.tp.size, self.tp.rank, call.head_size
-        order = tuple(range(head_size)) if plan.rotary is None else plan.rotary.order(head_size)
-        heads, kv_heads = call.num_heads // size, max(1, call.num_kv_heads // size)
-        first, first_kv = rank * heads, rank * call.num_kv_heads // size
-        outputs = [
-            *self._slices(plan.q[first : first + heads], order),
-            *self._slices(plan.k[first_kv : first_kv + kv_heads], order),
-            *self._slices(plan.v[first_kv : first_kv + kv_heads], None),
-        ]
-        head_norm, qk_norm = None, None
-        if plan.qk_norms is not None:
-            qk_norm = self._qk_norm(path, plan.qk_norms, (heads * head_size, kv_heads * head_size), order)
-            if plan.qk_norms[0].size == head_size:
-                head_norm, qk_norm = self._head_norm(path, plan.qk_norms, (heads, kv_heads), order), None
-        sinks = None
-        if plan.sinks is not None:
-            name = self.names[plan.sinks]
-            sinks = AttentionSinks(f"{path}.sinks", name, call.num_heads, self.dtype, self.tp)
-        num_inputs = call.num_heads * head_size
-        return SelfAttention(
-            local_attention(call, index, heads, kv_heads),
-            self._column(f"{path}.qkv_proj", outputs, plan.has_bias),
-            self._row(f"{path}.o_proj", plan.out, num_inputs, plan.out_has_bias),
-            rotary=rotary,
-            head_norm=head_norm,
-            qk_norm=qk_norm,
-            sinks=sinks,
-        )
-
-    def gated(self, path: str, plan: GatedPlan) -> GatedMLP:
-        length = plan.gate.length // self.tp.size
-        outputs = [
-            OutputSlice(self._matrix(half.path), half.num_outputs, half.start + self.tp.rank * length, length)
-            for half in (plan.gate, plan.up)
-        ]
-        return GatedMLP(
-            self._column(f"{path}.gate_up_proj", outputs, plan.has_bias),
-            self._row(f"{path}.down_proj", plan.down, plan.gate.length, plan.down_has_bias),
-            plan.activation,
-        )
-
-    def module(self, plan: ModulePlan) -> ModuleSublayer:
-        return ModuleSublayer(self.modules[plan.path], plan.arguments)
-
-    def prologue(self, plan: NormPlan | None) -> AnyNorm:
-        """The norm of the residual stream before a sublayer."""
-        if plan is None:
-            return Unnormed(self.dtype)
-        return self.norm(plan, plan.eps / self.scale**2)
-
-    def _post_normed(self, inner: Sublayer, plan: NormPlan | None) -> Sublayer:
-        return inner if plan is None else PostNormed(inner, self.norm(plan))
-
-    def norm(self, plan: NormPlan, eps: float | None = None) -> RMSNorm:
-        """eps: another one than the plan's."""
-        eps = plan.eps if eps is None else eps
-        return RMSNorm(plan.path, self._matrix(plan.path), plan.size, eps, self.dtype, plus_one=plan.plus_one)
-
-    def _head_norm(
-        self, path: str, norms: tuple[NormPlan, NormPlan], num_heads: tuple[int, int], order: tuple[int, ...]
-    ) -> HeadNorm:
-        names = self._matrix(norms[0].path), self._matrix(norms[1].path)
-        size, eps, plus_one = norms[0].size, norms[0].eps, norms[0].plus_one
-        return HeadNorm(f"{path}.head_norm", names, num_heads, size, eps, self.dtype, order, plus_one=plus_one)
-
-    def _qk_norm(
-        self, path: str, norms: tuple[NormPlan, NormPlan], sizes: tuple[int, int], order: tuple[int, ...]
-    ) -> QKNorm:
-        names = self._matrix(norms[0].path), self._matrix(norms[1].path)
-        return QKNorm(f"{path}.qk_norm", names, sizes, norms[0].eps, self.dtype, order, plus_one=norms[0].plus_one)
-
-    def _slices(self, heads: Sequence[LinearRows], order: tuple[int, ...] | None) -> list[OutputSlice]:
-        """Of the heads of q, k or v: neighbours in one slice."""
-        slices: list[OutputSlice] = []
-        for rows in heads:
-            name, last = self._matrix(rows.path), slices[-1] if slices else None
-            if last is not None and (last.checkpoint_name, last.start + last.length) == (name, rows.start):
-                slices[-1] = replace(last, length=last.length + rows.length)
-            else:
-                slices.append(OutputSlice(name, rows.num_outputs, rows.start, rows.length, order))
-        return slices
-
-    def _column(self, name: str, outputs: Sequence[OutputSlice], has_bias: bool) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            name, outputs, self.hidden_size, bias=has_bias, dtype=self.dtype, scheme_of=self.scheme_of
-        )
-
-    def _row(self, name: str, path: str, num_inputs: int, has_bias: bool) -> RowParallelLinear:
-        return RowParallelLinear(
-            name,
-            self._matrix(path),
-            num_inputs,
-            self.hidden_size,
-            bias=has_bias,
-            dtype=self.dtype,
-            tp=self.tp,
-            scheme_of=self.scheme_of,
-        )
-
-    def _matrix(self, path: str) -> str:
-        """The name of a module's weight in the checkpoint, without ".weight"."""
-        return self.names[f"{path}.weight"].removesuffix(".weight")
-
-
-def local_attention(call: AttentionCall, index: int, num_heads: int, num_kv_heads: int) -> Attention:
-    """The attention of a call, on a rank's heads."""
-    return Attention(
-        index,
-        num_heads,
-        num_kv_heads,
-        call.head_size,
-        call.scale,
-        call.sliding_window,
-        call.chunk_size,
-        v_head_size=call.v_head_size,
-        softcap=call.softcap,
-        has_sinks=call.has_sinks,
-    )
+    is_parallel: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, GatedPlan, LayerPlan, NormPlan
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, LayerPlan, MLPPlan, NormPlan
 
 __all__ = ["Recognised", "RotarySource"]
 
@@ -23,12 +23,12 @@ class RotarySource:
 @dataclass(frozen=True, slots=True)
 class Recognised:
     """Paths are names in the body. plans: by path of the layer, of those that are recognised as a whole; the next three
-    by path of the module."""
+    by path of the module, or of the first one of several that are an MLP together."""
 
     layers: tuple[str, ...] = ()
     plans: Mapping[str, LayerPlan] = field(default_factory=dict)
     attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
-    mlps: Mapping[str, GatedPlan] = field(default_factory=dict)
+    mlps: Mapping[str, MLPPlan] = field(default_factory=dict)
     norms: Mapping[str, NormPlan] = field(default_factory=dict)
     final_norm: NormPlan | None = None  # of the last layer's output, and of nothing else
     reasons: Mapping[str, str] = field(default_factory=dict)  # of what is not recognised

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.body_trial import check_body
+from ringcore.model_executor.models.transformers.fusion.mlps import find_mlp
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Argument, Arguments
 from ringcore.model_executor.models.transformers.fusion.norms import find_norms
 from ringcore.model_executor.models.transformers.fusion.plan import (
     AttentionPlan,
-    GatedPlan,
     LayerNorms,
     LayerPlan,
+    MLPPlan,
     ModulePlan,
     NormPlan,
 )
@@ -35,20 +36,22 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import (
     SamplePass,
     run_sample,
 )
-from ringcore.model_executor.models.transformers.fusion.sublayers import find_attention, find_gated_mlp
+from ringcore.model_executor.models.transformers.fusion.sublayers import find_attention
 from ringcore.model_executor.models.transformers.fusion.trial import Trial
 
 __all__ = ["recognise"]
 
 
-def recognise(body: PreTrainedModel, calls: Sequence[AttentionCall], num_positions: int) -> Recognised:
-    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model."""
+def recognise(
+    body: PreTrainedModel, calls: Sequence[AttentionCall], num_positions: int, in_mask: bool = False
+) -> Recognised:
+    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model. in_mask: see `Body`."""
     names = {module: name for name, module in body.named_modules()}
     layers: list[str] = []
     try:
         layers += [_layer_around(body, names[call.module]) for call in calls]
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
-        sample = run_sample(body, layers, attentions, num_positions)
+        sample = run_sample(body, layers, attentions, num_positions, in_mask)
         trial = Trial(sample, body.config.get_text_config().hidden_size)
         found = _Search(sample, trial).result(layers, attentions, calls)
         check_body(sample, trial, found, calls)
@@ -63,8 +66,9 @@ class _Search:
         self._sample, self._trial = sample, trial
         self._norms = find_norms(sample)
         self._attentions: dict[str, AttentionPlan] = {}
-        self._mlps: dict[str, GatedPlan] = {}
+        self._mlps: dict[str, MLPPlan] = {}
         self._reasons: dict[str, str] = {}
+        self._last_form = 0  # of the layer before, which is tried first
 
     def result(self, layers: Sequence[str], attentions: Sequence[str], calls: Sequence[AttentionCall]) -> Recognised:
         plans: dict[str, LayerPlan] = {}
@@ -100,43 +104,61 @@ class _Search:
             self._attentions[attention] = find_attention(self._sample, self._trial, attention, call, self._norms)
         except NotRecognised as error:
             self._reasons[attention] = str(error)
-        for one in self._children(layer):
-            if one.name != attention and one.name not in self._norms:
+        for calls in self._sublayers(layer):
+            path = calls[0].name
+            if path != attention:
                 try:
-                    self._mlps[one.name] = find_gated_mlp(self._sample, self._trial, one.name)
+                    self._mlps[path] = find_mlp(self._sample, self._trial, calls)
                 except NotRecognised as error:
-                    self._reasons[one.name] = str(error)
+                    self._reasons[path] = str(error)
 
     def _children(self, layer: str) -> list[Call]:
         return [one for one in self._sample.within(layer) if _parent(one.name) == layer and not _is_identity(one)]
+
+    def _sublayers(self, layer: str) -> list[list[Call]]:
+        """The calls of its children but norms: linears one after the other, and what has no tensors, are one."""
+        found: list[list[Call]] = []
+        goes_on = False
+        for one in self._children(layer):
+            is_part = isinstance(one.module, SampleLinear) or _is_bare(one.module)
+            if one.name in self._norms:
+                is_part = False
+            elif is_part and goes_on:
+                found[-1].append(one)
+            else:
+                found.append([one])
+            goes_on = is_part
+        return found
 
     def _layer(self, layer: str, attention: str, call: AttentionCall) -> LayerPlan:
         """By the order of the calls of its children. Raises `NotRecognised`."""
         whole = self._sample.of(layer)
         if isinstance(whole.output, tuple) and len(whole.output) != 1:
             raise NotRecognised(f"{layer} returns {len(whole.output)} results")
-        children = self._children(layer)
-        sublayers = [one for one in children if one.name not in self._norms]
-        if [one.name == attention for one in sublayers] != [True, False]:
+        children, sublayers = self._children(layer), self._sublayers(layer)
+        if len({one.name for one in children}) < len(children):
+            raise NotRecognised(f"{layer} calls a part of it twice")
+        if [calls[0].name == attention for calls in sublayers] != [True, False]:
             raise NotRecognised(f"{layer} is not attention and then an MLP")
-        first, second = (children.index(one) for one in sublayers)
-        norms = [self._norms.get(one.name) for one in children]
+        ours = self._attentions.get(attention), self._mlps.get(sublayers[1][0].name)
         plan = LayerPlan(
             layer,
-            self._attentions.get(attention) or ModulePlan(attention, _arguments(sublayers[0], whole)),
-            self._mlps.get(sublayers[1].name) or ModulePlan(sublayers[1].name, _arguments(sublayers[1], whole)),
+            ours[0] or _module(sublayers[0], whole),
+            ours[1] or _module(sublayers[1], whole),
         )
-        placements = _placements(norms[:first], norms[first + 1 : second], norms[second + 1 :])
+        first, second, last = (children.index(one) for one in (sublayers[0][0], sublayers[1][0], sublayers[1][-1]))
+        norms = [self._norms.get(one.name) for one in children]
+        placements = _placements(norms[:first], norms[first + 1 : second], norms[last + 1 :])
         scales = [1.0, *(value for value in vars(whole.module).values() if isinstance(value, float) and value > 0)]
-        for placed, scale in itertools.product(placements, scales):
-            candidate = replace(plan, norms=placed, scale=scale)
+        forms = [*enumerate(itertools.product(placements, scales))]
+        for index, ((placed, is_parallel), scale) in sorted(forms, key=lambda form: form[0] != self._last_form):
+            candidate = replace(plan, norms=placed, scale=scale, is_parallel=is_parallel)
             if self._agrees(candidate, whole, call):
+                self._last_form = index
                 return candidate
         raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
 
     def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
-        if plan.scale != 1 and None in (plan.norms.input, plan.norms.mlp):
-            return False  # a sublayer would read the stream in units of the scale
         attention = plan.attention
         rotations = (
             [self._trial.rotation(attention.rotary, call.head_size)] if isinstance(attention, AttentionPlan) else []
@@ -148,6 +170,13 @@ class _Search:
         """If nothing but this norm is known to read the last layer's output."""
         readers = [call.name for call in self._sample.calls if any(x is last.result for x in call.tensors())]
         return self._norms.get(readers[0]) if len(readers) == 1 else None
+
+
+def _module(calls: Sequence[Call], whole: Call) -> ModulePlan:
+    """The sublayer as the model's own module. Raises `NotRecognised`."""
+    if len(calls) > 1:
+        raise NotRecognised(f"{calls[0].name} and what follows is no MLP")
+    return ModulePlan(calls[0].name, _arguments(calls[0], whole))
 
 
 def _arguments(own: Call, whole: Call) -> Arguments:
@@ -173,20 +202,32 @@ def _arguments(own: Call, whole: Call) -> Arguments:
 
 def _placements(
     before: Sequence[NormPlan | None], between: Sequence[NormPlan | None], after: Sequence[NormPlan | None]
-) -> Iterator[LayerNorms]:
-    """What each norm may be, by where it is called: before, between and after the sublayers."""
-    if max(len(before), len(after)) > 1 or len(between) > 2:
-        return
-    (first,), (last,) = before or (None,), after or (None,)
-    middle = [tuple(between)] if len(between) == 2 else [(None, *between), (*between, None)]
-    for attention_out, mlp in middle if between else [(None, None)]:
-        yield LayerNorms(first, attention_out, mlp, last)
+) -> Iterator[tuple[LayerNorms, bool]]:
+    """What each norm may be, by where it is called: before, between and after the sublayers; and whether these are
+    parallel."""
+    if max(len(before), len(after)) <= 1 and len(between) <= 2:
+        (first,), (last,) = before or (None,), after or (None,)
+        middle = [tuple(between)] if len(between) == 2 else [(None, *between), (*between, None)]
+        for attention_out, mlp in middle if between else [(None, None)]:
+            yield LayerNorms(first, attention_out, mlp, last), False
+    match before, between, after:
+        case [one], [], []:
+            yield LayerNorms(one), True
+        case ([one], [other], []) | ([one, other], [], []):
+            yield LayerNorms(one, mlp=other), True
+            if not between:
+                yield LayerNorms(other, mlp=one), True
 
 
 def _is_identity(call: Call) -> bool:
     """A dropout layer, which does nothing here."""
-    has_tensors = next(call.module.parameters(), None) is not None
-    return not has_tensors and isinstance(call.output, torch.Tensor) and torch.equal(call.output, call.hidden)
+    return _is_bare(call.module) and isinstance(call.output, torch.Tensor) and torch.equal(call.output, call.hidden)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Without tensors."""
+    has_linears = any(isinstance(one, SampleLinear) for one in module.modules())
+    return not has_linears and next(module.parameters(), None) is None
 
 
 def _source(call: Call) -> RotarySource:

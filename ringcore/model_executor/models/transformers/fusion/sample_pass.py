@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.construction import make_buffers
+from ringcore.model_executor.models.transformers.handed_down import given_to_body, handed_down
 
 __all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "attend", "run_sample"]
 
@@ -169,14 +170,15 @@ def _sample_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
-    ringcore: SamplePass,
+    ringcore: SamplePass | None = None,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    heads = ringcore.heads[module] = Heads(query, key, value, s_aux)
+    sample: SamplePass = handed_down(ringcore, attention_mask)
+    heads = sample.heads[module] = Heads(query, key, value, s_aux)
     return attend(heads, query.shape[-1] ** -0.5 if scaling is None else scaling), None
 
 
@@ -184,10 +186,10 @@ AttentionInterface.register(_SAMPLE, _sample_attention)
 
 
 def run_sample(
-    body: PreTrainedModel, layers: Sequence[str], attentions: Sequence[str], num_positions: int
+    body: PreTrainedModel, layers: Sequence[str], attentions: Sequence[str], num_positions: int, in_mask: bool
 ) -> SamplePass:
     """body: on meta; layers and attentions: the names in it of its decoder layers and of their attention sublayers.
-    num_positions: of the model. Raises `NotRecognised` where a copy of it cannot be run."""
+    num_positions: of the model. in_mask: see `Body`. Raises `NotRecognised` where a copy of it cannot be run."""
     generator = torch.Generator().manual_seed(0)
     body = copy.deepcopy(body)
     make_buffers(body)
@@ -200,21 +202,19 @@ def run_sample(
     positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
     far = positions.clone()
     far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
-    try:
-        return _run(body, ids, far)
-    except IndexError:  # a table of positions, of which a sample has few rows
-        return _run(body, ids, positions)
+    for tried in (far, positions):
+        with suppress(IndexError):  # a table of positions, of which a sample has few rows
+            return _run(body, ids, tried, in_mask)
+    raise NotRecognised("a sample pass fails: an index is out of range")
 
 
-def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> SamplePass:
+def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, in_mask: bool) -> SamplePass:
     sample = SamplePass(body, positions)
     try:
         with torch.no_grad(), _recorded(sample):
-            body(input_ids=ids, position_ids=positions, use_cache=False, ringcore=sample)
+            body(input_ids=ids, position_ids=positions, use_cache=False, **given_to_body(sample, in_mask))
     except IndexError:
-        if int(positions.max()) >= _NUM_IDS:
-            raise
-        raise NotRecognised("a sample pass fails: an index is out of range") from None
+        raise
     except Exception as error:  # whatever the model's own code raises with stand-ins for its parts
         raise NotRecognised(f"a sample pass fails: {in_one_line(error)}") from error
     return sample

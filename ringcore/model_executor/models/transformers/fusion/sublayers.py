@@ -1,4 +1,4 @@
-"""Recognises attention and gated MLPs by what they compute in a sample pass."""
+"""Recognises attention by what it computes in a sample pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ringcore.checkpoint.family import Activation
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
-from ringcore.model_executor.models.transformers.fusion.plan import (
-    AttentionPlan,
-    GatedPlan,
-    LinearRows,
-    NormPlan,
-    RotaryPlan,
-)
+from ringcore.model_executor.models.transformers.fusion.mlps import linears_of
+from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, LinearRows, NormPlan, RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.sample_pass import (
     Call,
     NotRecognised,
@@ -26,33 +20,7 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import (
 )
 from ringcore.model_executor.models.transformers.fusion.trial import Trial
 
-__all__ = ["find_attention", "find_gated_mlp"]
-
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
-_Linears = dict[str, SampleLinear]
-
-
-def find_gated_mlp(sample: SamplePass, trial: Trial, path: str) -> GatedPlan:
-    """down(activation(gate(x)) * up(x)), gate and up in two linears or in the halves of one. Raises `NotRecognised`."""
-    linears = _linears_of(sample, path)
-    if len(linears) not in (2, 3):
-        raise NotRecognised(f"{path} has {len(linears)} linears")
-    *inner, (down, down_linear) = linears.items()
-    size = down_linear.in_features
-    if len(inner) == 2:
-        halves = [LinearRows(name, linear.out_features, 0, linear.out_features) for name, linear in inner]
-    else:
-        ((name, packed),) = inner
-        halves = [LinearRows(name, packed.out_features, start, size) for start in (0, size)]
-    has_biases = {linear.bias is not None for _, linear in inner}
-    if len(has_biases) > 1 or any(half.length != size or half.start + size > half.num_outputs for half in halves):
-        raise NotRecognised(f"{path} is no gated MLP")
-    call, biases = sample.of(path), (has_biases == {True}, down_linear.bias is not None)
-    for (gate, up), activation in itertools.product(itertools.permutations(halves), _ACTIVATIONS):
-        plan = GatedPlan(gate, up, biases[0], down, biases[1], activation)
-        if trial.sublayer_agrees(trial.parts().gated(path, plan), call, []):
-            return plan
-    raise NotRecognised(f"{path} computes something else than a gated MLP with {' or '.join(_ACTIVATIONS)}")
+__all__ = ["find_attention"]
 
 
 def find_attention(
@@ -67,7 +35,7 @@ def find_attention(
     if attention.v_head_size != attention.head_size or attention.head_size % 2:
         raise NotRecognised(f"{path} has heads of {attention.head_size} and values of {attention.v_head_size}")
     own_norms = [norms[one.name] for one in sample.within(path) if one.name in norms]
-    linears = _linears_of(sample, path)
+    linears = linears_of(sample, call)
     *_, (out, out_linear) = linears.items()
     with _without(module, [norm.path.removeprefix(f"{path}.") for norm in own_norms]):
         q, k, v, sinks = _head_rows(sample, call, linears)
@@ -76,33 +44,37 @@ def find_attention(
     if len(has_biases) > 1 or {*used, out} != set(linears) or out in used:
         raise NotRecognised(f"{path} has other linears than those of q, k, v and its output")
     heads = [attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size]
-    names = {id(tensor): name for name, tensor in sample.body.named_parameters()}
-    if sinks is not None and id(sinks) not in names:
-        raise NotRecognised(f"{path} computes its sinks")
-    for pair in _norm_pairs(own_norms, heads, attention.head_size):
-        for rotary in _rotaries(call, sample.rotaries, attention.head_size):
-            plan = AttentionPlan(
-                *(q, k, v, has_biases == {True}),
-                *(out, out_linear.bias is not None, rotary, pair),
-                None if sinks is None else names[id(sinks)],
-            )
-            ours = trial.parts().attention(path, plan, attention)
-            if trial.sublayer_agrees(ours, call, [trial.rotation(rotary, attention.head_size)]):
-                return plan
+    pairs = _norm_pairs(own_norms, heads, attention.head_size)
+    rotaries = _rotaries(call, sample.rotaries, attention.head_size)
+    # Some scale q themselves, and not by the attention call.
+    for query_scale, pair, rotary in itertools.product((1.0, attention.head_size**-0.5), pairs, rotaries):
+        plan = AttentionPlan(
+            *(q, k, v),
+            has_bias=has_biases == {True},
+            out=out,
+            out_has_bias=out_linear.bias is not None,
+            query_scale=query_scale,
+            rotary=rotary,
+            qk_norms=pair,
+            sinks=_name_of_sinks(sample, path, sinks),
+        )
+        ours = trial.parts().attention(path, plan, attention)
+        if trial.sublayer_agrees(ours, call, [trial.rotation(rotary, attention.head_size)]):
+            return plan
     raise NotRecognised(f"{path} computes its heads otherwise than by a norm and a rotation of linears' rows")
 
 
-def _linears_of(sample: SamplePass, path: str) -> _Linears:
-    """In the order of their calls. Raises `NotRecognised` where one is called twice, or there is none."""
-    calls = [call for call in sample.within(path) if isinstance(call.module, SampleLinear)]
-    found = {call.name: call.module for call in calls if isinstance(call.module, SampleLinear)}
-    if not found or len(found) != len(calls):
-        raise NotRecognised(f"{path} calls {len(calls)} linears")
-    return found
+def _name_of_sinks(sample: SamplePass, path: str, sinks: torch.Tensor | None) -> str | None:
+    if sinks is None:
+        return None
+    names = {id(tensor): name for name, tensor in sample.body.named_parameters()}
+    if id(sinks) not in names:
+        raise NotRecognised(f"{path} computes its sinks")
+    return names[id(sinks)]
 
 
 def _head_rows(
-    sample: SamplePass, call: Call, linears: _Linears
+    sample: SamplePass, call: Call, linears: Mapping[str, SampleLinear]
 ) -> tuple[tuple[LinearRows, ...], tuple[LinearRows, ...], tuple[LinearRows, ...], torch.Tensor | None]:
     """Which rows of which linear each head of q, of k and of v depends on: where the gradient is not 0."""
     collected: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
@@ -163,7 +135,7 @@ def _norm_pairs(
     if not norms:
         yield None
     for q, k in itertools.permutations(norms, 2):
-        alike = (q.eps, q.plus_one) == (k.eps, k.plus_one)
+        alike = (q.eps, q.plus_one) == (k.eps, k.plus_one) and not (q.is_centred or k.is_centred)
         if len(norms) == 2 and alike and [q.size, k.size] in ([head_size] * 2, list(sizes)):
             yield q, k
 

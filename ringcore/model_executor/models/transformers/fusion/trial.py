@@ -21,7 +21,8 @@ from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, Sublayer
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleInputs
-from ringcore.model_executor.models.transformers.fusion.plan import Parts, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.parts import Parts
+from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.sample_pass import Call, Heads, SampleLinear, SamplePass, attend
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
@@ -165,9 +166,10 @@ class _SampleProduct(Product):
         self._outputs, self._linears, self._bias = shard.outputs, linears, bias
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
-        slices = []
+        names = dict.fromkeys(part.checkpoint_name for part in self._outputs)
+        products, slices = {name: self._linears[name].product(x) for name in names}, []
         for part in self._outputs:
-            rows = self._linears[part.checkpoint_name].product(x)[:, part.start : part.start + part.length]
+            rows = products[part.checkpoint_name][:, part.start : part.start + part.length]
             if part.order is not None:
                 rows = rows.reshape(len(x), -1, len(part.order))[:, :, list(part.order)].flatten(1)
             slices.append(rows)

@@ -1,0 +1,162 @@
+"""The requests of an engine as its front end sees them: latencies, lengths, how they ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
+from ringcore.metrics.token_gaps import TokenGaps
+from ringcore.params.outputs import FinishReason, RequestMetrics
+from ringcore.protocol.requests import OutputColumns
+
+__all__ = ["FINISH_REASONS", "HISTOGRAMS", "EndedRequest", "RequestLog", "RequestTotals"]
+
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+_MAX_MESSAGES = 16  # few, so that what they hold stays in the processor's caches
+_MAX_GAPS = 1024
+
+_SECONDS: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_SECONDS += (20.0, 40.0, 80.0, 160.0)
+_LONG_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 960.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 10.0)
+_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+# name: (what it counts, buckets)
+HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Arrival to first token.", _SECONDS),
+    "inter_token_latency_seconds": ("From one output with tokens to the next.", _TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": ("Mean of a request, without its first token.", _TOKEN_SECONDS),
+    "e2e_request_latency_seconds": ("Arrival to last token.", _LONG_SECONDS),
+    "request_queue_time_seconds": ("Arrival to first step.", _LONG_SECONDS),
+    "request_prefill_time_seconds": ("First step to first token.", _LONG_SECONDS),
+    "request_decode_time_seconds": ("First to last token.", _LONG_SECONDS),
+    "request_inference_time_seconds": ("First step to last token.", _LONG_SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of all completions of a prompt.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest completion of a prompt.", _TOKENS),
+    "request_params_max_tokens": ("max_tokens, where it was given.", _TOKENS),
+    "request_params_n": ("Completions asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+}
+
+
+class EndedRequest(NamedTuple):
+    """A prompt all of whose completions have ended."""
+
+    times: RequestMetrics
+    num_prompt_tokens: int
+    num_tokens: list[int]  # of each completion
+    finish_reasons: list[FinishReason]  # likewise
+    max_tokens: int | None
+
+
+class RequestTotals(NamedTuple):
+    prompt_tokens: int
+    generation_tokens: int
+    ended: dict[FinishReason, int]  # completions
+    histograms: dict[str, HistogramCounts]
+
+
+class RequestLog:
+    """Counts requests. It observes a front end (`front_end.observers.FrontEndObserver`).
+
+    Any thread may call any method at any moment, finalizers too, so what happens is only appended: `_events` and
+    `_messages` are deques, whose operations are atomic. `totals` counts it all; so does `received`, after many
+    messages, unless another thread is at it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._messages: deque[tuple[float, OutputColumns]] = deque()
+        self._events: deque[Callable[[], None]] = deque()
+        self._counting = threading.Lock()
+        self._gaps = TokenGaps()
+        self._prompt_tokens = self._generation_tokens = 0
+        self._ended: Counter[FinishReason] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._histograms = {name: BucketHistogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._values: dict[str, list[float]] = {name: [] for name in HISTOGRAMS}
+
+    # Observing.
+
+    def received(self, columns: OutputColumns) -> None:
+        if columns.logprobs is not None:
+            columns = replace(columns, logprobs=None)  # it may be large
+        self._messages.append((self._clock(), columns))
+        if len(self._messages) >= _MAX_MESSAGES and self._counting.acquire(blocking=False):
+            try:
+                self._count_messages()
+            finally:
+                self._counting.release()
+
+    def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None:
+        self._events.append(lambda: self._count_first_token(num_prompt_tokens, now - arrival_s))
+
+    def ended(self, request: EndedRequest) -> None:
+        self._events.append(lambda: self._count_ended(request))
+
+    def dropped(self, num_completions: int, reason: FinishReason) -> None:
+        self._events.append(lambda: self._ended.update({reason: num_completions}))
+
+    # Counting.
+
+    def totals(self) -> RequestTotals:
+        with self._counting:
+            self._count_messages()
+            self._count_gaps()
+            while self._events:
+                self._events.popleft()()
+            for name, values in self._values.items():
+                self._histograms[name].add(values)
+                values.clear()
+            counts = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
+            return RequestTotals(self._prompt_tokens, self._generation_tokens, dict(self._ended), counts)
+
+    def _count_messages(self) -> None:
+        gaps = self._gaps
+        while self._messages:
+            now, columns = self._messages.popleft()
+            if columns.started:
+                gaps.start(columns.started)
+            gaps.tokens(columns.rows, now)
+            self._generation_tokens += len(columns.token_ids)
+            for other in columns.others:
+                gaps.end(other.request_id, now, has_tokens=bool(other.new_token_ids))
+                self._generation_tokens += len(other.new_token_ids)
+        if len(gaps) >= _MAX_GAPS:
+            self._count_gaps()
+
+    def _count_gaps(self) -> None:
+        self._histograms["inter_token_latency_seconds"].add(*self._gaps.take())
+
+    def _count_first_token(self, num_prompt_tokens: int, seconds: float) -> None:
+        self._prompt_tokens += num_prompt_tokens
+        self._values["time_to_first_token_seconds"].append(seconds)
+
+    def _count_ended(self, request: EndedRequest) -> None:
+        self._ended.update(request.finish_reasons)
+        if "error" in request.finish_reasons:
+            return
+        values, times, n = self._values, request.times, len(request.num_tokens)
+        num_tokens = sum(request.num_tokens)
+        values["request_prompt_tokens"].append(request.num_prompt_tokens)
+        values["request_generation_tokens"].append(num_tokens)
+        values["request_max_num_generation_tokens"].append(max(request.num_tokens))
+        values["request_params_n"].append(n)
+        if request.max_tokens is not None:
+            values["request_params_max_tokens"].append(request.max_tokens)
+        if times.finished_s is None or times.first_token_s is None:
+            return
+        decode_s = times.finished_s - times.first_token_s
+        values["e2e_request_latency_seconds"].append(times.finished_s - times.arrival_s)
+        values["request_decode_time_seconds"].append(decode_s)
+        if times.first_scheduled_s is not None:
+            values["request_queue_time_seconds"].append(times.first_scheduled_s - times.arrival_s)
+            values["request_prefill_time_seconds"].append(times.first_token_s - times.first_scheduled_s)
+            values["request_inference_time_seconds"].append(times.finished_s - times.first_scheduled_s)
+        if num_tokens > n:
+            values["request_time_per_output_token_seconds"].append(decode_s * n / (num_tokens - n))
