@@ -224,6 +224,7 @@ def test_a_request_in_cells():
     assert long.startswith("chatcmpl-000")
     assert long.endswith("0000#17.0")
     assert cell_len(long) == 36
+    assert request_cells(request(1, request_id="\x1b[2Ja\u202e"))[2].plain == "\ufffd[2Ja\ufffd"
 
 
 # ---------------------------------------------------------------------------------------------------------------

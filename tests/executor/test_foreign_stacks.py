@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import child_entries
 import pytest
@@ -44,8 +45,17 @@ def test_the_stacks_of_that_process_alone_and_its_parent_can_ask_too(start):
         assert "in _wait_on_the_side" in text
         assert "in refuse_to_end" in stacks_of(refusing.pid, BOUND_S)
         assert still.python_stacks(BOUND_S).count("in stand_still") == 1
+    text = stacks_of(still.pid, BOUND_S)
+    assert _stack_bytes(still) < 2 * len(text), "answers pile up"
     assert still.is_alive()
     assert refusing.is_alive()
+
+
+def _stack_bytes(child: ChildProcess) -> int:
+    """The size of its own file, the only one that it has of this kind."""
+    links = Path(f"/proc/{child.pid}/fd").iterdir()
+    (size,) = [link.stat().st_size for link in links if "ringcore-stacks" in os.readlink(link)]
+    return size
 
 
 def test_a_process_whose_native_code_holds_the_gil(start):

@@ -153,7 +153,7 @@ def test_a_method_tells_how_it_is_called(tiny_llama: tuple[str, Any]) -> None:
         "() -> None",
         "Leaves the joined group. Idempotent.",
     )
-    assert methods["stats"].signature == "() -> dict[str, int]"
+    assert methods["stats"].signature == "() -> dict[str, float]"
     assert methods["stats"].summary.startswith("Counters since the start, ")
     joined = "(address: str, port: int, world_size: int, rank: int, backend: str, timeout_s: float) -> None"
     assert methods["join_weight_group"].signature == joined
