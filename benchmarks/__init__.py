@@ -16,6 +16,7 @@ BENCHMARKS = {
     "introspection": "benchmarks.introspection:Introspection",
     "tracing": "benchmarks.tracing:Tracing",
     "simulator": "benchmarks.simulator:Simulator",
+    "batch": "benchmarks.batch:BatchRunner",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",
     "front_end": "benchmarks.front_end:FrontEnd",

@@ -31,7 +31,7 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (315, "every check of a prompt"),
-    "serve/answers.py": (306, "every kind of answer"),
+    "openai_api/answers.py": (306, "every kind of answer"),
     "worker/runner/device_launcher.py": (320, "launching and reading a step share its state; each part has its span"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
@@ -42,6 +42,8 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
     "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
+    "cli/app.py:make_app": (50, "a command a line"),
+    "cli/batch.py:batch": (46, "a command's flags, a line each"),
     "cli/serve.py:serve": (70, "a command's flags, a line each"),
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),

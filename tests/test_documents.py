@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")])
 MAX_LINES = {"ARCHITECTURE.md": 80, "README.md": 200}
-ABOUT = {"ARCHITECTURE.md": ["engine_core", "worker"], "service.md": ["serve"]}
+ABOUT = {"ARCHITECTURE.md": ["engine_core", "worker"], "service.md": ["serve", "openai_api"]}
 
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`|`([\w-]+\.(?:py|md|toml))`")

@@ -23,6 +23,7 @@ def make_app() -> typer.Typer:
 
     app.callback()(_options)
 
+    from ringcore.cli.batch import make_batch
     from ringcore.cli.bench import make_bench
     from ringcore.cli.chat import make_chat
     from ringcore.cli.doctor import doctor
@@ -38,6 +39,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.trace import trace
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
+    app.command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
     app.command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
     app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())

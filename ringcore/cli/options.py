@@ -13,13 +13,23 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ringcore.batch.options import BatchOptions
 from ringcore.config import EngineConfig
 from ringcore.errors import unknown_option
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.serve.options import ServiceOptions
 
-__all__ = ["dataclass_options", "engine_options", "given", "sampling_options", "service_options", "with_options"]
+__all__ = [
+    "batch_options",
+    "dataclass_options",
+    "engine_options",
+    "given",
+    "none_or",
+    "sampling_options",
+    "service_options",
+    "with_options",
+]
 
 # `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}
@@ -35,6 +45,12 @@ def engine_options() -> list[inspect.Parameter]:
         _parameter(name, types[name], option, option.metadata["option"], required=name == "model")
         for name, option in EngineConfig.options().items()
     ]
+
+
+def batch_options() -> list[inspect.Parameter]:
+    """One parameter for each described field of `BatchOptions`."""
+    types = typing.get_type_hints(BatchOptions)
+    return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in BatchOptions.described()]
 
 
 def dataclass_options(kind: type[Any]) -> list[inspect.Parameter]:
@@ -66,6 +82,11 @@ def given(values: dict[str, Any], parameters: Iterable[inspect.Parameter]) -> di
     """
     names = {shown: name for name, shown in _SAMPLING_NAMES.items()}
     return {names.get(p.name, p.name): values[p.name] for p in parameters if values[p.name] not in (None, [])}
+
+
+def none_or(name: str) -> str | None:
+    """A flag of text whose "none" is None."""
+    return None if name in ("none", "None") else name
 
 
 def with_options(command: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:

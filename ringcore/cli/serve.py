@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringcore.cli.logs import write_alike
-from ringcore.cli.options import engine_options, given, service_options, with_options
+from ringcore.cli.options import engine_options, given, none_or, service_options, with_options
 from ringcore.errors import ConfigError
 from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
 
@@ -97,8 +97,8 @@ def serve(
         api_keys=(*(api_key or ()), *(_read_keys(api_key_file) if api_key_file else ())),
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
-        tool_call_parser=_or_none(tool_call_parser),
-        reasoning_parser=_or_none(reasoning_parser),
+        tool_call_parser=none_or(tool_call_parser),
+        reasoning_parser=none_or(reasoning_parser),
         **given(options, service_options()),
     )
     listening = bind(host, port)  # before the model is loaded: a port in use fails at once
@@ -144,8 +144,11 @@ async def _serve(
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
     async with AsyncEngine(model, **engine_options) as engine:
+        app = create_app(engine, options)
+        if options.batch_dir is not None:
+            app.state.batches.start()
         config = http_config(
-            create_app(engine, options),
+            app,
             options,
             access_log=access_log,
             timeout_graceful_shutdown=round(drain_s + _END_S),
@@ -202,10 +205,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _or_none(name: str) -> str | None:
-    return None if name in ("none", "None") else name
 
 
 def _read_keys(file: Path) -> list[str]:

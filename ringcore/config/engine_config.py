@@ -79,7 +79,7 @@ class EngineConfig:
             for name, part in cls.PARTS.items()
         }
         config = cls(**parts)
-        check_together(config.model, config.scheduler, config.parallel)
+        check_together(config.model, config.scheduler, config.parallel, config.device)
         return config if config.device.device == "auto" else config.on_device(config.device.device)
 
     def on_device(self, device: str) -> EngineConfig:

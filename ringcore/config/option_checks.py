@@ -19,6 +19,7 @@ from ringcore.config.options import (
     MODEL_IMPLS,
     SCHEDULING_POLICIES,
     STRUCTURED_OUTPUTS_BACKENDS,
+    DeviceConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -143,7 +144,9 @@ def _check_seconds(name: str, value: object) -> None:
         raise bad_value(name, value, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
 
 
-def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig) -> None:
+def check_together(
+    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, device: DeviceConfig
+) -> None:
     """Checks the options against each other and the model."""
     spec, size = model.spec, parallel.tensor_parallel_size
     limit = spec.max_position_embeddings
@@ -158,8 +161,19 @@ def check_together(model: ModelConfig, scheduler: SchedulerConfig, parallel: Par
         )
     if parallel.executor == "uniproc" and size != 1:
         raise bad_value("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
+    if device.device_ids is not None:
+        _check_device_ids(device, parallel)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what cannot be split
         _check_split(spec, size)
+
+
+def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:
+    ids, size = device.device_ids, parallel.tensor_parallel_size
+    is_fitting = isinstance(ids, list | tuple) and all(type(one) is int and one >= 0 for one in ids)
+    if not is_fitting or ids is None or not len(set(ids)) == len(ids) == size:
+        raise bad_value("device_ids", ids, f"give {size} different numbers from 0, one for each rank")
+    if device.device == "cpu" or parallel.executor == "uniproc":
+        raise bad_value("device_ids", ids, "only of use with device='cuda' and executor='multiproc'; leave it out")
 
 
 def _check_split(spec: ModelSpec, size: int) -> None:

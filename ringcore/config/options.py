@@ -128,6 +128,9 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     device: str = _option("auto", f"one of {', '.join(DEVICES)}")
+    device_ids: list[int] | None = _option(
+        None, "the GPU of each rank, by its number among the visible ones; None means the first ones"
+    )
     attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
     enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
     device_memory: str = _option(

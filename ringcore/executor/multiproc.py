@@ -100,7 +100,7 @@ class MultiprocExecutor(Executor):
     def _start(self) -> dict[str, float]:
         phases: dict[str, float] = {}
         started = time.monotonic()
-        environment = worker_environment(os.environ, usable_cores(), self._num_ranks)
+        environment = worker_environment(os.environ, usable_cores(), self._num_ranks, self.config.device.device_ids)
         spin_s = spin_budget_s(1 + self._num_ranks)
         group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
         self._close_group = weakref.finalize(self, group.close)

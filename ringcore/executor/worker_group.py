@@ -7,12 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ringcore.config import EngineConfig
-from ringcore.errors import EngineDeadError
+from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
 from ringcore.executor.ring_memory import PAGE, unnamed_file
@@ -179,10 +179,15 @@ def usable_cores() -> int:
     return max(1, cores)
 
 
-def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int) -> dict[str, str]:
+def worker_environment(
+    user: Mapping[str, str], num_cores: int, num_workers: int, device_ids: Sequence[int] | None = None
+) -> dict[str, str]:
     """Environment variables for a worker: its share of the cores, and the cache of compiled kernels; none that `user`,
-    the current environment, sets already."""
+    the current environment, sets already, but for the GPUs of `device_ids`, chosen among those that it shows. Raises
+    `ConfigError` for one that it does not."""
     ours: dict[str, str] = {}
+    if device_ids is not None:
+        ours["CUDA_VISIBLE_DEVICES"] = _visible_devices(user.get("CUDA_VISIBLE_DEVICES"), device_ids)
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
         ours["TRITON_CACHE_DIR"] = cache_folder(user, "triton")
     num_threads = max(1, num_cores // num_workers)
@@ -199,3 +204,18 @@ def worker_environment(user: Mapping[str, str], num_cores: int, num_workers: int
         # share, in a state that only a reset ends.
         ours["NCCL_NVLS_ENABLE"] = "0"
     return ours
+
+
+def _visible_devices(shown: str | None, device_ids: Sequence[int]) -> str:
+    if shown is None:
+        return ",".join(map(str, device_ids))
+    names = [name for name in shown.split(",") if name.strip()]
+    for one in device_ids:
+        if one >= len(names):
+            raise ConfigError(
+                f"device_ids={list(device_ids)}: CUDA_VISIBLE_DEVICES={shown!r} shows {len(names)} GPUs; give numbers "
+                "below that",
+                option="device_ids",
+                value=list(device_ids),
+            )
+    return ",".join(names[one] for one in device_ids)

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 import ringcore
 from ringcore.front_end.async_engine import AsyncEngine
 from ringcore.metrics.server import CONTENT_TYPE, render
-from ringcore.serve.answers import (
+from ringcore.openai_api.answers import (
     ChatCompletionResponse,
     CompletionResponse,
     ErrorResponse,
@@ -23,16 +23,17 @@ from ringcore.serve.answers import (
     TokensResponse,
     VersionResponse,
 )
+from ringcore.openai_api.chat_completions import Chat
+from ringcore.openai_api.completions import Completions
+from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.browser_gate import BrowserGate
-from ringcore.serve.chat_completions import answer_chat
 from ringcore.serve.chat_page import add_chat_page
-from ringcore.serve.completions import complete
 from ringcore.serve.errors import add_error_handlers, json_response
+from ringcore.serve.generation import generate
 from ringcore.serve.limits import Gate
 from ringcore.serve.methods import Methods
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.otlp import TraceContext
-from ringcore.serve.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
 from ringcore.serve.tokens import detokenize, tokenize
@@ -60,6 +61,10 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_tokens(app, service)
     _add_models(app, service)
     _add_monitoring(app, service)
+    if options.batch_dir is not None:
+        from ringcore.serve.batches.endpoints import add_batches
+
+        app.state.batches = add_batches(app, service, options.batch_dir)
     add_chat_page(app)
     return app
 
@@ -73,7 +78,7 @@ def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
@@ -84,12 +89,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_described(CompletionResponse, "text/event-stream"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_started()
-        return await complete(service, body, request.receive)
+        return await generate(service, Completions(service.model, body), body.stream, request.receive)
 
     @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse, "text/event-stream"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         service.check_started()
-        return await answer_chat(service, body, request.receive)
+        return await generate(service, Chat(service.model, body), body.stream, request.receive)
 
 
 def _described(answer: Any, *media_types: str) -> _Described:
@@ -116,7 +121,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             owned_by="ringcore",
             root=service.engine.config.model.model,
             parent=None,
-            max_model_len=service.max_model_len,
+            max_model_len=service.model.max_model_len,
         )
 
     @app.get("/v1/models", responses=_described(ModelList))
@@ -125,7 +130,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", responses=_described(ModelCard))
     async def model(name: str) -> Response:
-        return json_response(card(service.model_name(name)))
+        return json_response(card(service.model.name(name)))
 
 
 def _add_monitoring(app: FastAPI, service: Service) -> None:

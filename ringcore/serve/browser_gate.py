@@ -7,7 +7,8 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ringcore.serve.errors import ApiError
+from ringcore.openai_api.errors import ApiError
+from ringcore.serve.errors import error_response
 from ringcore.serve.hosts import ANY, AllowedHosts, is_same_origin
 from ringcore.serve.options import ServiceOptions
 
@@ -37,7 +38,7 @@ class BrowserGate:
             host = self._check_host(headers, scope)
             self._check_origin(headers, scope, host)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -9,8 +9,8 @@ from enum import Enum
 from http import HTTPStatus
 from typing import Protocol
 
+from ringcore.openai_api.errors import ApiError
 from ringcore.serve.descriptors import NUM_RESERVED
-from ringcore.serve.errors import ApiError
 from ringcore.serve.rate_limited_log import RateLimitedLog
 
 __all__ = ["Connection", "Connections", "State"]

@@ -1,9 +1,8 @@
-"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
+"""Error responses, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -13,105 +12,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from ringcore.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    RingcoreError,
-    RpcTimeoutError,
-    SleepingError,
-    UnknownOptionError,
-    WorkerDiedError,
-)
+from ringcore.errors import RingcoreError
+from ringcore.openai_api.errors import ApiError, api_error_of, invalid_body
 
-__all__ = ["ApiError", "add_error_handlers", "api_error_of", "engine_restarting", "json_response", "over_limit"]
+__all__ = ["add_error_handlers", "error_response", "json_response"]
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
-_MAX_ALTERNATIVES = 4
-
-
-@dataclass(slots=True, eq=False)
-class ApiError(Exception):
-    """An error response."""
-
-    status: int
-    message: str
-    type: str = _INVALID
-    param: str | None = None
-    code: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def over_limit(num_in_flight: int, limit: int) -> ApiError:
-    return _too_many(
-        f"{num_in_flight} completions are in flight and the service allows {limit} at once; try again in a second"
-    )
-
-
-def _too_many(message: str) -> ApiError:
-    return ApiError(
-        HTTPStatus.TOO_MANY_REQUESTS,
-        message,
-        "rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": "1"},
-    )
-
-
-def engine_restarting() -> ApiError:
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "the engine died and is restarting; try again in some seconds",
-        _SERVER,
-        code="engine_starting",
-        headers={"Retry-After": "5"},
-    )
-
-
-def api_error_of(error: Exception) -> ApiError:
-    """The response for any error. The text of a foreign exception is not sent: it may contain secrets."""
-    match error:
-        case ApiError():
-            return error
-        case InvalidRequestError():
-            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("field"))
-        case UnknownOptionError():
-            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("option"))
-        case SleepingError():
-            return _unavailable(error, "engine_sleeping")
-        case WorkerDiedError():  # the engine starts new workers
-            return _unavailable(error, "engine_recovering", {"Retry-After": "1"})
-        case QueueFullError():
-            return _too_many(error.message)
-        case EngineDeadError():
-            return _unavailable(error, "engine_dead")
-        case RpcTimeoutError():
-            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, _first_line(error), _SERVER, code="timeout")
-        case RingcoreError():
-            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, _first_line(error), _SERVER, code="engine_error")
-        case _:
-            message = "the service failed at this request; see its log"
-            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, _SERVER, code="internal_error")
-
-
-def _unavailable(error: RingcoreError, code: str, headers: dict[str, str] | None = None) -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, _first_line(error), _SERVER, code=code, headers=headers or {})
-
-
-def _first_line(error: RingcoreError) -> str:
-    """Further lines are the log of a dead process."""
-    return error.message.partition("\n")[0]
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -123,7 +38,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return api_error_of(error).response()
+    return error_response(api_error_of(error))
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -131,29 +46,10 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     type_ = _INVALID if error.status_code < HTTPStatus.INTERNAL_SERVER_ERROR else _SERVER
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, message, type_, headers=dict(error.headers or {})).response()
+    return error_response(ApiError(error.status_code, message, type_, headers=dict(error.headers or {})))
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """Errors of pydantic. Several errors for one field are the alternatives of a union."""
+    """FastAPI's paths begin with the part of the request, which is the body."""
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    field_ = _field(found[0])
-    if field_ is None:
-        return ApiError(HTTPStatus.BAD_REQUEST, f"the body: {found[0]['msg']}; send a JSON object").response()
-    messages = [one["msg"] for one in found if _field(one) == field_]
-    texts = " or: ".join(list(dict.fromkeys(messages))[:_MAX_ALTERNATIVES])
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{field_}: {texts}", param=field_).response()
-
-
-def _field(finding: Mapping[str, Any]) -> str | None:
-    """The name of the body's field, with the path within it if it is a list; None for the body itself.
-
-    For other fields the path has pydantic's own names of union alternatives, which are dropped.
-    """
-    where = finding["loc"][1:]
-    if finding["type"] == "json_invalid" or not where:
-        return None
-    if len(where) < 2 or not isinstance(where[1], int):
-        return str(where[0])
-    return str(where[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in where[1:])
+    return error_response(invalid_body([{**finding, "loc": finding["loc"][1:]} for finding in error.errors()]))

@@ -22,8 +22,8 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ringcore.openai_api.errors import ApiError
 from ringcore.serve.connections import Connections, State
-from ringcore.serve.errors import ApiError
 from ringcore.serve.limits import MONITORING_PATHS
 from ringcore.serve.options import ServiceOptions
 

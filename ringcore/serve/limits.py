@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ringcore.openai_api.errors import ApiError, over_limit
 from ringcore.serve.chat_page import PAGE_PATHS
-from ringcore.serve.errors import ApiError, over_limit
+from ringcore.serve.errors import error_response
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
 
 # Monitoring needs no key; the chat page has no secrets and asks the user for a key.
 MONITORING_PATHS = frozenset({"/health", "/metrics"})
+_UPLOAD = ("POST", "/v1/files")
 OPEN_PATHS = MONITORING_PATHS | PAGE_PATHS
 
 
@@ -42,13 +44,28 @@ class Gate:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
+            if self._options.batch_dir is not None and (scope["method"], scope["path"]) == _UPLOAD:
+                await self._app(scope, self._timed(receive), send)
+                return
             self._check_length(headers)
             body = await self._read_body(receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
+
+    def _timed(self, receive: Receive) -> Receive:
+        """For a body that is read as it comes, within bounds of the endpoint: none of its pieces may take too long."""
+
+        async def next_piece() -> Message:
+            try:
+                async with asyncio.timeout(self._options.body_timeout_s):
+                    return await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+
+        return next_piece
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:
@@ -86,11 +103,14 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
-            raise ApiError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {self._options.body_timeout_s} s; send it faster",
-                headers={"Connection": "close"},
-            ) from None
+            raise self._too_slow() from None
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the body did not arrive within {self._options.body_timeout_s} s; send it faster",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -128,13 +148,13 @@ class ConcurrencyLimit:
         self.num_in_flight = 0
 
     @contextmanager
-    def acquired(self, prompts: Sequence[object], n: int) -> Iterator[None]:
+    def acquired(self, num_prompts: int, n: int) -> Iterator[None]:
         """Counts n completions of each prompt; raises 429 if too many are in flight, 400 if they can never fit."""
-        num, limit = len(prompts) * n, self._options.max_concurrent_requests
+        num, limit = num_prompts * n, self._options.max_concurrent_requests
         if num > limit:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"{len(prompts)} prompts with n={n} are {num} completions and the service allows {limit} at once; "
+                f"{num_prompts} prompts with n={n} are {num} completions and the service allows {limit} at once; "
                 "send fewer, or raise max_concurrent_requests",
                 param="prompt",
             )

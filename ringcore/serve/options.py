@@ -17,6 +17,12 @@ def _option(default: Any, doc: str) -> Any:
     return field(default=default, metadata={"option": doc})
 
 
+_COUNTS = (
+    "max_body_bytes", "max_n", "max_concurrent_requests", "max_connections", "max_header_bytes",
+    "max_batch_file_bytes", "max_batch_dir_bytes", "max_batch_requests_in_flight",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """The limits and access rules of a service. Raises `ConfigError`.
@@ -46,6 +52,10 @@ class ServiceOptions:
     max_concurrent_requests: int = _option(
         1024, "completions in flight at once, n of each prompt; requests beyond that are answered 429"
     )
+    batch_dir: str | None = _option(None, "a folder for files and batches; without it there is no /v1/batches")
+    max_batch_file_bytes: int = _option(200 << 20, "the largest file that may be uploaded")
+    max_batch_dir_bytes: int = _option(10 << 30, "of all uploaded files and results; beyond, an upload is answered 413")
+    max_batch_requests_in_flight: int = _option(64, "requests of the running batch, beside those of clients")
     # Only for `ringcore serve`: another ASGI server has its own limits.
     max_connections: int = _option(
         4096, "open connections, at most as many as RLIMIT_NOFILE allows; beyond, waiting ones are closed, or it is 503"
@@ -59,7 +69,7 @@ class ServiceOptions:
     send_timeout_s: float = _option(60.0, "seconds in which a client may take nothing of its answer")
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_n", "max_concurrent_requests", "max_connections", "max_header_bytes"):
+        for name in _COUNTS:
             self._check_integer(name)
         if self.max_connections_per_peer is not None:
             self._check_integer("max_connections_per_peer")
@@ -90,7 +100,7 @@ class ServiceOptions:
 
     @classmethod
     def bounds(cls) -> list[Any]:
-        """The numeric fields, each described by its metadata's "option"."""
+        """The fields that are flags of the command, each described by its metadata's "option"."""
         return [f for f in fields(cls) if "option" in f.metadata]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -12,12 +12,12 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ringcore.errors import RingcoreError
-from ringcore.serve.errors import ApiError, api_error_of
+from ringcore.openai_api.errors import ApiError, api_error_of
+from ringcore.openai_api.served_model import Emit
 
-__all__ = ["ClientLeftError", "Emit", "EventStream", "all_of", "while_connected"]
+__all__ = ["ClientLeftError", "EventStream", "while_connected"]
 
 T = TypeVar("T")
-Emit = Callable[[Any], Awaitable[None]]  # sends one event: a value that is encoded as JSON
 
 _CLIENT_CLOSED_REQUEST = 499
 _DONE = b"data: [DONE]\n\n"
@@ -49,19 +49,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _client_leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all concurrently; the first failure cancels the others and is raised."""
-    if len(works) == 1:
-        await works[0]
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 class EventStream(Response):

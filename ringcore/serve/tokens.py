@@ -7,20 +7,20 @@ from typing import Any
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
 from ringcore.front_end.tokenization.text_jobs import Decode, EncodeChat, Encoded, Rendered, TextJob
-from ringcore.serve.conversations import request_tools, text_messages
-from ringcore.serve.schema import DetokenizeRequest, TokenizeRequest
+from ringcore.openai_api.conversations import request_tools, text_messages
+from ringcore.openai_api.schema import DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
 
 __all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
-    service.model_name(body.model)
+    service.model.name(body.model)
     answer = await service.engine.run_text_job(_job(service, body))
     assert isinstance(answer, Encoded)
     return {
         "count": len(answer.token_ids),
-        "max_model_len": service.max_model_len,
+        "max_model_len": service.model.max_model_len,
         "tokens": answer.token_ids,
         "token_strs": answer.token_texts,
     }
@@ -37,7 +37,7 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
             body.prompt, body.add_special_tokens is not False, return_token_texts=wants_texts
         )
     assert body.messages is not None
-    service.check_messages(body.messages)
+    service.model.check_messages(body.messages)
     if body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens: the chat template writes a conversation's special tokens; leave it out",
@@ -49,14 +49,14 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
         request_tools(body.tools).shown,
         body.chat_template_kwargs,
     )
-    return EncodeChat(conversation, max_num_tokens=service.max_model_len, return_token_texts=wants_texts)
+    return EncodeChat(conversation, max_num_tokens=service.model.max_model_len, return_token_texts=wants_texts)
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, str]:
-    service.model_name(body.model)
-    if len(body.tokens) > service.max_model_len:
+    service.model.name(body.model)
+    if len(body.tokens) > service.model.max_model_len:
         raise InvalidRequestError(
-            f"tokens: there are {len(body.tokens)}, and max_model_len is {service.max_model_len}; send fewer",
+            f"tokens: there are {len(body.tokens)}, and max_model_len is {service.model.max_model_len}; send fewer",
             field="tokens",
             value=len(body.tokens),
         )

@@ -16,12 +16,12 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError
+from ringcore.host.log_histogram import LogHistogram
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.testing.clock import VirtualClock
 from ringcore.testing.fake_executor import FakeExecutor
 from ringcore.testing.hardware import Hardware
-from ringcore.testing.log_histogram import LogHistogram
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepCost

@@ -17,8 +17,8 @@ from ringcore.errors import RingcoreError, error_from_wire, error_to_wire
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.ring_memory import unnamed_file
 from ringcore.executor.value_codec import decode_value, encode_value
+from ringcore.host.log_histogram import LogHistogram
 from ringcore.testing.hardware import Hardware
-from ringcore.testing.log_histogram import LogHistogram
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.replica import Records, Replica, ReplicaTotals
 from ringcore.testing.speculator import FakeSpeculator

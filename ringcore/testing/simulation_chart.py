@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringcore.errors import ConfigError
-from ringcore.testing.log_histogram import LogHistogram
+from ringcore.host.log_histogram import LogHistogram
 from ringcore.testing.simulation_result import SimulationResult
 
 __all__ = ["check_can_draw", "draw_distribution", "draw_png", "new_figure", "save_png"]

@@ -43,7 +43,8 @@ class Chain:
     """Spans that follow each other without a gap, recorded at once: the end of one is the begin of the next. Their
     arguments are integers, and each is given once.
 
-    kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are shown; its spans are recorded by one thread at a time.
+    kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are
+    shown; its spans are recorded by one thread at a time.
     """
 
     __slots__ = ("args", "kinds", "number", "track")

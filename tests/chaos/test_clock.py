@@ -15,7 +15,7 @@ WALL_CLOCK = re.compile(
     r"\btime\.(time|time_ns|localtime|gmtime)\(|\bfrom time import\b.*\btime\b|\bdatetime\.(utc)?now\("
 )
 # A template may ask for today's date, to write it into a prompt; an answer of the service has the date it was made.
-TELL_THE_DATE = ("checkpoint/chat_template.py", "serve/service.py")
+TELL_THE_DATE = ("checkpoint/chat_template.py", "openai_api/served_model.py")
 
 
 def test_no_source_reads_the_wall_clock():

@@ -12,7 +12,7 @@ from fake_worker import step
 from process_checks import BOUND_S
 from running_executor import running
 
-from ringcore.errors import EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
+from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import multiproc, worker_group
 
 
@@ -239,6 +239,20 @@ def test_threads_and_network_of_a_worker(monkeypatch):
 )
 def test_the_user_environment_comes_first(user, cores, workers, ours):
     assert worker_group.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
+
+
+@pytest.mark.parametrize(
+    ("shown", "device_ids", "visible"), [(None, [2, 0], "2,0"), ("4,5,GPU-9", [2, 0], "GPU-9,4"), ("", [], "")]
+)
+def test_the_gpus_of_the_workers(shown, device_ids, visible):
+    user = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    ours = worker_group.worker_environment(user, 1, 1, device_ids)
+    assert ours["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_gpus_that_are_not_shown():
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs; give numbers below that"):
+        worker_group.worker_environment({"CUDA_VISIBLE_DEVICES": "4,5"}, 1, 1, [2])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ringcore.chat import ChatFormat, ChatParser, MessageBuilder
-from ringcore.serve.parsing import ChoiceParser
+from ringcore.openai_api.parsing import ChoiceParser
 
 LEFT_OUT = frozenset({"<|pad|>", "<|end|>", "[E]"})
 

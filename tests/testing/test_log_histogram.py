@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from ringcore.testing.log_histogram import LogHistogram
+from ringcore.host.log_histogram import LogHistogram
 
 
 def test_quantiles_are_right_to_half_a_percent():

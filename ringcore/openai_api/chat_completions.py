@@ -1,20 +1,15 @@
-"""POST /v1/chat/completions."""
+"""Chat completions: the answer to one body, whole or as chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from fastapi.responses import Response
-from starlette.types import Receive
-
 from ringcore.chat import MessageBuilder
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
 from ringcore.front_end.tokenization.text_jobs import RenderChat, Rendered
-from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
-from ringcore.serve.answers import (
+from ringcore.openai_api.answers import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -27,40 +22,37 @@ from ringcore.serve.answers import (
     chat_message,
     prompt_logprobs,
 )
-from ringcore.serve.errors import json_response
-from ringcore.serve.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
-from ringcore.serve.schema import ChatCompletionRequest
-from ringcore.serve.service import Answer, Service, changed_completions
-from ringcore.serve.streaming import Emit, EventStream, while_connected
-from ringcore.serve.structured import name_field
+from ringcore.openai_api.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
+from ringcore.openai_api.schema import ChatCompletionRequest
+from ringcore.openai_api.served_model import Answer, Emit, ServedModel, changed_completions
+from ringcore.openai_api.structured import name_field
+from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
+from ringcore.params.sampling_params import SamplingParams
 
-__all__ = ["answer_chat"]
-
-
-async def answer_chat(service: Service, body: ChatCompletionRequest, receive: Receive) -> Response:
-    """The answer to one request: whole, or as a stream of chunks."""
-    chat = _Chat(service, body)
-    if body.stream:
-        return EventStream(chat.stream)
-    return json_response(await while_connected(receive, chat.whole()))
+__all__ = ["Chat"]
 
 
-class _Chat:
-    """One request: a conversation with n choices for its next message."""
+class Chat:
+    """One body: a conversation with n choices for its next message. Raises `InvalidRequestError` and `ApiError`.
 
-    def __init__(self, service: Service, body: ChatCompletionRequest) -> None:
-        service.check_messages(body.messages)
-        service.check_n(body.num_completions)
-        service.check_logprobs("top_logprobs", body.top_logprobs)
-        service.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    answer_id: of the response, and so of the engine's request; None makes one.
+    """
+
+    num_prompts = 1
+
+    def __init__(self, model: ServedModel, body: ChatCompletionRequest, answer_id: str | None = None) -> None:
+        model.check_messages(body.messages)
+        model.check_n(body.num_completions)
+        model.check_logprobs("top_logprobs", body.top_logprobs)
+        model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
-        self._service, self._body = service, body
+        self._model, self._body = model, body
         self._messages, self._tools = body.text_messages(), body.request_tools()
         self._form = body.text_form()
         self._parsing = RequestParsing(
-            service.engine.get_tokenizer(),
-            service.chat_format,
+            model.engine.get_tokenizer(),
+            model.chat_format,
             self._tools,
             is_parallel=body.parallel_tool_calls is not False,
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -74,7 +66,8 @@ class _Chat:
             output_kind="delta" if body.stream else "final",
             skip_special_tokens=self._parsing.skip_special_tokens,
         )
-        self._answer = Answer.of("chatcmpl", service.model_name(body.model))
+        self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id)
+        self.n = self._params.n
 
     async def whole(self) -> ChatCompletionResponse:
         last: RequestOutput | None = None
@@ -142,19 +135,18 @@ class _Chat:
 
     async def _generate(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
         body = self._body
-        with self._service.concurrency.acquired([body.messages], self._params.n):
-            params = await self._bounded_params()
-            outputs = self._service.engine.chat(
-                self._messages,
-                params,
-                request_id=self._answer.id,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                add_generation_prompt=body.add_generation_prompt,
-                tools=self._tools.shown,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
-            await self._service.consume(outputs, take, self._form_field)
+        params = await self._bounded_params()
+        outputs = self._model.engine.chat(
+            self._messages,
+            params,
+            request_id=self._answer.id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            add_generation_prompt=body.add_generation_prompt,
+            tools=self._tools.shown,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        await self._model.consume(outputs, take, self._form_field)
 
     async def _bounded_params(self) -> SamplingParams:
         """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""
@@ -177,7 +169,7 @@ class _Chat:
         conversation = conversation_json(
             self._messages, body.add_generation_prompt, self._tools.shown, body.chat_template_kwargs
         )
-        answer = await self._service.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
+        answer = await self._model.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
         assert isinstance(answer, Rendered)
         return answer.text
 

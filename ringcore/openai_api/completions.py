@@ -1,35 +1,24 @@
-"""POST /v1/completions."""
+"""Completions: the answer to one body, whole or as chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fastapi.responses import Response
-from starlette.types import Receive
-
-from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
-from ringcore.serve.answers import (
+from ringcore.openai_api.answers import (
     CompletionChoice,
     CompletionResponse,
     UsageInfo,
     completion_logprobs,
     prompt_logprobs,
 )
-from ringcore.serve.errors import json_response
-from ringcore.serve.schema import CompletionRequest
-from ringcore.serve.service import Answer, Service, changed_completions
-from ringcore.serve.streaming import Emit, EventStream, all_of, while_connected
+from ringcore.openai_api.schema import CompletionRequest
+from ringcore.openai_api.served_model import Answer, Emit, ServedModel, changed_completions
+from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
 
-__all__ = ["complete"]
-
-
-async def complete(service: Service, body: CompletionRequest, receive: Receive) -> Response:
-    """The answer to one request: whole, or as a stream of chunks."""
-    completions = _Completions(service, body)
-    if body.stream:
-        return EventStream(completions.stream)
-    return json_response(await while_connected(receive, completions.whole()))
+__all__ = ["Completions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +30,18 @@ class _Echo:
     positions: Sequence[dict[int, Logprob]] = ()
 
 
-class _Completions:
-    """One HTTP request: each of its prompts is one engine request with n choices, numbered prompt by prompt."""
+class Completions:
+    """One body: each of its prompts is one engine request with n choices, numbered prompt by prompt. Raises
+    `InvalidRequestError` and `ApiError`.
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        service.check_n(body.num_completions)
-        service.check_logprobs("logprobs", body.logprobs)
-        service.check_logprobs("prompt_logprobs", body.prompt_logprobs)
-        self._service, self._body = service, body
+    answer_id: of the response, and so of the engine's requests; None makes one.
+    """
+
+    def __init__(self, model: ServedModel, body: CompletionRequest, answer_id: str | None = None) -> None:
+        model.check_n(body.num_completions)
+        model.check_logprobs("logprobs", body.logprobs)
+        model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+        self._model, self._body = model, body
         self._prompts = body.prompts()
         self._form = body.text_form()
         self._params = body.sampling_params(
@@ -56,7 +49,8 @@ class _Completions:
             output_kind="delta" if body.stream else "final",
             **self._echo_params(),
         )
-        self._answer = Answer.of("cmpl", service.model_name(body.model))
+        self._answer = Answer.of("cmpl", model.name(body.model), answer_id)
+        self.num_prompts, self.n = len(self._prompts), self._params.n
 
     def _echo_params(self) -> dict[str, int | None]:
         """Sampling parameters of an echo: the prompt's log-probabilities if the completion has them; and for
@@ -81,8 +75,7 @@ class _Completions:
 
             await self._generate(index, take)
 
-        with self._service.concurrency.acquired(self._prompts, self._params.n):
-            await all_of([generate_one(index) for index in range(len(self._prompts))])
+        await _all_of([generate_one(index) for index in range(len(self._prompts))])
         choices = []
         for index, output in enumerate(last):
             assert output is not None, "an iterator ended without an output"
@@ -97,8 +90,7 @@ class _Completions:
         return self._response(choices, usage=self._answer.usage())
 
     async def stream(self, emit: Emit) -> None:
-        with self._service.concurrency.acquired(self._prompts, self._params.n):
-            await all_of([self._stream_prompt(index, emit) for index in range(len(self._prompts))])
+        await _all_of([self._stream_prompt(index, emit) for index in range(len(self._prompts))])
         if self._body.wants_usage:
             await emit(self._response([], usage=self._answer.usage()))
 
@@ -140,20 +132,20 @@ class _Completions:
         return self._body.echo and self._body.logprobs is not None
 
     async def _generate(self, index: int, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
-        outputs = self._service.engine.generate(
+        outputs = self._model.engine.generate(
             self._prompts[index],
             self._params,
             request_id=f"{self._answer.id}-{index}",
             priority=self._body.priority,
             cache_salt=self._body.cache_salt,
         )
-        await self._service.consume(outputs, take, None if self._form is None else self._form.field)
+        await self._model.consume(outputs, take, None if self._form is None else self._form.field)
 
     def _echo(self, output: RequestOutput) -> _Echo:
         """The echoed prompt before a completion; empty without `echo`."""
         if not self._body.echo:
             return _Echo()
-        tokenizer = self._service.engine.get_tokenizer()
+        tokenizer = self._model.engine.get_tokenizer()
         text = output.prompt
         if text is None:
             text = tokenizer.decode(output.prompt_token_ids, self._params.skip_special_tokens)
@@ -196,3 +188,16 @@ class _Completions:
         if usage is not None or self._body.wants_usage:
             response["usage"] = usage
         return response
+
+
+async def _all_of(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs all concurrently; the first failure cancels the others and is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -15,23 +15,17 @@ from ringcore.chat import (
     ToolCallEnd,
     ToolCallStart,
     answer_grammar,
-    choose_format,
 )
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.errors import InvalidRequestError
+from ringcore.openai_api.conversations import RequestTools
+from ringcore.openai_api.structured import TextForm
 from ringcore.params.structured_outputs import StructuredOutputsParams
-from ringcore.serve.conversations import RequestTools
-from ringcore.serve.options import ServiceOptions
-from ringcore.serve.structured import TextForm
 
-__all__ = ["PROMPT_END_CHARS", "ChoiceParser", "RequestParsing", "choose_parsing"]
+__all__ = ["PROMPT_END_CHARS", "ChoiceParser", "RequestParsing"]
 
 PROMPT_END_CHARS = 32  # the last characters of the prompt, which a parser inspects
 _PROMPT_END_TOKENS = 32  # upper bound of their tokens
-
-
-def choose_parsing(tokenizer: Tokenizer, options: ServiceOptions) -> ChatFormat:
-    return choose_format(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
 
 
 class RequestParsing:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from ringcore.errors import InvalidRequestError
+from ringcore.openai_api.conversations import Message, RequestTools, Tool, request_tools, text_messages
+from ringcore.openai_api.structured import Choices, ResponseFormat, StructuredOutputs, TextForm
 from ringcore.params.sampling_params import SamplingParams
-from ringcore.serve.conversations import Message, RequestTools, Tool, request_tools, text_messages
-from ringcore.serve.structured import Choices, ResponseFormat, StructuredOutputs, TextForm
 
 __all__ = [
     "ChatCompletionRequest",

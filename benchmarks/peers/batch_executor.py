@@ -1,0 +1,13 @@
+"""An executor whose steps take their time, and no processor."""
+
+from __future__ import annotations
+
+from ringcore.config import EngineConfig
+from ringcore.testing import FakeExecutor, StepCost
+
+__all__ = ["PacedExecutor"]
+
+
+class PacedExecutor(FakeExecutor):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, cost=StepCost(base_s=0.01))

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: uploads in a folder, and jobs of `ringcore.batch` whose store is their journal."""

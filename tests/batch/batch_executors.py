@@ -1,0 +1,19 @@
+"""Executors of jobs: fake ones that take their time, so that something is in flight when a job is killed."""
+
+from __future__ import annotations
+
+from ringcore.testing import FakeExecutor, StepCost
+
+
+class Paced(FakeExecutor):
+    """A step takes 2 ms."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, cost=StepCost(base_s=0.002))
+
+
+class Slow(FakeExecutor):
+    """A step takes 5 s."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, cost=StepCost(base_s=5.0))
