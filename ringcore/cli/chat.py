@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +13,8 @@ from ringcore.cli.options import engine_options, given, sampling_options, with_o
 from ringcore.errors import ConfigError, RingcoreError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from ringcore.cli.chat_backends import ChatBackend, Piece
     from ringcore.cli.chat_session import ChatSession, MessageReader
 
@@ -60,6 +61,8 @@ def chat(
         raise ConfigError(
             f"{name}: an option of an engine in this process; leave it out, or --url", option=name, value=engine[name]
         )
+    import asyncio
+
     from ringcore.cli.chat_session import ChatSession, MessageReader
     from ringcore.params.sampling_params import SamplingParams
 

@@ -190,9 +190,7 @@ def test_functions_where_they_are_allowed(folder):
 
 
 def test_an_unknown_method_of_the_engine_names_the_known(shared):
-    with pytest.raises(
-        InvalidRequestError, match="health, is_sleeping, methods, pause, reload_weights, reset_prefix_cache"
-    ):
+    with pytest.raises(InvalidRequestError, match="health, is_sleeping, kv_blocks, methods, pause, reload_weights"):
         shared.call_engine("explode")
     assert shared.reset_prefix_cache() is True
 
