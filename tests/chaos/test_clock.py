@@ -14,8 +14,9 @@ from scenarios import HERE, PACKAGE, child_environment
 WALL_CLOCK = re.compile(
     r"\btime\.(time|time_ns|localtime|gmtime)\(|\bfrom time import\b.*\btime\b|\bdatetime\.(utc)?now\("
 )
-# A template may ask for today's date, to write it into a prompt; an answer of the service has the date it was made.
-TELL_THE_DATE = ("checkpoint/chat_template.py", "openai_api/served_model.py")
+# A template may ask for today's date, to write it into a prompt; an answer of the service and a report have
+# the date they were made.
+TELL_THE_DATE = ("checkpoint/chat_template.py", "openai_api/served_model.py", "cli/bench.py")
 
 
 def test_no_source_reads_the_wall_clock():
