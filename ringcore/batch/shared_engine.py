@@ -74,7 +74,7 @@ class SharedEngine:
                 return form.failed(line, error)
 
     async def _check_alive(self) -> None:
-        """Raises `EngineDeadError` if the engine has died for good or was closed."""
+        """Raises `EngineDeadError` if the engine has died and no restart is left, or was closed."""
         try:
             async with asyncio.timeout(_IS_DEAD_S):
                 cause = await self._model.engine.wait_dead()

@@ -194,7 +194,7 @@ class _Terminal:
 
 
 def _use_readline() -> None:
-    """Editing and the lines of this session, where Python has the library; Tab completes commands."""
+    """Line editing and history, where Python has readline; Tab completes commands."""
     with suppress(ImportError):
         import readline
 

@@ -1,4 +1,4 @@
-"""`ringcore dump`: an engine's whole state as a JSON file, written by whoever asks; also of an engine that hangs."""
+"""`ringcore dump`: an engine's whole state as a JSON file, written by the command, so also of an engine that hangs."""
 
 from __future__ import annotations
 

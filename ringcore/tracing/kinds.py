@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcore.tracing.tracer import Chain, Kind
+from ringcore.tracing.chain import Chain, Kind
 
 __all__ = [
     "ADMITTED",

@@ -15,11 +15,13 @@ from itertools import count
 from threading import enumerate as all_threads
 from threading import get_ident, main_thread
 from time import monotonic_ns as now_ns
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ringcore.errors import InvalidRequestError
+from ringcore.tracing.chain import Chain, Kind
+from ringcore.tracing.kinds import CHAINS
 
 __all__ = ["MAX_TRACE_S", "Chain", "Kind", "ProcessTrace", "Span", "Tracer", "check_seconds", "now_ns"]
 
@@ -28,38 +30,6 @@ CAPACITY, NOTES = 1 << 17, 1 << 15  # records of each ring
 MAX_TRACE_S = 600.0
 
 _PAST = -1
-
-
-class Kind(msgspec.Struct, frozen=True, array_like=True):
-    """What a span or moment is of. args: the names of its arguments, in order. form: a span of a thread, or a
-    moment in the life of a request, whose id is the first argument."""
-
-    name: str
-    args: tuple[str, ...] = ()
-    form: Literal["span", "request"] = "span"
-
-
-class Chain:
-    """Spans that follow each other without a gap, recorded at once: the end of one is the begin of the next. Their
-    arguments are integers, and each is given once.
-
-    kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are
-    shown; its spans are recorded by one thread at a time.
-    """
-
-    __slots__ = ("args", "kinds", "number", "track")
-
-    def __init__(self, number: int, track: str, *kinds: Kind | None) -> None:
-        self.number, self.track, self.kinds = number, track, kinds
-        self.args = tuple(dict.fromkeys(name for kind in kinds if kind for name in kind.args))
-
-    def spans(self, fields: Sequence[float]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
-        """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`."""
-        times, values = fields[: len(self.kinds) + 1], dict(zip(self.args, fields[len(self.kinds) + 1 :], strict=True))
-        for index, kind in enumerate(self.kinds):
-            if kind is not None:
-                args = tuple(int(values[name]) for name in kind.args)
-                yield kind, int(times[index]), int(times[index + 1]), args
 
 
 class Span(NamedTuple):
@@ -170,8 +140,6 @@ class Tracer:
     def take(self, process: str, more: Iterable[tuple[str, str, int, int]] = ()) -> ProcessTrace:
         """Ends the trace, and returns what was recorded, once. process: the name of this process. more: spans of other
         recorders: name, track, begin and end."""
-        from ringcore.tracing.kinds import CHAINS  # which are made of `Chain`
-
         self.is_on = False
         num_records, num_notes = next(self._numbers), next(self._noted)
         records, notes = self._records, self._notes

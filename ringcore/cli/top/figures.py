@@ -16,7 +16,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def plain(text: str, width: int | None = None) -> str:
-    """A text of somebody else's, without what moves a cursor, changes colours or the direction of writing; cut to
+    """Untrusted text, without what moves a cursor, changes colours or the direction of writing; cut to
     `width` cells."""
     shown = "".join(one if one.isprintable() and not unicodedata.combining(one) else _REPLACEMENT for one in text)
     if width is None or cell_len(shown) <= width:

@@ -114,7 +114,7 @@ class AdminSource:
         return [WorkerSample(rank, *of_rank) for rank, of_rank in enumerate(both)]
 
     def _ask_all(self, method: str) -> list[dict[str, Any]]:
-        """By rank; empty for workers of somebody's own that have no such method."""
+        """By rank; empty for a custom worker class without the method."""
         try:
             values: list[dict[str, Any]] = self._client.collective_rpc(method, timeout=_WORKERS_S)
         except InvalidRequestError:

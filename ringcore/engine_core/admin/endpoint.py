@@ -95,7 +95,7 @@ class AdminEndpoint:
 
     @property
     def is_due(self) -> bool:
-        """Whether a poll has signalled messages, or nobody has looked for some for a millisecond."""
+        """Whether a poll has signalled messages, or the last `receive` was a millisecond ago."""
         return self._is_signalled or time.monotonic() - self._looked_s >= _LOOK_EVERY_S
 
     def notice(self, ready: Set[int]) -> None:

@@ -168,7 +168,7 @@ class LocalListener(AdminListener):
         if self._epoll.closed:
             return
         for sock in (self._socket, self._reserve):
-            sock.close()  # nobody finds the engine any more
+            sock.close()  # the name leaves /proc/net/unix
         self._flush(time.monotonic() + linger_s)
         for connection in list(self._by_fd.values()):
             self._drop(connection)

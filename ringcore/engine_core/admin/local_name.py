@@ -2,8 +2,8 @@
 
 It is an abstract Unix socket: the name is in no directory, so nothing is left of it when the process ends, however it
 ends. It belongs to a network namespace: every process of that namespace sees it, in /proc/net/unix, and none outside.
-A name is no permission. Both ends ask the kernel for the other's user (SO_PEERCRED), so that a name that another user
-has taken deceives nobody.
+A name is no permission. Both ends ask the kernel for the other's user (SO_PEERCRED), so that a socket of another
+user is refused, whatever its name.
 """
 
 from __future__ import annotations
