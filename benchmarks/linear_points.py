@@ -11,7 +11,8 @@ import msgspec
 
 from benchmarks.driver import BenchmarkError
 from benchmarks.models import PublishedModel
-from ringcore.kernels.skinny_configs import MAX_ROWS, Config, DotConfig, FmaConfig
+from ringcore.kernels.skinny_configs import MAX_ROWS
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 
 __all__ = ["Kernel", "LinearCase", "Point", "Points", "cases_of", "first_kernels", "footprint", "near", "read_points"]
 

@@ -1,4 +1,5 @@
-"""One linear alone on a device, by each kernel that can compute it: a child process of the harness.
+"""One linear alone on a device, by each kernel that can compute it: a child process of the harness. A kernel that takes
+no norm is timed with the norm's kernel before it.
 
 Calls go over copies of the weight that together do not fit the L2, in a CUDA graph, as those of a step do. What a
 kernel gives is compared with the product in float32 before it is timed.
@@ -55,6 +56,14 @@ class Tensors:
         weights = [weight, *(weight.clone() for _ in range(copies - 1))]
         return cls(weights, stream, rows, gain, case["role"] == "added", case["is_gated"])
 
+    def normed(self) -> torch.Tensor:
+        """What a kernel without a norm multiplies: by the norm's own kernel, where there is one."""
+        if self.gain is None:
+            return self.rows
+        from ringcore.kernels.rms_norm import rms_norm
+
+        return rms_norm(self.stream, self.gain, EPS, dtype=self.rows.dtype)
+
     def expected(self) -> torch.Tensor:
         product = self.rows.float() @ self.weights[0].float().t()
         if self.is_gated:
@@ -106,18 +115,18 @@ class Linears:
 def _product(tensors: Tensors, kernel: str, config: dict[str, Any]) -> Call:
     if kernel == "cublas":
         return lambda weight, total: _by_cublas(tensors, weight, total)
-    from ringcore.kernels.skinny_configs import DotConfig, FmaConfig
     from ringcore.kernels.skinny_linear import RowNorm, new_split_k_counters, skinny_linear
+    from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 
     chosen = FmaConfig(**config) if kernel == "fma" else DotConfig(**config)
     normalises = kernel == "fma" and tensors.gain is not None
     norm = RowNorm(tensors.gain, EPS) if normalises and tensors.gain is not None else None
-    x, activation = tensors.stream if normalises else tensors.rows, "silu" if tensors.is_gated else None
+    activation = "silu" if tensors.is_gated else None
     counters = new_split_k_counters(tensors.weights[0])
 
     def call(weight: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         return skinny_linear(
-            x,
+            tensors.stream if normalises else tensors.normed(),
             weight,
             chosen,
             norm=norm,
@@ -133,7 +142,7 @@ def _by_cublas(tensors: Tensors, weight: torch.Tensor, total: torch.Tensor | Non
     from ringcore.model_executor.linear_schemes.kernel_product import sums_in_float32
 
     if total is None:
-        product = torch.nn.functional.linear(tensors.rows, weight)
+        product = torch.nn.functional.linear(tensors.normed(), weight)
         if not tensors.is_gated:
             return product
         from ringcore.model_executor.layers.activation import bind_activation

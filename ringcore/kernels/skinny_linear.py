@@ -12,8 +12,8 @@ import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
-from ringcore.kernels.skinny_configs import Config, DotConfig, FmaConfig
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 
 __all__ = [
     "Activation",

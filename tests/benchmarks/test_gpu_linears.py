@@ -19,7 +19,8 @@ from benchmarks.linear_model import KernelTimes
 from benchmarks.linear_points import LinearCase, Point, cases_of, first_kernels, footprint, near, read_points
 from benchmarks.models import MODELS
 from benchmarks.result import Findings
-from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose
+from ringcore.kernels.skinny_configs import choose
+from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 
 Cost = Callable[[dict[str, Any], str, dict[str, Any]], dict[str, Any]]
 

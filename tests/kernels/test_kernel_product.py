@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT as NONE
 from ringcore.kernels import skinny_configs
-from ringcore.kernels.skinny_configs import DotConfig, FmaConfig, choose_split_k
+from ringcore.kernels.skinny_configs import choose_split_k
+from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm

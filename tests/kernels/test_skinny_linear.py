@@ -16,7 +16,7 @@ from rounding import rounding
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ringcore.kernels.skinny_configs import MAX_ROWS, DotConfig, FmaConfig, choose
+from ringcore.kernels.skinny_configs import MAX_ROWS, choose
 from ringcore.kernels.skinny_linear import (
     RowNorm,
     new_split_k_counters,
@@ -24,6 +24,7 @@ from ringcore.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
 )
+from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -22,7 +22,7 @@ class KernelProduct(Product):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's."""
-        from ringcore.kernels import skinny_configs, skinny_linear
+        from ringcore.kernels import skinny_configs, skinny_linear, skinny_tiles
 
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous()
@@ -31,7 +31,7 @@ class KernelProduct(Product):
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose = skinny_configs.choose
         self._choose_split_k = skinny_configs.choose_split_k
-        self._takes_norm = skinny_configs.FmaConfig
+        self._takes_norm = skinny_tiles.FmaConfig
         self._row_norm = skinny_linear.RowNorm
         self._skinny = skinny_linear.skinny_linear
 

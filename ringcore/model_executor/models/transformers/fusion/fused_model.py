@@ -137,7 +137,9 @@ class Fusion:
         def given(leaf: object) -> object:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return torch.zeros(1, num_positions, 1) if leaf.is_floating_point() else positions
+            if leaf.is_floating_point():
+                return torch.zeros(1, num_positions, 1)
+            return positions.expand(*leaf.shape[:-1], -1)  # of text, those of several axes are the same
 
         args, kwargs = tree_map(given, (source.args, dict(source.kwargs)))
         cos, sin = modules[source.path](*args, **kwargs)

@@ -67,7 +67,8 @@ class FusedNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size], as its result."""
-        return self.norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # some models normalise a slice of a projection
+        return self.norm(rows).view(x.shape)
 
     def weighted(self) -> list[WeightedLayer]:
         return [self.norm]
