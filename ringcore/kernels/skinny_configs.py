@@ -1,8 +1,8 @@
 """Kernel choice and launch configuration of a skinny linear: what was measured of its shape, else by rule and model.
 
 One row takes 2 to 4 KiB of weights per warp, and a few outputs per program. 2 to 32 rows take 64 or 128 weight rows as
-the M side of the tensor cores, with the tile and split-K that a model of their time finds fastest (`skinny_times`). 2 to
-4 rows are like one where the weight is small, else like more. 33 to 64 rows are multiplied here where the weight has
+the M side of the tensor cores, with the tile and split-K that a model of their time finds fastest (`skinny_times`). 2
+to 4 rows are like one where the weight is small, else like more. 33 to 64 rows are multiplied here where the weight has
 rows for most SMs and nothing is added; the others, and more rows, by cuBLAS, with split-K where `choose_split_k` says
 so. The kernels of cuBLAS start only when the one before has ended: for Qwen3-0.6B they take as long to start as to read
 the weights, and with qkv and gate_up by `dot_kernel` whole passes of 40 to 256 rows took 1.4 to 6% less.

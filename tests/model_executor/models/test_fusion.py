@@ -96,10 +96,12 @@ def test_logits_are_those_of_transformers(tmp_path, model_type):
         torch.testing.assert_close(logits, whole, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("model_type", "is_plain"), [("llama", True), ("granite", False), ("cohere2", False)])
+@pytest.mark.parametrize(
+    ("model_type", "is_plain"), [("llama", True), ("granite", False), ("cohere2", False), ("bert", False)]
+)
 def test_logits_go_where_they_are_wanted(tmp_path, model_type, is_plain):
-    """Without a copy where the head is a product alone."""
-    theirs(tmp_path, model_type, **TYPES[model_type][0])
+    """Without a copy where the head is a product alone: nothing after it, and no transform before it."""
+    theirs(tmp_path, model_type, **(TYPES[model_type][0] if model_type in TYPES else {"is_decoder": True}))
     model, hidden, out = loaded(tmp_path), torch.randn(3, 32), torch.empty(3, 97)
     assert (model._plain_head is not None) == is_plain
     with torch.inference_mode():

@@ -46,12 +46,17 @@ def logits_of(head: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 def check_head(
     head: PreTrainedModel, linear: nn.Module | None, hidden_size: int, vocab_size: int
 ) -> ParallelLinear | None:
-    """The linear whose product the logits are, where nothing follows it. linear: of the head. Raises `Refused` for a
-    head that needs more than hidden rows."""
+    """The linear whose product of hidden rows the logits are, where nothing comes before or after it. linear: of the head.
+    Raises `Refused` for a head that needs more than hidden rows."""
     hidden = torch.empty(3, hidden_size, dtype=head.config.dtype, device="meta")
     products: list[torch.Tensor] = []
+
+    def note(_: nn.Module, args: tuple[torch.Tensor, ...], product: torch.Tensor) -> None:
+        if args[0]._base is hidden:  # or what a transform made of it
+            products.append(product)
+
     try:
-        with linear.register_forward_hook(lambda *call: products.append(call[-1])) if linear else nullcontext():
+        with linear.register_forward_hook(note) if linear else nullcontext():
             logits = head(inputs_embeds=hidden[None], use_cache=False).logits
         shape = tuple(logits[0].shape)
     except Exception as error:  # whatever the model's own code raises
