@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import interpreted_triton  # noqa: F401, before the kernels
 import numpy as np
 import pytest
 import torch

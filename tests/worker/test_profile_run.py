@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import interpreted_triton  # noqa: F401, before the kernels
 import pytest
 import torch
 from step_driver import make_config
