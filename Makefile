@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 LINTERS := lint-style lint-types lint-imports lint-documents
 
-.PHONY: setup run test chaos lint $(LINTERS) ci format clean
+.PHONY: setup run test chaos lint $(LINTERS) bytecode ci format clean
 
 # Most of what is installed is never imported; what is, Python compiles then and keeps.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -57,8 +57,12 @@ lint-documents: $(INSTALLED)
 	$(BIN)/python -m benchmarks.models_page --check
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
+# The processes of the tests start together: each would compile all that they import. What fails here fails there too.
+bytecode: $(INSTALLED)
+	-@$(BIN)/python -m pytest --collect-only --ignore=tests/gpu >/dev/null
+
 ci: setup
-	$(MAKE) --jobs=2 --output-sync=target lint
+	$(MAKE) --jobs=2 --output-sync=target lint-types bytecode lint
 	$(MAKE) test
 
 format: $(INSTALLED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
+from collections.abc import Callable
 from types import FrameType
 
 import msgspec
@@ -30,6 +32,7 @@ CHANNEL, STATUS = "channel", "status"  # names of the inherited descriptors: the
 _CLOSE_LINGER_S = 1.0
 _log = logging.getLogger(__name__)
 _FLUSH_TIMEOUT_S = 0.2
+_RAISED_AGAIN_S = 0.001
 
 
 class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +48,8 @@ class _Terminated(BaseException):
 def main(payload: bytes, fds: dict[str, int]) -> None:
     """Exit code 1 if the engine failed to start, or died."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    sys.unraisablehook = _raise_again
+    _set_handlers(_raise_terminated)
     start: EngineStart = decoder(EngineStart).decode(payload)
     status = StatusLine(fds[STATUS], 0)
     start_heartbeat(status, start.config.parallel.engine_timeout_s)
@@ -72,11 +76,11 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         gc.freeze()  # objects of start-up live as long as the process: later collections skip them
         loop.run()
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _set_handlers(signal.SIG_IGN)
         _send_fatal_error(channel, admin, error)  # before the workers' shutdown, for which the client need not wait
         raise SystemExit(1) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _set_handlers(signal.SIG_IGN)
         status.end()  # the workers' shutdown is not an iteration of the loop
         if admin is not None:
             admin.fail(wire_error(EngineDeadError("the engine was closed", process="engine")))
@@ -85,6 +89,19 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         channel.close(_CLOSE_LINGER_S)
         if admin is not None:
             admin.close(_FLUSH_TIMEOUT_S)
+
+
+def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGALRM):  # SIGALRM: `_raise_again`
+        signal.signal(number, handler)
+
+
+def _raise_again(lost: sys.UnraisableHookArgs) -> None:
+    """What a signal's handler raises within a destructor, of ZeroMQ's messages for one, is lost: it is raised again."""
+    if isinstance(lost.exc_value, _Terminated):
+        signal.setitimer(signal.ITIMER_REAL, _RAISED_AGAIN_S)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:

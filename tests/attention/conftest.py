@@ -2,9 +2,4 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
+import interpreted_triton  # noqa: F401, before the kernels

@@ -36,11 +36,9 @@ def seed(is_long) -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def only_new_garbage():
-    """Looking for garbage takes long in a process that has all tests loaded: what stands before a file is left out."""
+    """What the files before have left is not looked through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -93,13 +93,13 @@ def test_the_gguf_file_itself(smollm2_gguf):
     """Its weights are expanded exactly, so the reference is transformers on the float32 folder."""
     entries = load("smollm2-135m-float32")
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with make_core(smollm2_gguf, max_model_len=256, **OPTIONS) as core:
+    with make_core(smollm2_gguf, executor="uniproc", max_model_len=256, **OPTIONS) as core:
         outputs = generate(core, [entry.prompt_token_ids for entry in entries], params)
     assert differences(entries, tokens(outputs)) == []
 
 
 def test_the_command(smollm2):
-    command = [sys.executable, "-m", "ringcore.cli", "generate", "--model", smollm2, "--dtype", "float32", "--json"]
+    command = [sys.executable, "-m", "ringcore.cli", "generate", "--model", smollm2, "--json"]
     command += ["--prompt", "The capital of France is", "--max-tokens", "8", "--temperature", "0"]
     done = subprocess.run([*command, "--max-model-len", "256"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def shuffled(num: int) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(tiny_qwen2) -> list[list[int]]:
     """What each draws where no other is in the engine's steps, nothing is found in the cache and no step goes ahead."""
-    options = {"max_num_seqs": 1, "steps_in_flight": 1, "enable_prefix_caching": False}
+    options = {"executor": "uniproc", "max_num_seqs": 1, "steps_in_flight": 1, "enable_prefix_caching": False}
     with make_core(tiny_qwen2, **tiny_options(ROOMY), **options) as core:
         drawn = tokens(generate(core, TINY_PROMPTS, TINY_PARAMS, bad_words=bad_words))
     assert len({tuple(one) for one in drawn}) == NUM_REQUESTS
@@ -86,7 +86,7 @@ def alone(tiny_qwen2) -> list[list[int]]:
 )
 def test_the_same_tokens_as_alone(tiny_qwen2, alone, num_blocks, num_ranks, depth):
     """Every two of the three in all their combinations."""
-    options = tiny_options(num_blocks, num_ranks)
+    options = tiny_options(num_blocks, num_ranks) | {"executor": "uniproc" if num_ranks == 1 else "multiproc"}
     with make_core(tiny_qwen2, max_num_seqs=NUM_REQUESTS, steps_in_flight=depth, **options) as core:
         order = shuffled(NUM_REQUESTS)
         outputs = generate(core, [TINY_PROMPTS[i] for i in order], [TINY_PARAMS[i] for i in order], bad_words=bad_words)
@@ -143,7 +143,7 @@ def test_a_real_model_draws_the_same_among_others(smollm2):
     real_prompts, real_params = prompts(49_000, 12), params(6)
     chosen = [list(FILTERS).index(name) for name in ("none", "all", "penalties", "bad_words")]
     options = OPTIONS | {"kv_cache_bytes": 16 << 20, "max_num_seqs": NUM_REQUESTS, "block_size": 4}
-    with make_core(smollm2, **options) as core:
+    with make_core(smollm2, executor="uniproc", **options) as core:
         drawn = [tokens(generate(core, [real_prompts[i]], real_params[i], bad_words=bad_words))[0] for i in chosen]
         core.reset_prefix_cache()
         outputs = generate(core, real_prompts, real_params, bad_words=bad_words)

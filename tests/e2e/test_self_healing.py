@@ -30,7 +30,7 @@ PARAMS = [
 
 
 def undisturbed(model: str) -> list[list[int]]:
-    with make_core(model, **OPTIONS) as core:
+    with make_core(model, executor="uniproc", **OPTIONS) as core:
         return tokens(generate(core, PROMPTS, PARAMS))
 
 

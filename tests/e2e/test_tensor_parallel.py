@@ -35,7 +35,8 @@ def expected(tiny_qwen2):
 
 @pytest.mark.parametrize("size", [1, 2, 4])  # four: each of its two KV heads is on two ranks
 def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
-    with make_core(tiny_qwen2, tensor_parallel_size=size, max_num_batched_tokens=64, **OPTIONS) as core:
+    options = OPTIONS | {"executor": "uniproc" if size == 1 else "multiproc", "max_num_batched_tokens": 64}
+    with make_core(tiny_qwen2, tensor_parallel_size=size, **options) as core:
         assert tokens(generate(core, PROMPTS, GREEDY)) == expected
 
 

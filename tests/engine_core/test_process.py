@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -153,3 +155,27 @@ def test_last_words_of_every_kind(error, kind, says):
     finally:
         engine.close()
         client.close()
+
+
+IN_A_DESTRUCTOR = """
+import signal, sys, time
+from ringcore.engine_core import process
+
+class Dies:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+sys.unraisablehook = process._raise_again
+process._set_handlers(process._raise_terminated)
+try:
+    Dies()
+    time.sleep(20)
+except process._Terminated:
+    print("ends")
+"""
+
+
+def test_a_signal_in_a_destructor_is_not_lost():
+    command = [sys.executable, "-c", IN_A_DESTRUCTOR]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert (done.stdout, done.stderr) == ("ends\n", "")

@@ -41,7 +41,8 @@ def found(pid: int) -> LocalEngine | None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = [tmp_path_factory.mktemp(name) / name for name in ("first", "second")]
+    # Names that no other run of these tests has: all engines of a user are seen.
+    made = [tmp_path_factory.mktemp(name) / f"{name}-{os.getpid()}" for name in ("first", "second")]
     for folder in made:
         folder.mkdir()
     return [make_model_folder(folder) for folder in made]
@@ -94,7 +95,7 @@ def test_one_is_meant(pids, folders, by):
         "id": engine.engine_id,
         "beginning of the id": engine.engine_id[:7],
         "path": folders[1] + "/",
-        "name": "second",
+        "name": Path(folders[1]).name,
         "itself": engine,
     }[by]
     with AdminClient.local(wanted) as admin:
@@ -223,11 +224,11 @@ def test_an_idle_engine_does_nothing(pids):
 # Start and end.
 
 
-def test_a_stopped_engine_is_found_and_its_calls_time_out(pids, monkeypatch):
+def test_a_stopped_engine_is_found_and_its_calls_time_out(pids, folders, monkeypatch):
     monkeypatch.setattr("ringcore.front_end.admin_client._REPLY_GRACE_S", 0.0)
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        assert found(pids[1]).model.endswith("second")
+        assert found(pids[1]).model == folders[1]
         with AdminClient.local(pids[1]) as admin, pytest.raises(RpcTimeoutError, match="health: no answer"):
             admin.health(timeout=0.1)
     finally:
@@ -342,16 +343,17 @@ sys.stdin.read()
 @needs_root
 def test_a_name_that_another_user_took_deceives_nobody(pids):
     mine = local_name()
-    lines = "x\n0: 0 0 00010000 0001 01 1 @ringcore/0/1/aaaaaaaa"
+    forged = f"{os.getpid():08x}"
+    lines = f"x\n0: 0 0 00010000 0001 01 1 @ringcore/0/1/{forged}"
     names = [str(mine), "ringcore/0/PID/bbbbbbbb", lines]
     command = [sys.executable, "-c", IMPOSTOR, *names]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "listens\n"
         listed = Path("/proc/net/unix").read_text()
-        assert "@ringcore/0/1/aaaaaaaa" in listed
+        assert f"@ringcore/0/1/{forged}" in listed
         assert {one.pid for one in local_engines()} >= set(pids)
-        assert not {"aaaaaaaa", "bbbbbbbb", mine.engine_id} & {one.engine_id for one in local_engines()}
+        assert not {forged, "bbbbbbbb", mine.engine_id} & {one.engine_id for one in local_engines()}
         with pytest.raises(PermissionDeniedError, match="belongs to user 65534, and not to the engine of user 0"):
             AdminClient.local(LocalEngine(mine))
     finally:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
+import interpreted_triton  # noqa: F401, before the kernels
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

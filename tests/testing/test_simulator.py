@@ -113,8 +113,8 @@ CASES = {
 
 
 def busy_trace(seed: int = 0) -> Trace:
-    trace = poisson_trace(120, 40.0, prompt_tokens=30, output_tokens=25, num_prefixes=3, prefix_tokens=18, seed=seed)
-    trace.priority[:] = np.arange(120) % 3
+    trace = poisson_trace(80, 40.0, prompt_tokens=30, output_tokens=25, num_prefixes=3, prefix_tokens=18, seed=seed)
+    trace.priority[:] = np.arange(80) % 3
     return trace
 
 
@@ -165,7 +165,7 @@ def test_windows(tmp_path, layers):
     config = make_config(write_model_config(tmp_path, **changes), max_model_len=256, max_num_seqs=8)
     fast = Simulator(config, 2, cost=COST, num_processes=1).run(busy_trace())
     assert_same(fast, Simulator(config, 2, cost=COST, num_processes=1, max_steps=1).run(busy_trace()))
-    assert fast.num_finished == 120
+    assert fast.num_finished == 80
 
 
 def test_processes_change_nothing(model_folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import interpreted_triton  # noqa: F401, before the kernels
 import pytest
 import torch
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
-
 import pytest
+import torch
 from step_driver import make_config
 
 from ringcore.kernels.sampling import DeviceSamplingInputs

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it is read then
-
 from step_driver import admit, cache_of, make_step
 
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
