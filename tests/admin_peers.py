@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import zmq
 
 from ringcore.config.admin_keys import create_keys, read_client_keys
@@ -57,6 +58,8 @@ METHODS = PublicMethods(EngineCore, lambda: rpc_methods(EchoWorker()))
 ANY_PORT = "tcp://127.0.0.1:0"
 WAIT_S = 30.0
 SILENCE_S = 0.3  # in which nothing may come
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def make_keys(folder: Path, *scopes: str) -> str:

@@ -143,9 +143,9 @@ def test_no_engine_there(capsys, keys):
 
 def test_keys_are_for_tcp_and_tcp_needs_them(capsys, engine, keys):
     code, line = fails(capsys, "rpc", "4242", "stats", "--keys", keys)
-    assert (code, "--keys: they are for tcp://HOST:PORT; an engine on this host needs none" in line) == (2, True)
+    assert (code, "only tcp://HOST:PORT needs keys" in line) == (2, True)
     code, line = fails(capsys, "rpc", engine.address, "stats")
-    assert (code, "keys: give the directory of 'ringcore keys'" in line) == (2, True)
+    assert (code, "keys: give the keys of tcp://" in line) == (2, True)
 
 
 def test_keys_that_work(tmp_path):

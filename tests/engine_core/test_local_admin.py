@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from admin_peers import METHODS, SILENCE_S, WAIT_S, echo, local_name, receive, wait_until
+from admin_peers import METHODS, NOBODY, SILENCE_S, WAIT_S, echo, local_name, needs_root, receive, served, wait_until
 
 from ringcore.engine_core.admin import endpoint as admin_endpoint
 from ringcore.engine_core.admin import local_listener
@@ -22,14 +22,12 @@ from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT
 from ringcore.engine_core.admin.local_listener import MAX_CONNECTIONS, LocalListener
 from ringcore.engine_core.transport.framing import FrameLimits, FrameReader, StreamClosed, encode_frame
 from ringcore.errors import EngineDeadError
-from ringcore.executor.value_codec import encode_request, encode_value
+from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
 from ringcore.protocol.wire_errors import wire_error
 
 LIMITS = FrameLimits(100_000, 4 << 20, 64)
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 class LocalPeer:
@@ -93,14 +91,6 @@ def endpoint(name):
 def peer(endpoint, name):
     with LocalPeer(name) as made:
         yield made
-
-
-def served(endpoint, peer, call_id=1000) -> bool:
-    peer.call(echo(call_id), "x")
-    got = receive(endpoint)
-    endpoint.send(got.caller, RpcResult(call_id, [1]), encode_value("y"))
-    result, parts = peer.receive()
-    return (result.call_id, parts) == (call_id, encode_value("y"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
