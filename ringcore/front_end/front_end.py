@@ -75,7 +75,7 @@ class FrontEnd:
         processed = self.outputs.process(received.outputs)
         if began:
             facts = received.stats.step, len(received.outputs), processed.num_new_tokens
-            tracer.record(PROCESSED.number, began, now_ns(), *facts)
+            tracer.record((PROCESSED.number, began, now_ns(), *facts))
         return processed
 
     def receive_and_abort(self) -> ProcessedOutputs:

@@ -212,7 +212,7 @@ class RequestStreams:
             changed.append(stream)
         self._wake(changed)
         if began:
-            self._tracer.record(WOKEN.number, began, now_ns(), len(changed))
+            self._tracer.record((WOKEN.number, began, now_ns(), len(changed)))
 
     def _wake(self, streams: Iterable[RequestStream]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}

@@ -224,7 +224,7 @@ def test_an_engine_that_may_not_be_replaced_ends_the_job_resumable(folder, tmp_p
     lines[20] = {"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}
     source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     options = {"executor": FakeUniproc, "max_in_flight": 2, "data_parallel": 2, "engine_restarts": 0, **ENGINE}
-    with pytest.raises(RingcoreError, match=r"died 1 times in a row, and engine_restarts=0; .* run again with --resume"):
+    with pytest.raises(RingcoreError, match="run again with --resume: what is done is kept"):
         batch.run(source, out, folder, **options)
     num_done = len(out.read_bytes().splitlines())
     assert 0 < num_done < 30
