@@ -43,12 +43,12 @@ def test_json_with_the_request(capsys, folder):
     lines = [json.loads(line) for line in generate(capsys, folder, "--log-format", "json", "--log-level", "debug")]
     (ended,) = [one for one in lines if "request_id" in one]
     assert (ended["message"], ended["level"]) == ("2 prompt tokens, 3 tokens, length", "debug")
-    assert ended["logger"] == "ringcore.front_end.request_observer"
+    assert ended["logger"] == "ringcore.front_end.observers"
 
 
 def test_text(capsys, folder):
-    (line,) = [one for one in generate(capsys, folder, "--log-level", "debug") if "request_observer" in one]
-    assert line.endswith("request-0 ringcore.front_end.request_observer: 2 prompt tokens, 3 tokens, length")
+    (line,) = [one for one in generate(capsys, folder, "--log-level", "debug") if "front_end.observers" in one]
+    assert line.endswith("request-0 ringcore.front_end.observers: 2 prompt tokens, 3 tokens, length")
 
 
 def test_without_flags_nothing_is_said(capsys, folder):
