@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class FrontEndObserver(Protocol):
-    """A member of the `observers` of an engine. Its methods run within locks, `ended` in finalizers too: none may raise,
-    and none but `close` wait. Times are of the monotonic clock."""
+    """A member of the `observers` of an engine. Its methods run within locks, `ended` in finalizers too. None may
+    raise, and none but `close` wait. Times are of the monotonic clock."""
 
     def began(self, state: RequestState) -> None:
         """A request is about to be sent; called by the code that makes it, in its context."""
