@@ -22,7 +22,10 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.engine_core.core import EngineCore
 from ringcore.params.sampling_params import SamplingParams
-from ringcore.protocol.requests import EngineCoreRequest
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.output_reader import output_columns
+from ringcore.protocol.requests import NO_STATS, EngineCoreRequest
+from ringcore.protocol.steps import SchedulerOutput
 from ringcore.testing.models import write_model_config
 
 __all__ = ["Introspection", "bookkeeping_us"]
@@ -85,6 +88,8 @@ def _measurement(name: str, unit: str, samples: dict[str, list[float]]) -> Measu
 def bookkeeping_us(num: int = NUM_NOTES) -> float:
     """Microseconds: what a step does for operators alone, as `steps_in_flight` and `loop` do it."""
     times, clock, totals = StepTimes(), time.monotonic, [0, 0]
+    observers, columns = [times], output_columns([], NO_STATS)
+    step = SchedulerOutput(0, 1, int_array(), [], [], None, None, 32)
 
     def note() -> None:
         began_s = clock()
@@ -92,9 +97,12 @@ def bookkeeping_us(num: int = NUM_NOTES) -> float:
         launched_s = clock()
         totals[0] += 32
         totals[1] += 32
-        times.add((began_s, scheduled_s, launched_s, began_s, clock(), totals[0], totals[1]))
-        sending_s = clock()
-        times.add_send(clock() - sending_s)
+        stamps = began_s, scheduled_s, launched_s, began_s, clock(), totals[0], totals[1]
+        for observer in observers:
+            observer.completed(step, stamps, columns)
+        sending_s, sent_s = clock(), clock()
+        for observer in observers:
+            observer.sent(sending_s, sent_s)
 
     return _us_of(note, num) - _us_of(lambda: None, num)
 

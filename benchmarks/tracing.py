@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ from benchmarks.harness import Benchmark, Plan, numbers
 from benchmarks.null_engine import PLACES
 from benchmarks.peers.null_loops import VOCAB_SIZE, Load
 from benchmarks.peers.null_ringcore import RingcoreEngine, RingcoreNull
+from benchmarks.peers.queue_loops import cpu_s
 from benchmarks.peers.rows import facts, forget_garbage
 from benchmarks.result import Check, Findings, Measurement
 from ringcore.testing.models import write_model_config
@@ -33,7 +35,7 @@ class Tracing(Benchmark):
     """µs a step of the null engine, tracing off and on; needs no model"""
 
     needs_model: ClassVar[bool] = False
-    default_rounds: ClassVar[int] = 7
+    default_rounds: ClassVar[int] = 15
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -49,14 +51,15 @@ class Tracing(Benchmark):
             for place, has_process in PLACES.items():
                 for size in sizes:
                     with _Loop(folder, Load(size, has_process)) as loop:
-                        samples = _alternate(loop, plan.rounds)
+                        pairs = [loop.pair(on_first=number % 2 == 0) for number in range(plan.rounds)]
                     name = f"{place}, {size:,} request{'s' * (size > 1)}"
-                    measurements.append(
-                        Measurement(name=f"{name}, a step", unit="µs", higher_is_better=False, samples=samples)
-                    )
-                    checks.append(
-                        Check(name=f"{name}, records of the engine a step", value=f"{loop.records_a_step:.1f}")
-                    )
+                    for index, kind in enumerate(("wall", "CPU")):
+                        samples = {which: [pair[which][index] for pair in pairs] for which in (OFF, ON)}
+                        shown = f"{name}, a step, {kind}"
+                        measurements.append(Measurement(name=shown, unit="µs", higher_is_better=False, samples=samples))
+                        share = median((on - off) / off for off, on in zip(samples[OFF], samples[ON], strict=True))
+                        checks.append(Check(name=f"{name}, tracing adds, {kind}", value=f"{share:.1%}", data=share))
+                    checks.append(Check(name=f"{name}, records of the engine a step", value=f"{loop.a_step:.1f}"))
         engine = {**facts(RingcoreNull.packages), "env": {}}
         engines = {OFF: engine, ON: engine}
         return Findings(measurements=measurements, engines=engines, conditions=_conditions(), checks=checks)
@@ -65,7 +68,8 @@ class Tracing(Benchmark):
 def _conditions() -> list[str]:
     return [
         "The engines and requests of `null_engine`. Each round runs the same engine once with its tracers off and once "
-        "with them on, in alternating order; of an engine in a process of its own the client is traced too.",
+        "with them on, in alternating order; of an engine in a process of its own the client is traced too. What "
+        "tracing adds is the median over the rounds. CPU: of the client's process and of the engine's together.",
         "A tracer that is off costs one attribute check for each span, measured alone: less than what two runs of the "
         "same code differ by.",
     ]
@@ -78,7 +82,7 @@ class _Loop(RingcoreNull):
         super().__init__()
         self.load(folder)
         self._size = load
-        self.records_a_step = 0.0
+        self.a_step = 0.0  # records of the engine
 
     def __enter__(self) -> _Loop:
         self._engine = self.start(self._size)
@@ -89,16 +93,30 @@ class _Loop(RingcoreNull):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def step_us(self, is_traced: bool) -> float:
+    def pair(self, on_first: bool) -> dict[str, tuple[float, float]]:
+        """Microseconds a step, wall and CPU, off and on."""
+        found = {}
+        for name in (ON, OFF) if on_first else (OFF, ON):
+            forget_garbage()
+            if name == OFF:
+                found[name] = self._step_us()
+                continue
+            assert isinstance(self._engine, RingcoreEngine)
+            with traced(self._engine) as records:
+                found[name] = self._step_us()
+            self.a_step = records[0] / self._size.max_tokens
+        return found
+
+    def _step_us(self) -> tuple[float, float]:
         assert isinstance(self._engine, RingcoreEngine)
-        forget_garbage()
-        if not is_traced:
-            return self._run(self._size)
-        with traced(self._engine) as trace:
-            a_step = self._run(self._size)
-        (spans,) = trace
-        self.records_a_step = spans / self._size.max_tokens
-        return a_step
+        engine = self._engine.ready.pids["engine"] if self._size.has_process else None
+
+        def used_s() -> float:
+            return time.process_time() + (0.0 if engine is None else cpu_s(engine))
+
+        began_s = used_s()
+        wall_us = self._run(self._size)
+        return wall_us, (used_s() - began_s) * 1e6 / self._size.max_tokens
 
 
 @contextmanager
@@ -108,15 +126,8 @@ def traced(engine: RingcoreEngine) -> Iterator[list[int]]:
     engine.call("start_trace", TRACE_S)
     yield found
     trace = msgspec.msgpack.decode(engine.call("stop_trace"), type=ProcessTrace)
-    found.append(len(trace.records) + trace.num_dropped)
-
-
-def _alternate(loop: _Loop, rounds: int) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {OFF: [], ON: []}
-    for number in range(rounds):
-        for name in (OFF, ON) if number % 2 else (ON, OFF):
-            samples[name].append(loop.step_us(name == ON))
-    return samples
+    assert not trace.is_full
+    found.append(len(trace.records))
 
 
 def _cost_of_a_span() -> Check:
@@ -128,7 +139,7 @@ def _cost_of_a_span() -> Check:
         for _ in range(REPEATS):
             began = tracer.is_on and now_ns()
             if began:
-                tracer.record(CALL_RECEIVED.number, began, began, now_ns())
+                tracer.record((CALL_RECEIVED.number, began, began, now_ns()))
 
     off_s = _seconds(off)
     tracer.start(now_ns() + 10**15)

@@ -6,10 +6,12 @@ import contextlib
 import os
 import secrets
 import select
+import socket
 import threading
 import time
 from pathlib import Path
 
+import pytest
 import zmq
 
 from ringcore.config.admin_keys import create_keys, read_client_keys
@@ -20,7 +22,7 @@ from ringcore.engine_core.admin.local_listener import LocalListener
 from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.core import EngineCore
-from ringcore.engine_core.transport.framing import FrameLimits
+from ringcore.engine_core.transport.framing import FrameLimits, FrameReader, StreamClosed, encode_frame
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.codec import decoder, encoder
@@ -57,16 +59,18 @@ METHODS = PublicMethods(EngineCore, lambda: rpc_methods(EchoWorker()))
 ANY_PORT = "tcp://127.0.0.1:0"
 WAIT_S = 30.0
 SILENCE_S = 0.3  # in which nothing may come
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def make_keys(folder: Path, *scopes: str) -> str:
     return str(create_keys(folder / "admin-keys", scopes or SCOPES))
 
 
-def open_endpoint(keys: str | None, num_ranks: int = 1, limits: FrameLimits | None = None) -> AdminEndpoint:
-    """Over TCP with these keys; None: the local socket."""
+def open_endpoint(keys: str | None, num_ranks: int = 1, limits: FrameLimits | None = None, name=None) -> AdminEndpoint:
+    """Over TCP with these keys; None: the private socket of this name."""
     limits = limits or admin_limits(num_ranks)
-    listener = LocalListener(local_name(), limits) if keys is None else CurveListener(ANY_PORT, keys, limits)
+    listener = LocalListener(name or local_name(), limits) if keys is None else CurveListener(ANY_PORT, keys, limits)
     endpoint = AdminEndpoint([listener], limits)
     endpoint.serve(METHODS)
     return endpoint
@@ -75,6 +79,50 @@ def open_endpoint(keys: str | None, num_ranks: int = 1, limits: FrameLimits | No
 def local_name() -> LocalName:
     """Of one more engine in this process."""
     return LocalName(os.geteuid(), os.getpid(), secrets.token_hex(4))
+
+
+class LocalPeer:
+    """A client that sends what it is told to."""
+
+    def __init__(self, name) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(name.address)
+        self.socket.setblocking(False)
+        self.reader = FrameReader(self.socket, FrameLimits())
+
+    def send_bytes(self, data: bytes) -> None:
+        self.socket.settimeout(WAIT_S)
+        self.socket.sendall(data)
+        self.socket.setblocking(False)
+
+    def send(self, message: bytes, *buffers: bytes) -> None:
+        self.send_bytes(b"".join(encode_frame(message, buffers, FrameLimits())))
+
+    def call(self, call: RpcCall, *args) -> None:
+        parts = encode_request(call.method, args, None) if call.target == "workers" else []
+        self.send(encoder().encode(call), *parts)
+
+    def receive(self, timeout_s: float = WAIT_S) -> tuple[RpcResult, list[bytes]] | None:
+        """Raises `StreamClosed` once the engine has closed the connection."""
+        while (frame := self.reader.read()) is None:
+            if not select.select([self.socket], [], [], timeout_s)[0]:
+                return None
+        return decoder(RpcResult).decode(frame.message), [bytes(buffer) for buffer in frame.buffers]
+
+    def is_closed(self) -> bool:
+        try:
+            return self.receive() is not None and False
+        except StreamClosed:
+            return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
 
 
 class RawPeer:

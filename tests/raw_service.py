@@ -14,6 +14,7 @@ STALL_S = 0.25
 
 class RawHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    refusal = 503, "busy"
 
     def do_GET(self) -> None:
         self._whole(200, {"data": [{"id": "raw"}, {"id": "other"}]})
@@ -26,8 +27,10 @@ class RawHandler(BaseHTTPRequestHandler):
             if "STALL" in prompt:
                 time.sleep(STALL_S)
         if "FAULT-status" in prompt:
-            return self._whole(503, {"error": {"message": "busy"}})
-        usage = {"prompt_tokens": 7, "completion_tokens": body["max_tokens"]}
+            status, message = self.refusal
+            return self._whole(status, {"error": {"message": message}})
+        num_tokens = body["max_tokens"] - ("FAULT-short" in prompt)
+        usage = {"prompt_tokens": 7, "completion_tokens": num_tokens}
         if "FAULT-usage" in prompt:
             usage = None
         if not body.get("stream"):
@@ -51,9 +54,14 @@ class RawHandler(BaseHTTPRequestHandler):
             if i == 1 and "FAULT-slow" in prompt:
                 time.sleep(2.0)
             if "FAULT-text" not in prompt:
-                delta = {"reasoning_content": "hm "} if i == 0 else {"content": f"w{i} "}
-                self._event({"choices": [{"delta": delta} if is_chat else {"text": f" w{i}"}]})
+                for choice in self.choices_of(i, is_chat=is_chat):
+                    self._event({"choices": [choice]})
         return self._end({"choices": [], "usage": usage})
+
+    def choices_of(self, i: int, *, is_chat: bool) -> list[dict[str, Any]]:
+        """Of the events of a token."""
+        delta = {"reasoning_content": "hm "} if i == 0 else {"content": f"w{i} "}
+        return [{"delta": delta} if is_chat else {"text": f" w{i}"}]
 
     def _end(self, value: Any) -> None:
         self._event(value)
@@ -84,10 +92,10 @@ class RawService(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self) -> None:
+    def __init__(self, handler: type[RawHandler] = RawHandler, port: int = 0) -> None:
         import threading
 
-        super().__init__(("127.0.0.1", 0), RawHandler)
+        super().__init__(("127.0.0.1", port), handler)
         self.bodies: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.one_at_a_time = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"

@@ -59,18 +59,15 @@ class MetricsChild:
         started = [StartedRequest(row, f"request-{row}", 0, 0.0, 0) for row in range(num_requests)]
         message = OutputColumns([], rows, rows, None, [], NO_STATS)
         step = SchedulerOutput(0, 1, int_array(), [], [], None, None, num_requests)
-        at_client, in_engine = RequestLog(), StepLog(time.monotonic, 0)
+        stamps = (time.monotonic(),) * 5
+        at_client, in_engine = RequestLog(), StepLog()
         at_client.received(OutputColumns(started, rows, rows, None, [], NO_STATS))
 
         def complete() -> None:
-            in_engine.launched(step)
-            in_engine.completed(time.monotonic())
-
-        def nothing() -> None:
-            time.monotonic()  # which the engine does without metrics too
+            in_engine.completed(step, stamps, message)
 
         client_us = _least_us(lambda: at_client.received(message)) - _least_us(lambda: None)
-        engine_us = _least_us(complete) - _least_us(nothing)
+        engine_us = _least_us(complete) - _least_us(lambda: None)
         return [("at the client", "µs a step", client_us), ("in the engine", "µs a step", engine_us)]
 
     def _turn(self, engine: RingcoreEngine, num_requests: int, num_tokens: int) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from ringcore.batch.figures import EngineFigures, RequestAbortedError
-from ringcore.batch.lines import InputLine, LineForm, Outcome, Take
+from ringcore.batch.lines import InputLine, LineError, LineForm, Outcome, Take
 from ringcore.errors import EngineDeadError, QueueFullError, WorkerDiedError
 from ringcore.openai_api.served_model import ServedModel
 
@@ -15,15 +15,23 @@ __all__ = ["SharedEngine"]
 _QUEUE_FULL_S = 0.05
 _MAX_ATTEMPTS = 3  # of a line whose engine died, or whose request was aborted
 _IS_DEAD_S = 0.5
+_EXPIRED = LineError("batch_expired", "not run: the completion window of the batch is over")
 
 
 class SharedEngine:
-    """width: the most lines in flight. on_start: called before the first line is taken. See `Answerer`."""
+    """width: the most lines in flight. on_start: called before the first line is taken. has_expired: whether lines that
+    are not in flight yet have error records in place of answers. See `Answerer`."""
 
     def __init__(
-        self, model: ServedModel, width: int, deliver: Callable[[Outcome], None], on_start: Callable[[], None]
+        self,
+        model: ServedModel,
+        width: int,
+        deliver: Callable[[Outcome], None],
+        on_start: Callable[[], None],
+        has_expired: Callable[[], bool],
     ) -> None:
-        self._model, self.width, self._deliver, self._on_start = model, width, deliver, on_start
+        self._model, self.width, self._deliver = model, width, deliver
+        self._on_start, self._has_expired = on_start, has_expired
         self.num_in_flight = self.num_restarts = 0
 
     async def start(self) -> None:
@@ -56,7 +64,7 @@ class SharedEngine:
     async def _answer(self, line: InputLine, form: LineForm) -> Outcome:
         """Raises `EngineDeadError` once the engine is not replaced any more."""
         num_attempts = 0
-        while True:
+        while not self._has_expired():
             try:
                 return await form.answer(self._model, line)
             except QueueFullError:
@@ -72,6 +80,8 @@ class SharedEngine:
                 await self._check_alive()
             except Exception as error:
                 return form.failed(line, error)
+        await asyncio.sleep(0)  # nothing else lets the other requests go on
+        return form.failed(line, _EXPIRED)
 
     async def _check_alive(self) -> None:
         """Raises `EngineDeadError` if the engine has died and no restart is left, or was closed."""

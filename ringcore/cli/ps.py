@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringcore.cli.tables import duration, printable, table
+from ringcore.cli.tables import age, count, printable, table
 
 if TYPE_CHECKING:
     from ringcore.front_end.engine_survey import EngineReport
 
 __all__ = ["ps"]
 
-_HEADER = ("PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "KV", "RANKS")
+_HEADER = ("PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS")
 
 
 def ps(
@@ -65,9 +65,10 @@ def _row(report: EngineReport) -> list[str]:
         report.engine_id,
         report.model or "?",
         report.state,
-        "?" if report.age_s is None else duration(report.age_s),
+        "?" if report.age_s is None else age(report.age_s),
         _figure(report.num_running),
         _figure(report.num_waiting),
+        "-" if report.generated_tokens_per_s is None else count(report.generated_tokens_per_s),
         "-" if report.kv_cache_use is None else f"{report.kv_cache_use:.0%}",
         f"{_figure(report.num_ranks)} {devices}".rstrip(),
     ]

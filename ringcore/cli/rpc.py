@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from ringcore.cli.call_values import as_json, in_words
+from ringcore.cli.engines import KEYS_HELP, choose_engine
 from ringcore.cli.tables import table
 
 if TYPE_CHECKING:
@@ -33,9 +34,7 @@ def rpc(
     timeout: Annotated[float, typer.Option(help="seconds until the call times out")] = 30.0,
     rank: Annotated[int | None, typer.Option(help="every rank executes the call, only this one replies")] = None,
     of_engine: Annotated[bool, typer.Option("--engine", help="call the engine's own method, not the workers'")] = False,
-    keys: Annotated[
-        Path | None, typer.Option(help="for tcp://: a directory with server.key, client.key_secret")
-    ] = None,
+    keys: Annotated[Path | None, typer.Option(help=KEYS_HELP)] = None,
 ) -> None:
     """Calls a method on every worker of a running engine, or of the engine itself, and prints what each returned.
     Without METHOD it lists what can be called: who executes it, which scope it needs, what it changes.
@@ -63,7 +62,7 @@ def rpc(
             f"rank={rank}: only calls to workers have one; leave it out", field="rank", value=rank
         )
     try:
-        with _client(engine, keys) as client:
+        with choose_engine(engine, keys).connect() as client:
             if method is None:
                 listing = client.methods(timeout)
                 lines = [as_json(one) for one in listing] if json else _table(listing)
@@ -84,18 +83,6 @@ def _call(
         return {None: client.call_engine(method, args, None, timeout)}
     values = client.collective_rpc(method, args, None, timeout, rank)
     return dict(enumerate(values)) if rank is None else {rank: values}
-
-
-def _client(engine: str, keys: Path | None) -> AdminClient:
-    from ringcore.errors import InvalidRequestError
-    from ringcore.front_end.admin_client import AdminClient
-
-    if "://" in engine:
-        return AdminClient(engine, keys)
-    if keys is not None:
-        text = "--keys: they are for tcp://HOST:PORT; an engine on this host needs none"
-        raise InvalidRequestError(text, field="keys", value=str(keys))
-    return AdminClient.local(engine)
 
 
 def _is_of_engine_alone(client: AdminClient, method: str, timeout: float) -> bool:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from ringcore.front_end.admin_client import AdminClient
+from ringcore.cli.engines import ENGINE_HELP, KEYS_HELP, choose_engine
 
 __all__ = ["trace"]
 
 
 def trace(
-    engine: Annotated[
-        str | None,
-        typer.Argument(help="its pid, id or model, or tcp://HOST:PORT with --keys; default: this user's only engine"),
-    ] = None,
-    keys: Annotated[
-        Path | None, typer.Option(help="for tcp://: a directory with server.key and client.key_secret")
-    ] = None,
+    engine: Annotated[str | None, typer.Argument(help=ENGINE_HELP)] = None,
+    keys: Annotated[Path | None, typer.Option(help=KEYS_HELP)] = None,
     seconds: Annotated[float, typer.Option(help="how long to record; Ctrl-C ends it earlier")] = 5.0,
     output: Annotated[Path, typer.Option(help="the file; compressed if its name ends with .gz")] = Path(
         "trace.json.gz"
@@ -48,24 +43,13 @@ def trace(
     from ringcore.errors import ConfigError
     from ringcore.front_end.engine_trace import record_timeline
 
-    if not output.parent.is_dir():
-        raise ConfigError(f"output={str(output)!r}: no such directory", option="output", value=str(output))
-    with _client(engine, keys) as client:
+    if not os.access(output.parent, os.W_OK):
+        text = f"output={str(output)!r}: give a path in a directory that you may write to"
+        raise ConfigError(text, option="output", value=str(output))
+    with choose_engine(engine, keys).connect() as client:
         file = record_timeline(client, seconds, operators)
     data = msgspec.json.encode(file)
     output.write_bytes(gzip.compress(data, compresslevel=5) if output.suffix == ".gz" else data)
     for note in file["otherData"]["notes"]:
         typer.echo(f"ringcore: {note}", err=True)
     print(f"{output}: {len(file['traceEvents']):,} events; open it at ui.perfetto.dev")
-
-
-def _client(engine: str | None, keys: Path | None) -> AdminClient:
-    from ringcore.errors import InvalidRequestError
-    from ringcore.front_end.admin_client import AdminClient
-
-    is_local = engine is None or not engine.startswith("tcp://")
-    if is_local and keys is not None:
-        raise InvalidRequestError(f"keys={str(keys)!r}: only tcp://HOST:PORT needs keys", field="keys", value=str(keys))
-    if not is_local and keys is None:
-        raise InvalidRequestError(f"keys: give the keys of {engine} as --keys", field="keys", value=None)
-    return AdminClient.local(engine) if engine is None or is_local else AdminClient(engine, keys)

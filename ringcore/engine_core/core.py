@@ -111,8 +111,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._buffer_step)
-        times, self.note_send = self._steps.times, self._steps.times.add_send  # seconds in which outputs were sent
-        parts = self._scheduler, times, self._grammars, self._pending_outputs
+        self.note_send = self._steps.note_send
+        parts = self._scheduler, self._steps.times, self._grammars, self._pending_outputs
         self._operator_calls = OperatorCalls(self, *parts, clock)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     def step_metrics(self) -> StepMetrics:
         """Histograms of the steps since the first call."""
         if self._step_log is None:
-            self._step_log = StepLog(self._clock, len(self._steps))
+            self._step_log = StepLog()
             self._steps.observers.append(self._step_log)
         return self._step_log.metrics()
 

@@ -37,7 +37,7 @@ from ringcore.protocol.output_reader import output_columns, split_into_messages
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.wire_errors import callables_refused, invalid_call, wire_error, wire_without_details
 from ringcore.tracing import now_ns
-from ringcore.tracing.kinds import IDLED, RECEIVED, SENT, WAITED
+from ringcore.tracing.kinds import IDLED, RECEIVED, WAITED
 
 if TYPE_CHECKING:
     from ringcore.engine_core.admin.endpoint import AdminEndpoint
@@ -120,7 +120,7 @@ class EngineLoop:
                 return
             asked |= self._receive_admin_calls()
             if asked and began and self._tracer.is_on:
-                self._tracer.record(RECEIVED.number, began, now_ns())
+                self._tracer.record((RECEIVED.number, began, now_ns()))
             answered = self._answer_settled_calls()
             outputs = self._core.advance()
             self._send_outputs()  # of the previous iteration: by now the workers have their next step
@@ -151,9 +151,8 @@ class EngineLoop:
         began = self._tracer.is_on and now_ns()
         ready = {fd for fd, _ in self._poll.poll(self._poll_timeout_ms())}
         if began:
-            num_steps = self._core.num_in_flight
-            chain, facts = (WAITED, (num_steps,)) if num_steps else (IDLED, ())
-            self._tracer.record(chain.number, began, now_ns(), *facts)
+            ended, num_steps = now_ns(), self._core.num_in_flight
+            self._tracer.record((WAITED.number, began, ended, num_steps) if num_steps else (IDLED.number, began, ended))
         if self._admin is not None:
             self._admin.notice(ready)
         ready.difference_update(self._own_fds())
@@ -305,14 +304,11 @@ class EngineLoop:
         self._channel.send(message, buffers)
 
     def _send_outputs(self) -> None:
-        began = self._tracer.is_on and bool(self._unsent) and now_ns()
         while self._unsent:
             began_s = time.monotonic()
             for message in split_into_messages(self._unsent.popleft()):
                 self._send(message)
-            self._core.note_send(time.monotonic() - began_s)
-        if began:
-            self._tracer.record(SENT.number, began, now_ns())
+            self._core.note_send(began_s, time.monotonic())
 
     def _queue_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         """Queues outputs that no step produced, after the unsent ones."""

@@ -6,21 +6,24 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ringcore.engine_core.step_observer import Stamps, StepObserver
 from ringcore.errors import InvalidRequestError
 from ringcore.protocol.messages import FrontEndTrace, StartTrace, TakeTrace
 from ringcore.protocol.requests import OutputColumns
+from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.request import Request
 from ringcore.tracing import Tracer, check_seconds, now_ns
-from ringcore.tracing.kinds import ADMITTED, ARRIVED, ENDED, FIRST_TOKEN
+from ringcore.tracing.kinds import ADMITTED, ARRIVED, ENDED, FIRST_TOKEN, SENT, STEP
 
 __all__ = ["EngineTracing"]
 
+_STEP, _SENT = STEP.number, SENT.number
 _ANSWER_NS = 10 * 10**9  # a front end that answers later is left out
 
 
 class EngineTracing:
-    """One trace at a time. to_front_end: sends the front end a message; without one it is dropped. awaited: by row, the
-    requests that have no token yet.
+    """One trace at a time. to_front_end: sends the front end a message; without one it is dropped. observers: of the
+    engine's steps; it is one of them (`StepObserver`) while it traces.
 
     A front end answers when it next reads its socket: an `AsyncEngine` at once, an `LLM` while one of its calls waits.
     """
@@ -30,7 +33,9 @@ class EngineTracing:
         self.to_front_end: Callable[[StartTrace | TakeTrace], None] = _no_front_end
         self._number = 0
         self._front_end: bytes | None = None
-        self.awaited: dict[int, str] = {}
+        self.observers: list[StepObserver] = []
+        self._record, self._deadline_s = self.tracer.record, 0.0
+        self._awaited: dict[int, str] = {}  # by row, the requests that have no token yet
 
     def start(self, seconds: float, requests: Iterable[tuple[Request, int]]) -> None:
         """requests: the unfinished ones, with the number of their tokens. Raises `InvalidRequestError` while another
@@ -40,10 +45,13 @@ class EngineTracing:
             raise InvalidRequestError(
                 f"another trace is recorded, for {left_s:.1f} s at most; try again then", field="seconds", value=seconds
             )
-        self.awaited.clear()
+        self._awaited.clear()
         began_ns = now_ns()
         deadline_ns = began_ns + round(seconds * 1e9)
         self.tracer.start(deadline_ns)
+        self._record, self._deadline_s = self.tracer.record, deadline_ns / 1e9
+        if self not in self.observers:
+            self.observers.append(self)
         for request, num_tokens in requests:
             self.note_arrival(request.request_id, request.arrival_s, request.num_prompt_tokens)
             if request.row is not None:
@@ -53,6 +61,8 @@ class EngineTracing:
     def stop(self) -> bytes:
         """Ends the trace; -> the engine's own `ProcessTrace`, encoded. Asks for that of the front end."""
         trace = self.tracer.take("engine")
+        if self in self.observers:
+            self.observers.remove(self)
         self._number += 1
         self._front_end = None
         self.to_front_end(TakeTrace(self._number, now_ns() + _ANSWER_NS))
@@ -84,24 +94,37 @@ class EngineTracing:
         if num_tokens > request.num_prompt_tokens:
             self.tracer.note(FIRST_TOKEN, began_ns, began_ns, request.request_id, None)
         else:
-            self.awaited[request.row] = request.request_id
+            self._awaited[request.row] = request.request_id
 
-    def note(self, columns: OutputColumns, now: int) -> None:
+    # -----------------------------------------------------------------------------------------------------------
+    # As an observer of steps.
+
+    def completed(self, step: SchedulerOutput, stamps: Stamps, columns: OutputColumns) -> None:
+        self._record((_STEP, stamps, step.step, step.num_tokens, columns.stats.step))
+        if columns.started or columns.others or self._awaited:
+            self._note(columns, int(stamps[4] * 1e9))
+        if stamps[4] > self._deadline_s:
+            self.tracer.check(now_ns())
+
+    def sent(self, began_s: float, ended_s: float) -> None:
+        self._record((_SENT, (began_s, ended_s)))
+
+    def _note(self, columns: OutputColumns, now: int) -> None:
         """The requests that a step's output admits, and those that got their first token or ended. now: nanoseconds."""
         tracer = self.tracer
         for one in columns.started:
             facts = one.request_id, one.row, one.num_cached_tokens, one.num_preemptions
             admitted_ns = round(one.first_scheduled_s * 1e9)
             tracer.note(ADMITTED, admitted_ns, admitted_ns, *facts)
-            self.awaited[one.row] = one.request_id
+            self._awaited[one.row] = one.request_id
         sent = columns.stats.step
-        if self.awaited:
-            for row in self.awaited.keys() & columns.rows.tolist():
-                tracer.note(FIRST_TOKEN, now, now, self.awaited.pop(row), sent)
+        if self._awaited:
+            for row in self._awaited.keys() & columns.rows.tolist():
+                tracer.note(FIRST_TOKEN, now, now, self._awaited.pop(row), sent)
         for ended in columns.others:
-            waited = [row for row, request_id in self.awaited.items() if request_id == ended.request_id]
+            waited = [row for row, request_id in self._awaited.items() if request_id == ended.request_id]
             for row in waited:
-                del self.awaited[row]
+                del self._awaited[row]
                 if ended.new_token_ids:
                     tracer.note(FIRST_TOKEN, now, now, ended.request_id, sent)
             tracer.note(ENDED, now, now, ended.request_id, "error" if ended.error is not None else ended.finish_reason)

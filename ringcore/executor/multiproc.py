@@ -164,7 +164,7 @@ class MultiprocExecutor(Executor):
                 self._watch.wake()
             if began:
                 ended, unread = now_ns(), self._calls.writer.unread_bytes()
-                self.tracer.record(ENQUEUED.number, began, ended, scheduler_output.step, len(body), unread)
+                self.tracer.record((ENQUEUED.number, began, ended, scheduler_output.step, len(body), unread))
             return call
 
     def wait_fds(self) -> list[int]:

@@ -195,7 +195,8 @@ class _Loop:
                 prepared = prepare_call(self._worker, self._link.rank, head, request)
                 perform = partial(self._execute, head, prepared)
         if began:
-            tracer.record(CALL_RECEIVED.number, began, arrived, now_ns())
+            tracer.record((CALL_RECEIVED.number, began, arrived, now_ns()))
+            tracer.check(arrived)
         return perform
 
     def _execute(self, head: CallHead, perform: Callable[[], Outcome | None]) -> None:
@@ -226,7 +227,7 @@ class _Loop:
         began = self._tracer.is_on and now_ns()
         launched = launch_step(self._worker, scheduler_output)
         if began:
-            self._tracer.record(LAUNCHED.number, began, now_ns(), *scheduler_output.composition())
+            self._tracer.record((LAUNCHED.number, began, now_ns(), *scheduler_output.composition()))
         return launched
 
     def _begin(self, head: CallHead, launch: Callable[[], PendingOutput]) -> None:
@@ -262,9 +263,9 @@ class _Loop:
         if outcome is not None:
             self._link.reply(head, outcome)
             if began:
-                tracer.record(REPLIED.number, began, ended, now_ns())
+                tracer.record((REPLIED.number, began, ended, now_ns()))
         elif began:
-            tracer.record(RESULT_READ.number, began, ended)
+            tracer.record((RESULT_READ.number, began, ended))
         if self._launched:
             following, _ = self._launched[0]
             self._status.end_and_begin(following.call_id, following.kind, following.method)

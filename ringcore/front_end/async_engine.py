@@ -18,8 +18,9 @@ from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations
 from ringcore.front_end.engine_metrics import EngineMetrics
-from ringcore.front_end.front_end import FrontEnd, observer_of
+from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.input_processor import InputProcessor, Preparation, Prompt
+from ringcore.front_end.observers import observers_of
 from ringcore.front_end.request_streams import RequestStream, RequestStreams
 from ringcore.front_end.tokenization.text_jobs import TextAnswer, TextJob
 from ringcore.host.file_names import as_utf8
@@ -78,8 +79,8 @@ class AsyncEngine(RpcCaller):
             )
         self.config = EngineConfig.from_options(model=model, **engine_options)
         self.has_request_spans = tracer_provider is not None
-        observer = observer_of(tracer_provider, self.config)
-        self._generations = EngineGenerations(self.config, engine_restarts, observer)
+        observers = observers_of(tracer_provider, self.config)
+        self._generations = EngineGenerations(self.config, engine_restarts, observers)
         self._metrics = EngineMetrics.of_generations(self._generations)
         # Also when dropped, and at exit.
         self._finalizer = weakref.finalize(self, self._generations.close_in_finalizer)

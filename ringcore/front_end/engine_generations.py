@@ -29,7 +29,6 @@ from ringcore.config import EngineConfig
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.observers import FrontEndObserver
-from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_streams import RequestStreams
 from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.host.owner_process import OwnerProcess
@@ -62,10 +61,10 @@ class EngineGenerations:
     Invariant: `_generation` and `_opening` change only under `_lock`, and may be read without it.
     """
 
-    def __init__(self, config: EngineConfig, max_restarts: int, observer: RequestObserver) -> None:
-        self._config, self._max_restarts, self._observer = config, max_restarts, observer
+    def __init__(self, config: EngineConfig, max_restarts: int, observers: list[FrontEndObserver]) -> None:
+        self._config, self._max_restarts = config, max_restarts
         self.owner = OwnerProcess("the engine")
-        self.observers: list[FrontEndObserver] = []  # of all generations
+        self.observers = observers  # of all generations
         self.num_restarts = 0
         self.restart_cause: str | None = None
         self.front_end: FrontEnd | None = None
@@ -84,7 +83,7 @@ class EngineGenerations:
             raise
 
     def _start(self) -> RequestStreams:
-        streams = RequestStreams(self._config, self._on_engine_ended, self._tracer, self._observer, self.observers)
+        streams = RequestStreams(self._config, self._on_engine_ended, self._tracer, self.observers)
         streams.opened.add_done_callback(partial(self._on_opened, streams))
         return streams
 
@@ -203,7 +202,8 @@ class EngineGenerations:
         self.current.close(timeout)
         with self._lock:
             self._end(None, EngineDeadError("the engine was closed", process="engine"))
-        self._observer.close()
+        for observer in self.observers:
+            observer.close()
 
     def close_in_finalizer(self) -> None:
         """`close`, for a finalizer, which may run in any thread, also in one that `close` would join."""

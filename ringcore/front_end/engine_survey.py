@@ -41,6 +41,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str] = []
     num_running: int | None = None
     num_waiting: int | None = None
+    generated_tokens_per_s: float | None = None  # in the last seconds, as `StepReport` has it
     kv_cache_use: float | None = None
     admin_endpoint: str | None = None
 
@@ -56,9 +57,12 @@ def survey(engines: Sequence[LocalEngine], timeout_s: float) -> list[EngineRepor
 def _look_at(engine: LocalEngine, timeout_s: float) -> EngineReport:
     deadline = time.monotonic() + timeout_s
     devices: list[str] = []
+    tokens_per_s: float | None = None
     try:
         with AdminClient.local(engine, connect_timeout=timeout_s) as admin:
             health = admin.health(_left(deadline))
+            with suppress(RingcoreError):  # it answered already
+                tokens_per_s = admin.call_engine("step_times", timeout=_left(deadline))["generated_tokens_per_s"]
             with suppress(RingcoreError, KeyError, TypeError):  # workers of one's own may have no such method
                 devices = [str(one["device"]) for one in admin.collective_rpc("health", timeout=_left(deadline))]
     except EngineDeadError as error:
@@ -71,6 +75,7 @@ def _look_at(engine: LocalEngine, timeout_s: float) -> EngineReport:
         devices=devices,
         num_running=health.num_running,
         num_waiting=health.num_waiting,
+        generated_tokens_per_s=tokens_per_s,
         kv_cache_use=health.kv_cache_use,
     )
 

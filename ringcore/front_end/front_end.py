@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.config import EngineConfig
@@ -12,33 +11,19 @@ from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.input_processor import InputProcessor, PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.output_processor import OutputProcessor, ProcessedOutputs
-from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_state import RequestState
 from ringcore.front_end.start_checks import check_start
-from ringcore.host.file_names import as_utf8
 from ringcore.params.sampling_params import OutputKind
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import PROCESSED
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
-
-__all__ = ["FrontEnd", "observer_of", "start_engine"]
+__all__ = ["FrontEnd", "start_engine"]
 
 
 def start_engine(config: EngineConfig, tracer: Tracer, observers: Sequence[FrontEndObserver] = ()) -> EngineCoreClient:
     """Starts the engine process of a front end without waiting for it. Raises as `check_start`."""
     check_start(config)
     return EngineCoreClient(config, observers, tracer=tracer)
-
-
-def observer_of(provider: TracerProvider | None, config: EngineConfig) -> RequestObserver:
-    """What is told of the requests of a front end."""
-    if provider is None:
-        return RequestObserver()
-    from ringcore.front_end.request_spans import RequestSpans  # with opentelemetry
-
-    return RequestSpans(provider, as_utf8(config.model.model))
 
 
 class FrontEnd:
@@ -48,9 +33,8 @@ class FrontEnd:
     the engine, whose later calls raise the same error.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineCoreClient, observer: RequestObserver) -> None:
-        """observer: told of the requests whose outputs `receive_and_abort` receives."""
-        self._client, self._observer = client, observer
+    def __init__(self, config: EngineConfig, client: EngineCoreClient) -> None:
+        self._client = client
         try:
             self.tokenizer = load_tokenizer(config.model.files)
             self.ready = client.wait_ready()
@@ -63,8 +47,9 @@ class FrontEnd:
     def add(self, prepared: Sequence[PreparedRequest], kind: OutputKind | None = None) -> list[RequestState]:
         """Sends requests. kind: of their outputs; None: the `output_kind` of each."""
         states = [self.outputs.add(one, kind or one.requests[0].sampling_params.output_kind) for one in prepared]
-        for state in states:
-            state.trace_context = self._observer.context()
+        for observer in self._client.observers:
+            for state in states:
+                observer.began(state)
         self._client.add_requests([request for one in prepared for request in one.requests])
         return states
 
@@ -75,7 +60,7 @@ class FrontEnd:
         processed = self.outputs.process(received.outputs)
         if began:
             facts = received.stats.step, len(received.outputs), processed.num_new_tokens
-            tracer.record(PROCESSED.number, began, now_ns(), *facts)
+            tracer.record((PROCESSED.number, began, now_ns(), *facts))
         return processed
 
     def receive_and_abort(self) -> ProcessedOutputs:
@@ -83,20 +68,22 @@ class FrontEnd:
         processed = self.receive()
         if processed.abort_ids:
             self._client.abort(processed.abort_ids)
-        for state in processed.changed:
-            if state.is_over:
-                self._observer.ended(state)
+        self._note_ends([state for state in processed.changed if state.is_over])
         return processed
 
     def drop_unfinished(self) -> None:
         """Aborts every unfinished request and forgets it."""
         unfinished = self.outputs.unfinished_ids
-        for state in self.outputs.unfinished:
-            self._observer.ended(state)
-        self.outputs.drop(unfinished, "abort")
+        self._note_ends(self.outputs.unfinished)
+        self.outputs.forget(unfinished)
         if not unfinished:
             return
         try:
             self._client.abort(unfinished)
         except RingcoreError:
             return  # the engine is dead, and so are its requests
+
+    def _note_ends(self, states: Sequence[RequestState]) -> None:
+        for observer in self._client.observers:
+            for state in states:
+                observer.ended(state, None)

@@ -18,9 +18,9 @@ from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.engine_metrics import EngineMetrics
-from ringcore.front_end.front_end import FrontEnd, observer_of, start_engine
+from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
-from ringcore.front_end.observers import FrontEndObserver
+from ringcore.front_end.observers import observers_of
 from ringcore.front_end.prompt_lists import (
     OnError,
     Prepare,
@@ -72,16 +72,15 @@ class LLM(RpcCaller, MemoryMethods):
     ) -> None:
         """tracer_provider: gets OpenTelemetry spans of every request (extra `otel`)."""
         self.config = EngineConfig.from_options(model=model, **engine_options)
-        tracer, observers = Tracer(), list[FrontEndObserver]()
-        self._client = start_engine(self.config, tracer, observers)
+        tracer, self._observers = Tracer(), observers_of(tracer_provider, self.config)
+        self._client = start_engine(self.config, tracer, self._observers)
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config, tracer)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
-        self._metrics = EngineMetrics(observers, self._tokenizer_pool, weakref.ref(self._client))
-        self._observer = observer_of(tracer_provider, self.config)
+        self._metrics = EngineMetrics(self._observers, self._tokenizer_pool, weakref.ref(self._client))
         try:
             self._tokenizer_pool.start()
-            self._front_end = FrontEnd(self.config, self._client, self._observer)
+            self._front_end = FrontEnd(self.config, self._client)
         except BaseException:  # whose traceback may keep this object for long
             self.close()
             raise
@@ -274,7 +273,8 @@ class LLM(RpcCaller, MemoryMethods):
         """Ends the engine and its workers. Idempotent; every later call raises `EngineDeadError`."""
         self._client.close()
         self._finalizer()
-        self._observer.close()
+        for observer in self._observers:
+            observer.close()
 
     def __enter__(self) -> LLM:
         return self

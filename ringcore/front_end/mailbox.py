@@ -144,7 +144,8 @@ class Mailbox:
                     began = self._tracer.is_on and now_ns()
                     outputs = self._reader.read(message)  # empty if requests have started without a token yet
                     if began:
-                        self._tracer.record(READ.number, began, now_ns(), message.stats.step)
+                        self._tracer.record((READ.number, began, now_ns(), message.stats.step))
+                        self._tracer.check(began)
                     if self.dead is not None:  # closed: drop what another thread received meanwhile
                         self._reset_stats(num_waiting=0)
                     elif outputs:

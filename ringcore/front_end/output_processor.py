@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import Completion, RequestState, TextSource
-from ringcore.params.outputs import FinishReason
 from ringcore.params.sampling_params import OutputKind
 from ringcore.protocol.requests import EngineCoreOutput
 
@@ -57,15 +56,10 @@ class OutputProcessor:
             self._completions[completion.engine_id] = completion
         return state
 
-    def forget(self, engine_ids: Iterable[str]) -> int:
-        """Ignores later outputs of these completions; returns how many were unfinished."""
-        return sum(self._completions.pop(engine_id, None) is not None for engine_id in engine_ids)
-
-    def drop(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
-        """Forgets completions that were sent, and ends them for that reason."""
-        num_unfinished = self.forget(engine_ids)
-        for observer in self._observers:
-            observer.dropped(num_unfinished, reason)
+    def forget(self, engine_ids: Iterable[str]) -> None:
+        """Ignores later outputs of these completions."""
+        for engine_id in engine_ids:
+            self._completions.pop(engine_id, None)
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Applies one message of the engine; forgets the completions that ended."""

@@ -27,8 +27,8 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
 import ringcore
 from ringcore.errors import RingcoreError
-from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_state import RequestState
+from ringcore.protocol.requests import OutputColumns
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -49,8 +49,8 @@ class _Ended(NamedTuple):
     wall_ahead_ns: int  # of the wall clock, which spans have, over the monotonic one
 
 
-class RequestSpans(RequestObserver):
-    """The spans of one front end's requests.
+class RequestSpans:
+    """The spans of one front end's requests: an observer of it.
 
     model: its name in the spans. num_dropped: requests without spans, because the thread did not keep up.
     """
@@ -65,11 +65,14 @@ class RequestSpans(RequestObserver):
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
-    def context(self) -> Context:
-        return otel_context.get_current()
+    def began(self, state: RequestState) -> None:
+        state.trace_context = otel_context.get_current()
 
-    def ended(self, state: RequestState, error: RingcoreError | None = None) -> None:
-        super().ended(state, error)
+    def received(self, columns: OutputColumns) -> None: ...
+
+    def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None: ...
+
+    def ended(self, state: RequestState, error: RingcoreError | None) -> None:
         if self._queue.qsize() >= MAX_QUEUED:
             self.num_dropped += 1
             return

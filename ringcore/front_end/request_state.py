@@ -35,7 +35,7 @@ class RequestState:
     merged, at most the request's own tokens; so a slow reader exerts no back-pressure on the engine.
 
     kind: of the outputs of `take`. is_over: no more output will arrive; the last one can still be taken. submitted_s:
-    when it was checked and tokenized (monotonic). trace_context: the caller's, see `RequestObserver`.
+    when it was checked and tokenized (monotonic). trace_context: the caller's, by `RequestSpans`.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class RequestState:
             self._prompt_positions = [None]  # the engine sends none for a prompt of one token
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
+        self._reasons: list[FinishReason] = []  # once it is over
         self._lock = threading.RLock()  # reentrant: a finalizer may call `end` inside another call of its thread
         self._has_output = False
 
@@ -97,21 +98,24 @@ class RequestState:
                 self._has_output = True
 
     def _end(self, error: RingcoreError | None, now: float) -> None:
-        cut_off: FinishReason = "abort" if error is None else "error"
-        reasons = [one.finish_reason or cut_off for one in self.completions]
+        self._reasons = self._finish_reasons(error)
         for one in self.completions:
             one.finish_reason = one.finish_reason or "abort"
         self.is_over, self.error, self._finished_s = True, error, now
-        for observer in self._observers:
-            observer.ended(self._as_ended(reasons))
 
-    def _as_ended(self, reasons: list[FinishReason]) -> EndedRequest:
+    def _finish_reasons(self, error: RingcoreError | None) -> list[FinishReason]:
+        cut_off: FinishReason = "abort" if error is None else "error"
+        return [one.finish_reason or cut_off for one in self.completions]
+
+    def summary(self, error: RingcoreError | None) -> EndedRequest:
+        """error: by which it ended, where it has none of its own."""
         return EndedRequest(
+            is_over=self.is_over,
             times=self.metrics(),
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=[one.num_tokens for one in self.completions],
-            finish_reasons=reasons,
-            max_tokens=self._request.sampling_params.max_tokens,
+            finish_reasons=self._reasons or self._finish_reasons(error),
+            max_tokens=self.params.max_tokens,
         )
 
     def take(self) -> RequestOutput | None:

@@ -27,7 +27,6 @@ from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
-from ringcore.front_end.request_observer import RequestObserver
 from ringcore.front_end.request_state import RequestState
 from ringcore.params.outputs import RequestOutput
 from ringcore.protocol.requests import EngineCoreRequest
@@ -98,10 +97,9 @@ class RequestStreams:
         config: EngineConfig,
         on_end: OnEnd,
         tracer: Tracer,
-        observer: RequestObserver,
         observers: Sequence[FrontEndObserver] = (),
     ) -> None:
-        self._config, self._on_end, self._tracer, self._observer = config, on_end, tracer, observer
+        self._config, self._on_end, self._tracer, self._observers = config, on_end, tracer, observers
         self.is_closed = False
         self.client = start_engine(config, tracer, observers)
         self.opened: Future[FrontEnd] = Future()
@@ -134,7 +132,8 @@ class RequestStreams:
         """Queues a request to be sent; its reader is in the running loop."""
         outputs = self.opened.result(timeout=0).outputs
         state = outputs.add(prepared, prepared.requests[0].sampling_params.output_kind)
-        state.trace_context = self._observer.context()
+        for observer in self._observers:
+            observer.began(state)
         stream = RequestStream(self, state, asyncio.get_running_loop())
         if self._by_id.setdefault(prepared.request_id, stream) is not stream:
             outputs.forget(state.unfinished_ids)
@@ -155,7 +154,7 @@ class RequestStreams:
         if not self.client.owner.is_here or not self._remove(stream):
             return
         engine_ids = stream.state.unfinished_ids
-        self.opened.result(timeout=0).outputs.drop(engine_ids, "abort")
+        self.opened.result(timeout=0).outputs.forget(engine_ids)
         self._to_send.put(engine_ids)
 
     def abort(self, request_id: str) -> None:
@@ -171,7 +170,8 @@ class RequestStreams:
             return False
         had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
         if had_not_ended:
-            self._observer.ended(stream.state, error)
+            for observer in self._observers:
+                observer.ended(stream.state, error)
         if not self._by_id and self._error is not None:  # `close` sets it before it waits
             self._drained.put(None)
         return had_not_ended
@@ -181,7 +181,7 @@ class RequestStreams:
 
     def _receive_all(self) -> None:
         try:
-            front_end = FrontEnd(self._config, self.client, self._observer)
+            front_end = FrontEnd(self._config, self.client)
         except BaseException as error:
             self._fail_all(error if isinstance(error, RingcoreError) else _internal_error(error))
             self.opened.set_exception(error)
@@ -212,7 +212,7 @@ class RequestStreams:
             changed.append(stream)
         self._wake(changed)
         if began:
-            self._tracer.record(WOKEN.number, began, now_ns(), len(changed))
+            self._tracer.record((WOKEN.number, began, now_ns(), len(changed)))
 
     def _wake(self, streams: Iterable[RequestStream]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
@@ -235,7 +235,7 @@ class RequestStreams:
         failed = [stream for stream in streams if self._remove(stream, error)]
         for stream in failed:
             stream.error = error
-            self.opened.result(timeout=0).outputs.drop(stream.state.unfinished_ids, "error")
+            self.opened.result(timeout=0).outputs.forget(stream.state.unfinished_ids)
         self._wake(failed)
 
     def _send_all(self) -> None:
@@ -260,10 +260,10 @@ class RequestStreams:
         self._error = self._error or EngineDeadError("the engine was closed", process="engine")
         self._wait_until_empty(timeout)
         with self._closing:
-            rest = [stream for stream in list(self._by_id.values()) if self._remove(stream)]
+            rest = list(self._by_id.values())
             for stream in rest:
                 stream.state.end(time.monotonic())
-            self._wake(rest)
+            self._wake([stream for stream in rest if self._remove(stream)])
             self.is_closed = self.is_closed or self.client.is_alive
             self.client.close()
             self._to_send.put(None)

@@ -6,10 +6,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from ringcore.errors import RingcoreError
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
 from ringcore.metrics.token_gaps import TokenGaps
 from ringcore.params.outputs import FinishReason, RequestMetrics
@@ -46,13 +47,20 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 
 
 class EndedRequest(NamedTuple):
-    """A prompt all of whose completions have ended."""
+    """is_over: all its completions have ended; else nobody reads it any more, or its engine died."""
 
+    is_over: bool
     times: RequestMetrics
     num_prompt_tokens: int
     num_tokens: list[int]  # of each completion
     finish_reasons: list[FinishReason]  # likewise
     max_tokens: int | None
+
+
+class EndedState(Protocol):
+    """`front_end.request_state.RequestState`, as read here."""
+
+    def summary(self, error: RingcoreError | None) -> EndedRequest: ...
 
 
 class RequestTotals(NamedTuple):
@@ -83,6 +91,8 @@ class RequestLog:
 
     # Observing.
 
+    def began(self, state: EndedState) -> None: ...
+
     def received(self, columns: OutputColumns) -> None:
         if columns.logprobs is not None:
             columns = replace(columns, logprobs=None)  # it may be large
@@ -96,11 +106,11 @@ class RequestLog:
     def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None:
         self._events.append(lambda: self._count_first_token(num_prompt_tokens, now - arrival_s))
 
-    def ended(self, request: EndedRequest) -> None:
+    def ended(self, state: EndedState, error: RingcoreError | None) -> None:
+        request = state.summary(error)
         self._events.append(lambda: self._count_ended(request))
 
-    def dropped(self, num_completions: int, reason: FinishReason) -> None:
-        self._events.append(lambda: self._ended.update({reason: num_completions}))
+    def close(self) -> None: ...
 
     # Counting.
 
@@ -139,7 +149,7 @@ class RequestLog:
 
     def _count_ended(self, request: EndedRequest) -> None:
         self._ended.update(request.finish_reasons)
-        if "error" in request.finish_reasons:
+        if "error" in request.finish_reasons or not request.is_over:
             return
         values, times, n = self._values, request.times, len(request.num_tokens)
         num_tokens = sum(request.num_tokens)

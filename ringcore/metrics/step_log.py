@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
+from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 
 __all__ = ["StepLog", "StepMetrics"]
@@ -17,8 +16,9 @@ _TOKENS = tuple(float(1 << e) for e in range(15))  # 1 to 16384
 _REQUESTS = tuple(float(1 << e) for e in range(13))  # 1 to 4096
 _MAX_ENTRIES = 512  # numpy adds so many values in the time of some tens
 
-# When a step was launched, its tokens, its rows (None: those of the step before), and its number of steps.
-_Launch = tuple[float, int, np.ndarray | None, int]
+# Its launch and the arrival of its output in seconds, its tokens, its rows (None: those of the step before), and its
+# number of steps.
+_Step = tuple[float, float, int, np.ndarray | None, int]
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -36,49 +36,37 @@ class StepLog:
     times add up to the time in which the engine had work.
     """
 
-    def __init__(self, clock: Callable[[], float], num_in_flight: int) -> None:
-        """clock: returns seconds. num_in_flight: steps launched before, which count from now on."""
-        self._clock = clock
-        self._launches: list[_Launch] = [(clock(), 0, None, 1)] * num_in_flight
-        self._completed_s: list[float] = []
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
         self._last_s = 0.0  # when the last step completed, of those that are counted
         self._num_rows = 0  # of that step
         self._seconds = BucketHistogram(_SECONDS)
         self._tokens = BucketHistogram(_TOKENS)
         self._requests = BucketHistogram(_REQUESTS)
 
-    def launched(self, step: SchedulerOutput) -> None:
-        self._launches.append((self._clock(), step.num_tokens, step.rows, step.num_steps))
-
-    def completed(self, now: float) -> None:
-        """now: on the log's clock"""
-        self._completed_s.append(now)
-        if len(self._completed_s) >= _MAX_ENTRIES:
+    def completed(self, step: SchedulerOutput, stamps: tuple[float, ...], columns: OutputColumns) -> None:
+        """stamps: as `engine_core.step_observer.Stamps`."""
+        self._steps.append((stamps[2], stamps[3], step.num_tokens, step.rows, step.num_steps))
+        if len(self._steps) >= _MAX_ENTRIES:
             self._count()
 
-    def lost(self) -> None:
-        """The steps in flight are lost with the workers."""
-        self._count()
-        self._launches.clear()
+    def sent(self, began_s: float, ended_s: float) -> None:
+        """Not counted."""
 
     def metrics(self) -> StepMetrics:
         self._count()
         return StepMetrics(self._seconds.snapshot(), self._tokens.snapshot(), self._requests.snapshot())
 
     def _count(self) -> None:
-        """Counts the steps that have completed: the oldest ones."""
-        num_steps = len(self._completed_s)
-        if not num_steps:
+        if not self._steps:
             return
-        launched_s, tokens, rows, times = zip(*self._launches[:num_steps], strict=True)
-        completed_s, num_times = np.array(self._completed_s), np.array(times)
-        before_s = np.append(self._last_s, completed_s[:-1])
+        launched_s, completed_s, tokens, rows, times = map(list, zip(*self._steps, strict=True))
+        num_times, before_s = np.array(times), np.array([self._last_s, *completed_s[:-1]])
         self._seconds.add((completed_s - np.maximum(before_s, launched_s)) / num_times, num_times)
         self._tokens.add(np.array(tokens) / num_times, num_times)
         self._requests.add([self._rows_of(one) for one in rows], num_times)
-        self._last_s = self._completed_s[-1]
-        del self._launches[:num_steps]
-        self._completed_s.clear()
+        self._last_s = completed_s[-1]
+        self._steps.clear()
 
     def _rows_of(self, rows: np.ndarray | None) -> int:
         """Of the next step; None: as many as the one before."""

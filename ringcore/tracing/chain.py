@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,19 +24,21 @@ class Chain:
     arguments are integers, and each is given once.
 
     kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are
-    shown; its spans are recorded by one thread at a time.
+    shown; its spans are recorded by one thread at a time. has_stamps: the times are one field, a tuple of seconds that
+    the code has anyway and may have more.
     """
 
-    __slots__ = ("args", "kinds", "number", "track")
+    __slots__ = ("args", "has_stamps", "kinds", "number", "track")
 
-    def __init__(self, number: int, track: str, *kinds: Kind | None) -> None:
-        self.number, self.track, self.kinds = number, track, kinds
+    def __init__(self, number: int, track: str, *kinds: Kind | None, has_stamps: bool = False) -> None:
+        self.number, self.track, self.kinds, self.has_stamps = number, track, kinds, has_stamps
         self.args = tuple(dict.fromkeys(name for kind in kinds if kind for name in kind.args))
 
-    def spans(self, fields: Sequence[float]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
+    def spans(self, fields: Sequence[Any]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
         """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`."""
-        times, values = fields[: len(self.kinds) + 1], dict(zip(self.args, fields[len(self.kinds) + 1 :], strict=True))
+        num_times = 1 if self.has_stamps else len(self.kinds) + 1
+        times = [round(seconds * 1e9) for seconds in fields[0]] if self.has_stamps else fields[:num_times]
+        values = dict(zip(self.args, fields[num_times:], strict=True))
         for index, kind in enumerate(self.kinds):
             if kind is not None:
-                args = tuple(int(values[name]) for name in kind.args)
-                yield kind, int(times[index]), int(times[index + 1]), args
+                yield kind, times[index], times[index + 1], tuple(values[name] for name in kind.args)

@@ -58,7 +58,7 @@ def timeline(processes: Sequence[ProcessTrace], notes: Sequence[str], version: s
     made = _Timeline(processes)
     notes = [
         *notes,
-        *(f"{one.process}: its oldest {one.num_dropped} records were dropped" for one in processes if one.num_dropped),
+        *(f"{one.process}: its ring was full, its oldest records were dropped" for one in processes if one.is_full),
         *(["the processes are of several hosts, aligned by their wall clocks"] if made.num_hosts > 1 else []),
     ]
     return {

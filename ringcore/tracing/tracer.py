@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
 from threading import enumerate as all_threads
 from threading import get_ident, main_thread
 from time import monotonic_ns as now_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,11 +25,13 @@ from ringcore.tracing.kinds import CHAINS
 
 __all__ = ["MAX_TRACE_S", "Chain", "Kind", "ProcessTrace", "Span", "Tracer", "check_seconds", "now_ns"]
 
-CAPACITY, NOTES = 1 << 17, 1 << 15  # records of each ring
+CAPACITY, NOTES = 1 << 17, 1 << 15  # of each ring
 
 MAX_TRACE_S = 600.0
 
 _PAST = -1
+
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -53,17 +55,17 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     deadline_ns: int  # what ended later is no part of it
     taken_ns: int  # when the records were taken
     taken_unix_ns: int  # the same moment by the host's wall clock
-    num_dropped: int  # records that newer ones replaced: the oldest
-    chains: list[tuple[str, tuple[Kind | None, ...]]]  # by number: track and kinds, of the process's own version
-    records: list[tuple[float, ...]]  # the number of a chain, then its fields
+    is_full: bool  # newer records may have replaced the oldest
+    chains: list[tuple[str, bool, tuple[Kind | None, ...]]]  # of its own version: track, `has_stamps`, kinds
+    records: list[tuple[Any, ...]]  # the number of a chain, then its fields
     notes: list[Span]
     threads: dict[int, str]  # the names, by ident
 
     def spans(self) -> Iterator[Span]:
         """In no order; their tracks are names. Those of one track are nested or disjoint."""
-        chains = [Chain(number, track, *kinds) for number, (track, kinds) in enumerate(self.chains)]
+        chains = [Chain(i, track, *kinds, has_stamps=stamps) for i, (track, stamps, kinds) in enumerate(self.chains)]
         for number, *fields in self.records:
-            chain = chains[int(number)]
+            chain = chains[number]
             for kind, began_ns, ended_ns, args in chain.spans(fields):
                 if ended_ns <= self.deadline_ns:
                     yield Span(kind, chain.track, began_ns, ended_ns, args)
@@ -83,17 +85,20 @@ class Tracer:
         began = tracer.is_on and now_ns()
         ...
         if began:
-            tracer.record(SENT.number, began, now_ns())
+            tracer.record((SENT.number, began, now_ns()))
 
-    While it is on, a record takes a fifth of a microsecond: it goes into a preallocated ring, where the newest replaces
-    the oldest, as a tuple of integers, which the garbage collector soon forgets. What has other arguments is rare and
-    goes into a ring of its own by `note`. Any thread may record. The spans of a thread must be nested or disjoint, as
-    those of synchronous code are.
+    record: of the spans of a chain its number, the begin of the first span, the end of each, the arguments. While it is
+    on, this takes a tenth of a microsecond: it is the append of a bounded deque, called without a Python function
+    between, and the garbage collector soon forgets a tuple of numbers. What has other arguments is rare and goes into a
+    ring of its own by `note`. Any thread may record. The spans of a thread must be nested or disjoint, as those of
+    synchronous code are.
 
-    on_end: called once when a trace ends by its deadline, by the thread that notices it in its next record.
+    Each process calls `check` in every step. on_end: called once by it when a trace ends by its deadline.
     """
 
-    __slots__ = ("_began_ns", "_deadline_ns", "_noted", "_notes", "_numbers", "_records", "is_on", "on_end")
+    __slots__ = ("_began_ns", "_deadline_ns", "_notes", "_records", "is_on", "on_end", "record")
+
+    record: Callable[[tuple[Any, ...]], None]
 
     def __init__(self) -> None:
         self.is_on = False
@@ -102,10 +107,10 @@ class Tracer:
         self._reset(1, 1)
 
     def _reset(self, num_records: int, num_notes: int) -> None:
-        """Replaces the rings, each in one step: a thread that records meanwhile writes into the old ones."""
-        self._numbers, self._noted = count(), count()
-        self._records: list[tuple[float, ...] | None] = [None] * num_records
-        self._notes: list[Span | None] = [None] * num_notes
+        """Replaces the rings: a thread that records meanwhile writes into the old ones."""
+        self._records: deque[tuple[Any, ...]] = deque(maxlen=num_records)
+        self._notes: deque[Span] = deque(maxlen=num_notes)
+        self.record = self._records.append
 
     def start(self, deadline_ns: int) -> None:
         """Begins a trace, and drops an earlier one that was not taken."""
@@ -118,22 +123,13 @@ class Tracer:
         """Until the deadline; 0 if nothing is recorded."""
         return max(0.0, (self._deadline_ns - now_ns()) / 1e9) if self.is_on else 0.0
 
-    def record(self, *fields: float) -> None:
-        """Records the spans of a chain: its number, the begin of the first span, the end of each, the arguments."""
-        records = self._records
-        records[next(self._numbers) % len(records)] = fields
-        if fields[1] > self._deadline_ns:
-            self._expire()
-
     def note(self, kind: Kind, began_ns: int, ended_ns: int, *args: Any, track: str | None = None) -> None:
         """Records one span with any arguments, or a moment. track: that of something else than this thread."""
-        notes = self._notes
-        notes[next(self._noted) % len(notes)] = Span(kind, track or get_ident(), began_ns, ended_ns, args)
-        if began_ns > self._deadline_ns:
-            self._expire()
+        self._notes.append(Span(kind, track or get_ident(), began_ns, ended_ns, args))
 
-    def _expire(self) -> None:
-        if self.is_on:
+    def check(self, now: int) -> None:
+        """Ends the trace if it is past its deadline. now: nanoseconds."""
+        if now > self._deadline_ns and self.is_on:
             self.is_on = False
             self.on_end()
 
@@ -141,8 +137,8 @@ class Tracer:
         """Ends the trace, and returns what was recorded, once. process: the name of this process. more: spans of other
         recorders: name, track, begin and end."""
         self.is_on = False
-        num_records, num_notes = next(self._numbers), next(self._noted)
         records, notes = self._records, self._notes
+        is_full = len(records) == records.maxlen or len(notes) == notes.maxlen
         deadline_ns, self._deadline_ns = self._deadline_ns, _PAST
         self._reset(1, 1)
         threads = {thread.ident: thread.name for thread in all_threads() if thread.ident is not None}
@@ -154,11 +150,11 @@ class Tracer:
             deadline_ns=deadline_ns,
             taken_ns=now_ns(),
             taken_unix_ns=time.clock_gettime_ns(time.CLOCK_REALTIME),
-            num_dropped=max(0, num_records - len(records)) + max(0, num_notes - len(notes)),
-            chains=[(chain.track, chain.kinds) for chain in CHAINS],
-            records=[one for one in records if one is not None],
+            is_full=is_full,
+            chains=[(chain.track, chain.has_stamps, chain.kinds) for chain in CHAINS],
+            records=_emptied(records),
             notes=[
-                *(one for one in notes if one is not None),
+                *_emptied(notes),
                 *(Span(Kind(name), track, began_ns, ended_ns) for name, track, began_ns, ended_ns in more),
             ],
             threads=threads | {main_thread().ident or 0: "main"},
@@ -172,6 +168,11 @@ def check_seconds(seconds: float) -> None:
         raise InvalidRequestError(
             f"seconds={seconds!r}: give more than 0 and at most {MAX_TRACE_S:.0f}", field="seconds", value=repr(seconds)
         )
+
+
+def _emptied(ring: deque[T]) -> list[T]:
+    """What was in it; a thread that still appends does not matter, which it would to an iteration."""
+    return [ring.popleft() for _ in range(len(ring))]
 
 
 def _no_op() -> None:

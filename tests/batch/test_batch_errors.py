@@ -18,7 +18,7 @@ from ringcore.batch.figures import Figures
 from ringcore.batch.journal import Record
 from ringcore.batch.lines import InputLine, Outcome
 from ringcore.batch.replica import Replica
-from ringcore.errors import ConfigError, EngineDeadError, UnknownOptionError
+from ringcore.errors import ConfigError, EngineDeadError, RingcoreError, UnknownOptionError
 from ringcore.testing import FakeExecutor
 
 ENGINE = {"load_format": "dummy", "max_model_len": 64, "use_tqdm": False}
@@ -215,6 +215,22 @@ def test_a_line_is_not_blamed_for_one_death(folder, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}])
     summary = batch.run(source, tmp_path / "out", folder, executor=FakeUniproc, max_in_flight=1, **ENGINE)
     assert (summary.num_failed, summary.num_engine_restarts) == (0, 1)
+
+
+def test_an_engine_that_may_not_be_replaced_ends_the_job_resumable(folder, tmp_path):
+    """Though another one lives: what is done is kept, and the rest is run when the job is resumed."""
+    Path(folder, "has_killed").unlink(missing_ok=True)
+    lines = [{"prompt": f"line {i}", "max_tokens": 4} for i in range(30)]
+    lines[20] = {"prompt_token_ids": [97, KILLS_ONCE, 98], "max_tokens": 6}
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    options = {"executor": FakeUniproc, "max_in_flight": 2, "data_parallel": 2, "engine_restarts": 0, **ENGINE}
+    with pytest.raises(RingcoreError, match="run again with --resume: what is done is kept"):
+        batch.run(source, out, folder, **options)
+    num_done = len(out.read_bytes().splitlines())
+    assert 0 < num_done < 30
+    summary = batch.run(source, out, folder, resume=True, **options)
+    assert (summary.num_done, summary.num_failed) == (30, 0)
+    assert sorted(result["custom_id"] for result in read_results(out.read_bytes())) == list(range(1, 31))
 
 
 def test_workers_that_die_are_replaced_by_the_engine(folder, tmp_path):

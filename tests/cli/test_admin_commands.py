@@ -7,6 +7,7 @@ import stat
 
 import pytest
 from admin_peers import EchoEngine
+from documented import commands
 from typer.testing import CliRunner
 
 from ringcore.cli import main
@@ -143,9 +144,9 @@ def test_no_engine_there(capsys, keys):
 
 def test_keys_are_for_tcp_and_tcp_needs_them(capsys, engine, keys):
     code, line = fails(capsys, "rpc", "4242", "stats", "--keys", keys)
-    assert (code, "--keys: they are for tcp://HOST:PORT; an engine on this host needs none" in line) == (2, True)
+    assert (code, "only tcp://HOST:PORT needs keys" in line) == (2, True)
     code, line = fails(capsys, "rpc", engine.address, "stats")
-    assert (code, "keys: give the directory of 'ringcore keys'" in line) == (2, True)
+    assert (code, "keys: give the keys of tcp://" in line) == (2, True)
 
 
 def test_keys_that_work(tmp_path):
@@ -182,3 +183,14 @@ def test_keys_are_not_overwritten(capsys, keys):
     code, line = fails(capsys, "keys", keys)
     assert code == 2
     assert "server.key is there already; give a new directory" in line
+
+
+def test_the_commands_of_the_guide_that_make_keys(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = commands("keys", "docs/guide/workers.md")
+    assert len(found) == 2
+    for command in found:
+        with pytest.raises(SystemExit) as caught:
+            main(command.split()[1:])
+        assert caught.value.code == 0
+        assert (tmp_path / command.split()[2] / "server.key").exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
+from documented import commands
 from fake_engine import expected, make_model_folder
 
 from ringcore.cli import main
@@ -161,3 +163,18 @@ def test_help_of_the_whole_command_needs_no_model_library():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "generate" in out
     assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", commands("generate", "docs/guide/offline.md"))
+def test_the_commands_of_the_guide(capsys, monkeypatch, folder, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "model").symlink_to(folder)
+    (tmp_path / "prompts.txt").write_text("ab\nc\n")
+    words = shlex.split(command.partition(" > ")[0])
+    code, out, err = run(capsys, *words[1:], *FAKE)
+    assert code == 0, err
+    if "--json" in words:
+        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["ab", "c"]
+    else:
+        assert text_of("The capital of France is", 32) in out

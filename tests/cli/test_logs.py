@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import NoneType
 
-import httpx
 import pytest
 from fake_engine import make_model_folder
 
@@ -48,12 +43,12 @@ def test_json_with_the_request(capsys, folder):
     lines = [json.loads(line) for line in generate(capsys, folder, "--log-format", "json", "--log-level", "debug")]
     (ended,) = [one for one in lines if "request_id" in one]
     assert (ended["message"], ended["level"]) == ("2 prompt tokens, 3 tokens, length", "debug")
-    assert ended["logger"] == "ringcore.front_end.request_observer"
+    assert ended["logger"] == "ringcore.front_end.observers"
 
 
 def test_text(capsys, folder):
-    (line,) = [one for one in generate(capsys, folder, "--log-level", "debug") if "request_observer" in one]
-    assert line.endswith("request-0 ringcore.front_end.request_observer: 2 prompt tokens, 3 tokens, length")
+    (line,) = [one for one in generate(capsys, folder, "--log-level", "debug") if "front_end.observers" in one]
+    assert line.endswith("request-0 ringcore.front_end.observers: 2 prompt tokens, 3 tokens, length")
 
 
 def test_without_flags_nothing_is_said(capsys, folder):
@@ -83,35 +78,3 @@ def test_what_there_is_not(capsys, flags):
     with pytest.raises(SystemExit) as caught:
         main([*flags, "models"])
     assert caught.value.code == 2
-
-
-PAGE = TESTS.parent / "docs" / "guide" / "observability.md"
-SERVING = [line for line in PAGE.read_text().splitlines() if line.startswith("ringcore ") and " serve " in line]
-
-
-@pytest.mark.parametrize("command", SERVING)
-def test_the_services_of_the_page(command, folder, tmp_path):
-    """As typed, in a folder with the model, which has no weights; one request of each."""
-    (tmp_path / "model").symlink_to(folder)
-    fake = ["--load-format", "dummy", "--executor", "ringcore.testing:FakeExecutor", "--max-model-len", "64"]
-    words = [sys.executable, "-m", "ringcore.cli", *shlex.split(command)[1:], *fake, "--port", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    paths = {"PYTHONPATH": str(TESTS.parent)}
-    with subprocess.Popen(words, text=True, cwd=tmp_path, env=os.environ | paths, **pipes) as service:
-        url = service.stdout.readline().split(" at ")[1].strip()
-        body = {"prompt": [5, 6], "max_tokens": 2}
-        assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
-        access = service.stdout.readline()
-        service.terminate()
-        out, err = service.communicate(timeout=60)
-    assert service.returncode == 0
-    assert "POST /v1/completions" in access
-    assert out == ""
-    if "json" in command:
-        assert "POST /v1/completions" in json.loads(access)["message"]
-        loggers = {json.loads(line)["logger"] for line in err.splitlines()}
-        assert "uvicorn.error" in loggers
-
-
-def test_the_page_has_both():
-    assert len(SERVING) == 2

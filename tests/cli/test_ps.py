@@ -16,14 +16,15 @@ from admin_peers import WAIT_S, wait_until
 from fake_engine import make_model_folder
 from typer.testing import CliRunner
 
-from ringcore import AdminClient, EngineConfig
+from ringcore import AdminClient, EngineConfig, SamplingParams
 from ringcore.cli.app import make_app
 from ringcore.cli.ps import in_words
-from ringcore.cli.tables import duration, table
+from ringcore.cli.tables import age, table
 from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.engine_survey import EngineReport, survey
 from ringcore.front_end.local_engines import LocalEngine, local_engines
+from ringcore.protocol.requests import EngineCoreRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,9 +64,10 @@ def test_the_command_as_typed(pids, folder):
     command = [sys.executable, "-m", "ringcore.cli", "ps"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=ROOT).stdout
     lines = {line.split()[0]: line.split() for line in out.splitlines()}
-    assert lines["PID"][:9] == ["PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "KV", "RANKS"]
+    header = ["PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS"]
+    assert lines["PID"][:10] == header
     assert lines[str(pids[0])][2:4] == [folder, "ready"]
-    assert lines[str(pids[0])][5:10] == ["0", "0", "0%", "2", "cpu"]
+    assert lines[str(pids[0])][5:11] == ["0", "0", "0", "0%", "2", "cpu"]
 
 
 def test_what_is_known_of_each(pids, folder):
@@ -84,10 +86,20 @@ def test_what_is_known_of_each(pids, folder):
         "devices": ["cpu", "cpu"],
         "num_running": 0,
         "num_waiting": 0,
+        "generated_tokens_per_s": 0.0,
         "kv_cache_use": 0.0,
         "admin_endpoint": None,
     }
     assert rows[pids[1]]["state"] == "ready"
+
+
+def test_the_load_of_an_engine_that_generates(engines, pids):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engines[0].add_requests([EngineCoreRequest("a", [1, 2, 3], params, arrival_s=time.monotonic())])
+    while not any(one.finish_reason for one in engines[0].get_outputs(timeout=WAIT_S).outputs):
+        continue
+    assert listed()[pids[0]]["generated_tokens_per_s"] == pytest.approx(2.0)  # 20 in the last 10 s
+    assert listed()[pids[1]]["generated_tokens_per_s"] == 0.0
 
 
 def test_a_paused_and_a_sleeping_engine(pids):
@@ -162,7 +174,7 @@ def test_no_engine(monkeypatch):
 REPORTS = [
     EngineReport(
         pid=4242, engine_id="0a1b2c3d", uid=1000, state="ready", model="org/model", age_s=754.2, num_ranks=2,
-        devices=["cuda:0", "cuda:1"], num_running=12, num_waiting=3, kv_cache_use=0.4189,
+        devices=["cuda:0", "cuda:1"], num_running=12, num_waiting=3, generated_tokens_per_s=6120.4, kv_cache_use=0.4189,
     ),
     EngineReport(pid=77, engine_id="ffffffff", uid=1000, state="hung", detail="it\x1b[31m hangs", model="a\nb"),
 ]  # fmt: skip
@@ -170,16 +182,16 @@ REPORTS = [
 
 def test_the_table():
     assert in_words(REPORTS, 1000) == [
-        "PID   ID        MODEL      STATE  AGE     RUNNING  WAITING  KV   RANKS",
-        "4242  0a1b2c3d  org/model  ready  12m34s  12       3        42%  2 cuda:0 cuda:1",
-        "77    ffffffff  a?b        hung   ?       -        -        -    -",
+        "PID   ID        MODEL      STATE  AGE     RUNNING  WAITING  TOKENS/S  KV   RANKS",
+        "4242  0a1b2c3d  org/model  ready  12m34s  12       3        6,120     42%  2 cuda:0 cuda:1",
+        "77    ffffffff  a?b        hung   ?       -        -        -         -    -",
         "77 is hung: it?[31m hangs",
     ]
     assert [line.split()[-1] for line in in_words(REPORTS, 0)[:3]] == ["USER", "1000", "1000"]
 
 
 def test_durations():
-    assert [duration(s) for s in (0.9, 59, 60, 3599, 3600, 86_399, 86_400, 1e6)] == [
-        "0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d00h", "11d13h",
+    assert [age(s) for s in (0.44, 9.96, 59.4, 59.6, 3599, 3600, 86_399, 86_400, 1e6)] == [
+        "0.4s", "10s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d00h", "11d13h",
     ]  # fmt: skip
     assert table(["A"], []) == ["A"]

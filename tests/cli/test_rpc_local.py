@@ -12,42 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from admin_peers import ANY_PORT, WAIT_S, make_keys
-from fake_engine import make_model_folder
+from admin_peers import NOBODY, WAIT_S, needs_root
+from documented import commands
 
-from ringcore import EngineConfig
 from ringcore.cli import main
 from ringcore.cli.ps import ps
 from ringcore.cli.rpc import rpc
-from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.local_engines import local_engines
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    (folder := tmp_path_factory.mktemp("models") / f"tiny-{os.getpid()}").mkdir()
-    return make_model_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return make_keys(tmp_path_factory.mktemp("admin"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder, keys):
-    options = {"executor": "fake_engine:FakeMultiproc", "tensor_parallel_size": 2, "max_model_len": 64}
-    options |= {"admin_endpoint": ANY_PORT, "admin_keys": keys}
-    with EngineCoreClient(EngineConfig.from_options(model=folder, load_format="dummy", **options)) as client:
-        client.wait_ready()
-        yield client
-
-
-@pytest.fixture(scope="module")
-def pid(engine):
-    return engine.ready.pids["engine"]
 
 
 def run(capsys, *args) -> list[str]:
@@ -118,16 +91,7 @@ def test_no_such_engine(capsys, pid):
     assert f"{pid} (" in line
 
 
-DOCUMENTS = [
-    ps.__doc__,
-    rpc.__doc__,
-    *((ROOT / "docs" / "guide" / f"{name}.md").read_text() for name in ("operators", "workers")),
-]
-COMMANDS = dict.fromkeys(
-    found.strip().rstrip("`")
-    for text in DOCUMENTS
-    for found in re.findall(r"(?:^ {4,}|`)ringcore (?:ps|rpc) [^`\n]+|^ {4}ringcore ps$", text, re.M)
-)
+COMMANDS = commands("ps|rpc", "docs/guide/operators.md", "docs/guide/workers.md", texts=(ps.__doc__, rpc.__doc__))
 
 
 def test_there_are_documented_commands():
@@ -136,7 +100,7 @@ def test_there_are_documented_commands():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documented_commands(capsys, engine, pid, folder, keys, command):
-    command = command.removeprefix("`").replace("SmolLM2-135M", Path(folder).name).replace("./admin-keys", keys)
+    command = command.replace("SmolLM2-135M", Path(folder).name).replace("./admin-keys", keys)
     command = re.sub(r"\b(4242|PID)\b", str(pid), command).replace("tcp://127.0.0.1:5600", engine.ready.admin_endpoint)
     program, *args = shlex.split(command)
     assert program == "ringcore"
@@ -145,3 +109,46 @@ def test_documented_commands(capsys, engine, pid, folder, keys, command):
     out, err = capsys.readouterr()
     assert (caught.value.code, err) == (0, "")
     assert out
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Another user.
+
+# Runs each command as root, which also imports what it needs, and again as nobody: exit code, stdout, stderr.
+TWICE = """
+import contextlib, io, json, os, sys
+from ringcore.cli import main
+
+def outcome(words):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+commands = json.loads(sys.argv[1])
+first = [outcome(words) for words in commands]
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+print(json.dumps([first, [outcome(words) for words in commands]]))
+"""
+
+
+@needs_root
+def test_another_user_is_refused_by_every_command(pid, folder, tmp_path):
+    engine_id = next(one.engine_id for one in local_engines() if one.pid == pid)
+    dump = str(tmp_path / "state.json")
+    calls = [["rpc", name] for name in (str(pid), engine_id, folder)]
+    calls += [["rpc", str(pid), *words] for words in (["stats"], ["pause", "all"], ["resume"])]
+    calls += [["top", str(pid), "--once", "--interval", "0.1"], ["top", str(pid), "--json"], ["dump", str(pid), dump]]
+    command = [sys.executable, "-c", TWICE, json.dumps([["ps", "--json"], *calls])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    by_root, by_nobody = json.loads(done.stdout)
+    assert [code for code, _, _ in by_root] == [0] * (1 + len(calls))
+    assert str(pid) in by_root[0][1]
+    assert by_nobody[0] == [0, "", ""]
+    for code, shown, told in by_nobody[1:]:
+        assert (code, shown) == (2, "")
+        assert f"user {NOBODY} runs no engine in this network namespace" in told

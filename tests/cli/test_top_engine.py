@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import shlex
 import signal
@@ -17,10 +16,11 @@ import time
 from pathlib import Path
 
 import pytest
-from admin_peers import ANY_PORT, WAIT_S, make_keys, wait_until
-from fake_engine import SLOW, make_model_folder
+from admin_peers import WAIT_S, wait_until
+from documented import commands
+from fake_engine import SLOW
 
-from ringcore import LLM, AdminClient, EngineConfig, SamplingParams
+from ringcore import LLM, AdminClient, SamplingParams
 from ringcore.cli import dump as dump_module
 from ringcore.cli import main
 from ringcore.cli.dump import dump
@@ -32,35 +32,9 @@ from ringcore.cli.top.dialogs import EngineList
 from ringcore.cli.top.monitor import Monitor
 from ringcore.cli.top.source import Action, AdminSource, Choice
 from ringcore.errors import RpcTimeoutError
-from ringcore.front_end.client import EngineCoreClient
 from ringcore.protocol.requests import EngineCoreRequest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    (folder := tmp_path_factory.mktemp("models") / f"top-{os.getpid()}").mkdir()
-    return make_model_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return make_keys(tmp_path_factory.mktemp("admin"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder, keys):
-    options = {"executor": "fake_engine:FakeMultiproc", "tensor_parallel_size": 2, "max_model_len": 256}
-    options |= {"admin_endpoint": ANY_PORT, "admin_keys": keys, "max_worker_restarts": 3}
-    with EngineCoreClient(EngineConfig.from_options(model=folder, load_format="dummy", **options)) as client:
-        client.wait_ready()
-        yield client
-
-
-@pytest.fixture(scope="module")
-def pid(engine):
-    return engine.ready.pids["engine"]
 
 
 @pytest.fixture
@@ -235,12 +209,7 @@ def _seen_until(terminal: int, is_enough) -> bytes:
     return seen
 
 
-DOCUMENTS = [top.__doc__, dump.__doc__, (ROOT / "docs" / "guide" / "operators.md").read_text()]
-COMMANDS = dict.fromkeys(
-    found.strip().strip("`")
-    for text in DOCUMENTS
-    for found in re.findall(r"(?:^ {4,}|`)ringcore (?:top|dump)\b[^`\n]*", text, re.M)
-)
+COMMANDS = commands("top|dump", "docs/guide/operators.md", texts=(top.__doc__, dump.__doc__))
 
 
 def test_there_are_documented_commands():

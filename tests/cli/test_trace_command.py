@@ -219,5 +219,5 @@ def test_an_engine_that_cannot_be_meant(serving, words, says):
 
 
 def test_where_no_file_can_be(serving, keys):
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match="in a directory that you may write to"):
         run("trace", serving.endpoint, "--keys", keys, "--output", "/no/such/folder/trace.json")

@@ -222,8 +222,8 @@ class ScriptedCore:
     def engine_call(self, name):
         return engine_method(name, self, None)
 
-    def note_send(self, seconds) -> None:
-        assert seconds >= 0
+    def note_send(self, began_s, ended_s) -> None:
+        assert ended_s >= began_s
 
     def stats(self):
         return STATS

@@ -25,31 +25,15 @@ from admin_peers import (
 from ringcore.engine_core.admin import curve_listener
 from ringcore.engine_core.admin.curve_listener import CurveListener
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT, admin_limits
-from ringcore.errors import ConfigError, EngineDeadError
+from ringcore.errors import ConfigError
 from ringcore.executor.value_codec import encode_request
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
 from ringcore.protocol.operations import OPERATIONS
 from ringcore.protocol.scopes import SCOPES
-from ringcore.protocol.wire_errors import wire_error
 
 # ---------------------------------------------------------------------------------------------------------------
 # Calls and answers.
-
-
-def test_a_call_arrives_with_its_buffers_and_the_answer_goes_back(endpoint, peer, keys):
-    with RawPeer(endpoint.address, keys) as other:
-        call = echo(7, unique_reply_rank=1)
-        peer.call(call, "x", 3)
-        got = receive(endpoint)
-        assert got.call == call
-        assert [bytes(part) for part in got.parts] == encode_request("echo", ["x", 3], None)
-        assert all(len(part) == part.nbytes for part in got.parts)
-        other.call(echo(7), "of another client, with the same id")
-        assert receive(endpoint).caller != got.caller
-        endpoint.send(got.caller, RpcResult(7, [1, 2]), [b"a", bytearray(b"b"), memoryview(b"c")])
-        assert peer.receive() == (RpcResult(7, [1, 2]), [b"a", b"b", b"c"])
-        assert other.receive(SILENCE_S) is None
 
 
 def test_the_descriptor_wakes_for_each_of_many_calls(endpoint, peer):
@@ -82,18 +66,6 @@ def test_calls_of_the_engine_may_have_arguments(endpoint, peer):
     peer.send(encoder().encode(RpcCall(3, "engine", "stats", timeout_s=1.0)), b"something")
     assert receive(endpoint, SILENCE_S) is None
     assert endpoint.num_dropped == 1
-
-
-def test_everybody_who_waits_gets_the_error_at_the_end(endpoint, peer):
-    for call_id in (1, 2):
-        peer.call(echo(call_id))
-        receive(endpoint)
-    endpoint.fail(wire_error(EngineDeadError("worker 0 ended", process="worker 0", rank=0)))
-    endpoint.close(5.0)
-    for call_id in (1, 2):
-        result, _ = peer.receive()
-        assert (result.call_id, result.error.type, result.error.details["rank"]) == (call_id, "EngineDeadError", 0)
-    endpoint.close()  # again
 
 
 # ---------------------------------------------------------------------------------------------------------------

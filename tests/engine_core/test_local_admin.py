@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -13,67 +12,30 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from admin_peers import METHODS, SILENCE_S, WAIT_S, echo, local_name, receive, wait_until
+from admin_peers import (
+    METHODS,
+    NOBODY,
+    SILENCE_S,
+    WAIT_S,
+    LocalPeer,
+    echo,
+    local_name,
+    needs_root,
+    receive,
+    served,
+    wait_until,
+)
 
 from ringcore.engine_core.admin import endpoint as admin_endpoint
 from ringcore.engine_core.admin import local_listener
 from ringcore.engine_core.admin.endpoint import AdminEndpoint
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT
 from ringcore.engine_core.admin.local_listener import MAX_CONNECTIONS, LocalListener
-from ringcore.engine_core.transport.framing import FrameLimits, FrameReader, StreamClosed, encode_frame
-from ringcore.errors import EngineDeadError
-from ringcore.executor.value_codec import encode_request, encode_value
-from ringcore.protocol.codec import decoder, encoder
+from ringcore.engine_core.transport.framing import FrameLimits, encode_frame
+from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall, RpcResult
-from ringcore.protocol.wire_errors import wire_error
 
 LIMITS = FrameLimits(100_000, 4 << 20, 64)
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-
-class LocalPeer:
-    """A client that sends what it is told to."""
-
-    def __init__(self, name) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.connect(name.address)
-        self.socket.setblocking(False)
-        self.reader = FrameReader(self.socket, FrameLimits())
-
-    def send_bytes(self, data: bytes) -> None:
-        self.socket.settimeout(WAIT_S)
-        self.socket.sendall(data)
-        self.socket.setblocking(False)
-
-    def send(self, message: bytes, *buffers: bytes) -> None:
-        self.send_bytes(b"".join(encode_frame(message, buffers, FrameLimits())))
-
-    def call(self, call: RpcCall, *args) -> None:
-        parts = encode_request(call.method, args, None) if call.target == "workers" else []
-        self.send(encoder().encode(call), *parts)
-
-    def receive(self, timeout_s: float = WAIT_S) -> tuple[RpcResult, list[bytes]] | None:
-        """Raises `StreamClosed` once the engine has closed the connection."""
-        while (frame := self.reader.read()) is None:
-            if not select.select([self.socket], [], [], timeout_s)[0]:
-                return None
-        return decoder(RpcResult).decode(frame.message), [bytes(buffer) for buffer in frame.buffers]
-
-    def is_closed(self) -> bool:
-        try:
-            return self.receive() is not None and False
-        except StreamClosed:
-            return True
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
 
 
 @pytest.fixture
@@ -95,30 +57,8 @@ def peer(endpoint, name):
         yield made
 
 
-def served(endpoint, peer, call_id=1000) -> bool:
-    peer.call(echo(call_id), "x")
-    got = receive(endpoint)
-    endpoint.send(got.caller, RpcResult(call_id, [1]), encode_value("y"))
-    result, parts = peer.receive()
-    return (result.call_id, parts) == (call_id, encode_value("y"))
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Calls and answers.
-
-
-def test_a_call_arrives_with_its_buffers_and_the_answer_goes_back(endpoint, peer, name):
-    with LocalPeer(name) as other:
-        call = echo(7, unique_reply_rank=1)
-        peer.call(call, "x", 3)
-        got = receive(endpoint)
-        assert got.call == call
-        assert [bytes(part) for part in got.parts] == encode_request("echo", ["x", 3], None)
-        other.call(echo(7), "of another client, with the same id")
-        assert receive(endpoint).caller != got.caller
-        endpoint.send(got.caller, RpcResult(7, [1, 2]), [b"a", bytearray(b"b"), memoryview(b"c")])
-        assert peer.receive() == (RpcResult(7, [1, 2]), [b"a", b"b", b"c"])
-        assert other.receive(SILENCE_S) is None
 
 
 def test_a_message_that_comes_byte_by_byte(endpoint, peer):
@@ -159,20 +99,11 @@ def test_the_loop_looks_when_its_poll_says_so_and_now_and_then(endpoint, monkeyp
     assert endpoint.is_due
 
 
-def test_everybody_who_waits_gets_the_error_at_the_end(endpoint, peer, name):
-    late = LocalPeer(name)  # the engine never gets to accept it
-    for call_id in (1, 2):
-        peer.call(echo(call_id))
-        receive(endpoint)
-    endpoint.fail(wire_error(EngineDeadError("worker 0 ended", process="worker 0", rank=0)))
-    endpoint.close(5.0)
-    for call_id in (1, 2):
-        result, _ = peer.receive()
-        assert (result.call_id, result.error.type, result.error.details["rank"]) == (call_id, "EngineDeadError", 0)
-    assert peer.is_closed()
-    assert late.is_closed()
-    endpoint.close()  # again
-    late.close()
+def test_the_end_closes_every_connection(endpoint, peer, name):
+    with LocalPeer(name) as late:  # the engine never gets to accept it
+        endpoint.close(5.0)
+        assert peer.is_closed()
+        assert late.is_closed()
 
 
 def test_a_reply_that_waits_is_written_before_the_end(endpoint, peer):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from admin_peers import WAIT_S, local_name, wait_until
+from admin_peers import WAIT_S, local_name, needs_root, wait_until
 from fake_engine import make_model_folder
 
 from ringcore import AdminClient, EngineConfig, SamplingParams
@@ -27,7 +27,6 @@ from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.scopes import SCOPES
 
 TESTS = Path(__file__).parents[1]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def start(folder, **options) -> EngineCoreClient:

@@ -57,7 +57,8 @@ def create(client: openai.OpenAI, lines: list, **options) -> str:
 
 def ended(client: openai.OpenAI, batch_id: str):
     eventually(
-        lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"), "the batch has ended"
+        lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled", "expired"),
+        "the batch has ended",
     )
     return client.batches.retrieve(batch_id)
 
@@ -146,6 +147,27 @@ def test_a_batch_that_is_cancelled_keeps_what_is_done(client):
     assert client.batches.cancel(running).status == "cancelled"
 
 
+def test_a_batch_expires_at_the_end_of_its_window(client):
+    running = create(client, slow_lines(60), completion_window="2s")
+    waiting = create(client, [line("a"), "{no json"], completion_window="1s")
+    lasting = create(client, [line("a")], completion_window="7d")
+    batch, counts = (made := ended(client, running)), made.request_counts
+    assert (batch.status, batch.completion_window, batch.expires_at) == ("expired", "2s", batch.created_at + 2)
+    assert batch.expired_at >= batch.expires_at
+    assert batch.completed_at is None
+    assert (counts.total, counts.completed + counts.failed) == (60, 60)
+    done, expired = results(client, batch.output_file_id), results(client, batch.error_file_id)
+    assert len(done) == counts.completed > 0
+    assert sorted({*done, *expired}) == sorted(f"id-{i}" for i in range(60))
+    for one in expired.values():
+        assert (one["response"], one["error"]["code"]) == (None, "batch_expired")
+    batch = ended(client, waiting)
+    assert (batch.status, batch.output_file_id) == ("expired", None)
+    assert {one["error"]["code"] for one in results(client, batch.error_file_id).values()} == {"batch_expired"}
+    batch = ended(client, lasting)
+    assert (batch.status, batch.expires_at, batch.expired_at) == ("completed", batch.created_at + 7 * 86_400, None)
+
+
 def test_what_is_refused(client, service):
     def refused(call, *args, **options) -> str:
         with pytest.raises(openai.APIStatusError) as caught:
@@ -159,7 +181,8 @@ def test_what_is_refused(client, service):
     file_id = upload(client, [line("a")])
     for options, said in (
         ({"endpoint": "/v1/embeddings"}, "400"),
-        ({"completion_window": "1h"}, "completion_window: give '24h'"),
+        ({"completion_window": "0h"}, "completion_window='0h': give a time such as '24h'"),
+        ({"completion_window": "a day"}, "completion_window='a day': give a time such as '24h'"),
         ({"input_file_id": "file-none"}, "404"),
         ({"input_file_id": f"../batches/{client.batches.list().data[0].id}"}, "404"),
     ):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,9 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 import uvicorn
+from documented import commands
 from fake_engine import KILLS_ONCE, SLOW, make_model_folder
 from running_service import DEADLINE_S, eventually, http, text_of
 
@@ -250,3 +254,49 @@ def test_help_loads_no_web_framework():
     assert "--max-concurrent-requests" in done.stdout
     assert "--api-key-file" in done.stdout
     assert "--tensor-parallel-size" in done.stdout
+
+
+COMMANDS = commands("serve", "README.md", "docs/guide/serving.md", "docs/guide/observability.md")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_services_of_the_documents(command, folder, tmp_path):
+    """As typed, in a folder with the model, which has no weights; one request of each."""
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    for name in ("model", "path/to/model"):
+        (tmp_path / name).symlink_to(folder)
+    fake = ["--load-format", "dummy", "--executor", "ringcore.testing:FakeExecutor", "--max-model-len", "64"]
+    words = [sys.executable, "-m", "ringcore.cli", *shlex.split(command)[1:], *fake, "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    paths = {"PYTHONPATH": str(TESTS.parent)}
+    with subprocess.Popen(words, text=True, cwd=tmp_path, env=os.environ | paths, **pipes) as service:
+        try:
+            url = service.stdout.readline().split(" at ")[1].strip()
+            body = {"prompt": [5, 6], "max_tokens": 2}
+            assert http.post(f"{url}/completions", json=body).status_code == 200
+            access = service.stdout.readline()
+            if "--batch-dir" in command:
+                line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+                client = openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S)
+                file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+                given = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file.id}
+                batch = client.batches.create(**given)
+                eventually(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch has ended")
+                assert (tmp_path / "batches" / "batches" / f"{batch.id}.json").exists()
+            service.terminate()
+            out, err = service.communicate(timeout=DEADLINE_S)
+        finally:
+            service.kill()
+    assert service.returncode == 0
+    assert "POST /v1/completions" in access
+    assert out == "" or "--batch-dir" in command
+    if "json" in command:
+        assert "POST /v1/completions" in json.loads(access)["message"]
+        assert "uvicorn.error" in {json.loads(line)["logger"] for line in err.splitlines()}
+
+
+def test_the_documents_have_each_kind():
+    assert len(COMMANDS) == 5
+    assert {"--batch-dir", "--otlp-traces-endpoint", "--log-format"} <= {
+        word for one in COMMANDS for word in one.split()
+    }

@@ -15,10 +15,10 @@ US = 1000
 STEP = 5, 1, 1, 0, 3, 1
 
 
-def process(name, spans, *, host="a", taken_ns=900 * US, unix_ns=5_000_000 * US, num_dropped=0):
+def process(name, spans, *, host="a", taken_ns=900 * US, unix_ns=5_000_000 * US, is_full=False):
     """spans: kind, track, begin and end in microseconds, arguments."""
     notes = [Span(kind, track, begin * US, end * US, args) for kind, track, begin, end, *args in spans]
-    return ProcessTrace(name, 10, host, 0, 10**18, taken_ns, unix_ns, num_dropped, [], [], notes, {})
+    return ProcessTrace(name, 10, host, 0, 10**18, taken_ns, unix_ns, is_full, [], [], notes, {})
 
 
 FRONT_END = process(
@@ -116,8 +116,8 @@ def test_hosts_are_aligned_by_their_wall_clocks():
 
 
 def test_dropped_records_are_told():
-    file = made(process("engine", [(kinds.RECEIVE, "main", 15, 30)], num_dropped=3))
-    assert file["otherData"]["notes"] == ["engine: its oldest 3 records were dropped"]
+    file = made(process("engine", [(kinds.RECEIVE, "main", 15, 30)], is_full=True))
+    assert file["otherData"]["notes"] == ["engine: its ring was full, its oldest records were dropped"]
 
 
 def test_nothing_recorded():

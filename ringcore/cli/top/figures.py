@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-__all__ = ["UNKNOWN", "age", "bar", "count", "duration", "plain", "rate", "share", "size", "sparkline"]
+from ringcore.cli.tables import age, count
+
+__all__ = ["UNKNOWN", "bar", "duration", "plain", "rate", "share", "size", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -22,19 +24,6 @@ def plain(text: str, width: int | None = None) -> str:
     if width is None or cell_len(shown) <= width:
         return shown
     return set_cell_size(shown, max(0, width - 1)).rstrip() + "…" if width else ""
-
-
-def count(number: float) -> str:
-    """In at most 6 characters: 0.5, 12, 1,234, 123k, 1.23M."""
-    if number < 10 and number != int(number):
-        return f"{number:.1f}"
-    if number < 99_999.5:
-        return f"{number:,.0f}"
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * unit:
-            digits = number / unit
-            return f"{digits:.2f}{name}" if digits < 9.995 else f"{digits:.0f}{name}"
-    return f"{number:,.0f}"
 
 
 def rate(number: float | None) -> str:
@@ -55,20 +44,6 @@ def duration(seconds: float) -> str:
             digits = 0 if name == "ns" else 2 if number < 9.995 else 1 if number < 99.95 else 0
             return f"{number:.{digits}f} {name}"
     return age(seconds)
-
-
-def age(seconds: float) -> str:
-    """Of a request or an engine: 0.4 s, 12 s, 3 min 05 s, 2 h 13 min, 5 d 01 h."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
 def size(num_bytes: float | None) -> str:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
-from ringcore.cli.top.figures import UNKNOWN, age, bar, count, duration, plain, rate, share, sparkline
+from ringcore.cli.tables import age, count
+from ringcore.cli.top.figures import UNKNOWN, bar, duration, plain, rate, share, sparkline
 from ringcore.cli.top.monitor import View
 from ringcore.cli.top.processes import processes
 from ringcore.cli.top.sample import Pace, Sample

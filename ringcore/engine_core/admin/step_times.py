@@ -1,6 +1,6 @@
 """Where the time of the last steps went: a ring of time stamps, from which a report is made only for who asks.
 
-A step costs four readings of the clock, two sums and a tuple (`benchmarks/introspection.py` measures that).
+A step costs four readings of the clock, two sums, a tuple and a call (`benchmarks/introspection.py` measures that).
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ringcore.engine_core.step_observer import Stamps
 from ringcore.protocol.introspection import MAX_STEPS, Spread, StepReport
+from ringcore.protocol.requests import OutputColumns
+from ringcore.protocol.steps import SchedulerOutput
 
-__all__ = ["Stamps", "StepTimes"]
+__all__ = ["StepTimes"]
 
 _WINDOW_S = 10.0
 _PERCENTILES = (50, 90, 99, 100)
 
 
-# When its scheduling began and ended, the workers had it, its output was taken and was applied, in seconds of the
-# engine's clock; the tokens scheduled and sampled since the start, its own included. A plain tuple: a named one takes
-# longer to make than all the rest.
-Stamps = tuple[float, float, float, float, float, int, int]
-
-
 class StepTimes:
-    """The last `MAX_STEPS` completed steps and sends. now: the engine's clock.
-
-    add: a step whose output was just applied. add_send: the seconds in which outputs were sent.
+    """The last `MAX_STEPS` completed steps and sends: a `StepObserver`. now: the engine's clock.
 
     Invariant: the ring is never empty; before its first step is the one before, or the engine's start.
     """
@@ -38,7 +33,12 @@ class StepTimes:
         start: Stamps = (start_s, start_s, start_s, start_s, start_s, 0, 0)
         self._steps: deque[Stamps] = deque([start], maxlen=MAX_STEPS + 1)
         self._sends: deque[float] = deque(maxlen=MAX_STEPS)
-        self.add, self.add_send = self._steps.append, self._sends.append
+
+    def completed(self, step: SchedulerOutput, stamps: Stamps, columns: OutputColumns) -> None:
+        self._steps.append(stamps)
+
+    def sent(self, began_s: float, ended_s: float) -> None:
+        self._sends.append(ended_s - began_s)
 
     @property
     def num_tokens(self) -> tuple[int, int]:

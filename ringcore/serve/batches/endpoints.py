@@ -69,13 +69,11 @@ def _add_batches(app: FastAPI, store: BatchStore, queue: BatchQueue) -> None:
     async def create(body: BatchRequest) -> Response:
         if body.endpoint not in ENDPOINTS:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"endpoint: give {' or '.join(ENDPOINTS)}", param="endpoint")
-        if body.completion_window != "24h":
-            raise ApiError(HTTPStatus.BAD_REQUEST, "completion_window: give '24h'", param="completion_window")
         if store.file(body.input_file_id).purpose != "batch":
             raise ApiError(
                 HTTPStatus.BAD_REQUEST, "input_file_id: give a file of the purpose 'batch'", param="input_file_id"
             )
-        batch = store.new_batch(body.input_file_id, body.endpoint, body.metadata)
+        batch = store.new_batch(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
         queue.start()
         return json_response(batch)
 

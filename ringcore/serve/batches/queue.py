@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +28,8 @@ from ringcore.serve.service import Service
 __all__ = ["BatchQueue"]
 
 _log = logging.getLogger(__name__)
+
+_End = Literal["cancelled", "completed", "expired"]
 
 
 class BatchQueue:
@@ -106,7 +109,8 @@ class BatchQueue:
 
         def answerers(figures: Figures, deliver: Callable[[Outcome], None]) -> list[SharedEngine]:
             model = self._service.model.observed_by(figures.record)
-            return [SharedEngine(model, options.max_batch_requests_in_flight, deliver, self._on_started(batch))]
+            width, told = options.max_batch_requests_in_flight, (self._on_started(batch), self._expiry(batch))
+            return [SharedEngine(model, width, deliver, *told)]
 
         self._running, self._job = batch.id, BatchRun(files, answerers)
         if batch.status == "cancelling":
@@ -121,22 +125,37 @@ class BatchQueue:
 
         return started
 
+    def _expiry(self, batch: Batch) -> Callable[[], bool]:
+        """Whether the batch's window is over; stored before the first line hears of it, since a service that continues
+        the batch must know that it has such lines."""
+        is_stored = batch.expired_at is not None
+
+        def has_expired() -> bool:
+            nonlocal is_stored
+            if batch.expires_at is None or unix_seconds() < batch.expires_at:
+                return False
+            if not is_stored:
+                self._change(batch.id, expired_at=unix_seconds())
+                is_stored = True
+            return True
+
+        return has_expired
+
     async def _finalize(self, batch_id: str, job: BatchRun) -> None:
         """Makes the two files of what is done. May be repeated after it was cut off."""
-        is_cancelled = self._store.batch(batch_id).status == "cancelling"
-        if not is_cancelled:
-            self._change(batch_id, status="finalizing", finalizing_at=unix_seconds())
         batch = self._store.batch(batch_id)
+        is_cancelled = batch.status == "cancelling"
+        if not is_cancelled:
+            batch = self._change(batch_id, status="finalizing", finalizing_at=unix_seconds())
         ids = await asyncio.to_thread(self._split, batch)
-        now = unix_seconds()
-        ended = {"cancelled_at": now} if is_cancelled else {"completed_at": now}
+        end: _End = "cancelled" if is_cancelled else "completed" if batch.expired_at is None else "expired"
         self._change(
             batch_id,
-            status="cancelled" if is_cancelled else "completed",
+            status=end,
             output_file_id=ids["output"],
             error_file_id=ids["error"],
             request_counts=_counts(job),
-            **ended,
+            **{f"{end}_at": unix_seconds()},
         )
         self._store.drop_results(batch)
 

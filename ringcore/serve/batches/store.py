@@ -22,10 +22,12 @@ from ringcore.errors import ConfigError
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.served_model import unix_seconds
 
-__all__ = ["Batch", "BatchStore", "Counts", "StoredFile"]
+__all__ = ["Batch", "BatchStore", "Counts", "StoredFile", "window_s"]
 
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 _MAX_PAGE = 10_000
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])", re.ASCII)
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 T = TypeVar("T", bound="StoredFile | Batch")
 
@@ -67,14 +69,14 @@ class Batch(msgspec.Struct, frozen=True):
     failed_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    expires_at: None = None
-    expired_at: None = None
+    expires_at: int | None = None  # None: of a batch that an older version stored
+    expired_at: int | None = None
     request_counts: Counts = Counts()
     metadata: dict[str, str] | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.status in ("completed", "failed", "cancelled")
+        return self.status in ("completed", "failed", "cancelled", "expired")
 
 
 class BatchStore:
@@ -137,8 +139,11 @@ class BatchStore:
     # -----------------------------------------------------------------------------------------------------------
     # Batches.
 
-    def new_batch(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None) -> Batch:
-        made = Batch(f"batch-{uuid4().hex}", endpoint, input_file_id, unix_seconds(), metadata=metadata)
+    def new_batch(self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None) -> Batch:
+        """window: see `window_s`."""
+        now = unix_seconds()
+        made = Batch(f"batch-{uuid4().hex}", endpoint, input_file_id, now, completion_window=window, metadata=metadata)
+        made = msgspec.structs.replace(made, expires_at=now + window_s(window))
         self.save(made)
         return made
 
@@ -181,6 +186,18 @@ class BatchStore:
     def _all(folder: Path, kind: type[T]) -> Iterator[T]:
         for path in folder.glob("*.json"):
             yield msgspec.json.decode(path.read_bytes(), type=kind)
+
+
+def window_s(window: str) -> int:
+    """Seconds of "24h", "90m", "7d". Raises 400."""
+    found = _WINDOW.fullmatch(window)
+    if found is None:
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST,
+            f"completion_window={window[:64]!r}: give a time such as '24h', '90m' or '7d'",
+            param="completion_window",
+        )
+    return int(found[1]) * _UNIT_S[found[2]]
 
 
 def _page(every: Iterator[T], after: str | None, limit: int) -> tuple[list[T], bool]:

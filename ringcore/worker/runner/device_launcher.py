@@ -158,7 +158,7 @@ class DeviceLauncher(StepLauncher):
             rows.advance(scheduled, None)
             logprobs = sampling.launch_logprobs(logits, token_ids, scheduled)
         if began:
-            tracer.record(REPLAYED.number, began, replayed, now_ns(), len(scheduled))
+            tracer.record((REPLAYED.number, began, replayed, now_ns(), len(scheduled)))
         rows.append_tokens(scheduled, UNKNOWN_TOKEN)
         return DeviceStep(
             launcher=self,
@@ -190,7 +190,7 @@ class DeviceLauncher(StepLauncher):
         finish = partial(self._finish_mixed, order, batch, rows_on_device, is_sampling, hidden)
         samples = self._sample_mixed(batch, hidden, finish, errors)
         if began:
-            tracer.record(COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows))
+            tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
         return DeviceStep(
             launcher=self,

@@ -77,7 +77,7 @@ class HostLauncher(StepLauncher):
         stages.adjustments.report_failed(scheduled, errors)
         sampled = self._sample(batch, hidden, errors)
         if began:
-            tracer.record(COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows))
+            tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
         return HostStep(sampled._replace(prompt_logprobs=stages.prompt_logprobs.finished(scheduled, stages.rows)))
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:

@@ -66,7 +66,7 @@ class ModelRunner:
         appended = self.rows.apply(step)
         self.launcher.mirror(step.new_requests, appended)
         if began:
-            self._tracer.record(APPLIED.number, began, now_ns(), step.step)
+            self._tracer.record((APPLIED.number, began, now_ns(), step.step))
         scheduled, counts = self.rows.scheduled, step.num_scheduled_tokens
         output = LaunchedSteps(step.step, len(scheduled), self._is_output_rank)
         for index in range(step.num_steps if len(scheduled) else 0):
