@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from benchmarks.peers.queue_loops import run
 from benchmarks.peers.queue_transport import Reader, Writer
 from ringcore.config import ParallelConfig
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle, create_queue
 from ringcore.executor.value_codec import Buffer, decode_value, encode_value
 from ringcore.executor.waiting import DeadlinePassed, spin_budget_s
 
@@ -45,8 +45,8 @@ class RingReader(Reader):
         calls, replies, spin_s = told
         parent = mp.parent_process()
         assert parent is not None
-        self._calls = MessageReader(QueueHandle.from_fds(calls), index, [parent.sentinel], spin_s)
-        self._replies = MessageWriter(QueueHandle.from_fds(replies), [parent.sentinel], spin_s)
+        self._calls = NearReader(QueueHandle.from_fds(calls), index, [parent.sentinel], spin_s)
+        self._replies = NearWriter(QueueHandle.from_fds(replies), [parent.sentinel], spin_s)
 
     def take(self, look: Callable[[Any], Any]) -> tuple[int, Any]:
         with self._calls.receive() as parts:
@@ -78,8 +78,8 @@ class RingWriter(Writer):
 
     def connect(self, greetings: Sequence[Any], deaths: Sequence[int]) -> None:
         calls, *backs = self._queues
-        self._calls = MessageWriter(calls, deaths, self._spin_s)
-        self._replies = [MessageReader(back, 0, deaths, self._spin_s) for back in backs]
+        self._calls = NearWriter(calls, deaths, self._spin_s)
+        self._replies = [NearReader(back, 0, deaths, self._spin_s) for back in backs]
 
     def send(self, op: int, argument: Any) -> None:
         self._call_id += 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, EngineDeadError
 from ringcore.executor.child_process import ChildProcess, terminate_all
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle, create_queue
 from ringcore.executor.ring_memory import PAGE, unnamed_file
 from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import signal_event
@@ -51,7 +51,7 @@ class WorkerGroup:
         self._owner_pid = os.getpid()
         self._is_closed = False
         self.children: list[ChildProcess] = []
-        self.replies: list[MessageReader] = []
+        self.replies: list[NearReader] = []
         self.killed_for: EngineDeadError | None = None
         try:
             self._start(config, num_workers, factory, environment, spin_s)
@@ -80,7 +80,7 @@ class WorkerGroup:
             self._cleanup.callback(os.close, shared[RENDEZVOUS])
         self._board = StatusBoard(status_fd, num_workers)
         self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
-        self.calls, self.control = MessageWriter(calls), MessageWriter(control)
+        self.calls, self.control = NearWriter(calls), NearWriter(control)
         self._cleanup.callback(self.control.close)
         self._cleanup.callback(self.calls.close)
         for rank, queue in enumerate(replies):
@@ -93,7 +93,7 @@ class WorkerGroup:
             )
             child = ChildProcess.start(f"worker {rank}", ENTRY, encode_start(start), fds, environment)
             self.children.append(child)
-            reader = MessageReader(queue, 0, spin_s=spin_s)
+            reader = NearReader(queue, 0, spin_s=spin_s)
             self._cleanup.callback(reader.close)
             self.replies.append(reader)
             queue.close_sending()

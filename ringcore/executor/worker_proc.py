@@ -22,7 +22,7 @@ from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.executor.child_main import PARENT_DEATH
 from ringcore.executor.control_thread import ControlThread
 from ringcore.executor.launched_steps import FinishedStep, is_done, launch_step, poll_until, step_result
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
@@ -137,9 +137,9 @@ class _Link:
 
         self.rank = rank
         deaths = [fds[PARENT_DEATH]]
-        self.calls = MessageReader(named(CALLS), rank, deaths, spin_s)
-        self.control = MessageReader(named(CONTROL), rank, deaths)
-        self._replies = MessageWriter(named(REPLIES), deaths, spin_s)
+        self.calls = NearReader(named(CALLS), rank, deaths, spin_s)
+        self.control = NearReader(named(CONTROL), rank, deaths)
+        self._replies = NearWriter(named(REPLIES), deaths, spin_s)
         self._lock = threading.Lock()
 
     def reply(self, head: CallHead, outcome: Outcome) -> None:
