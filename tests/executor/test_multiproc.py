@@ -13,7 +13,7 @@ from process_checks import BOUND_S
 from running_executor import running
 
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
-from ringcore.executor import multiproc, worker_group
+from ringcore.executor import multiproc, worker_host
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_threads_and_network_of_a_worker(monkeypatch):
     ],
 )
 def test_the_user_environment_comes_first(user, cores, workers, ours):
-    assert worker_group.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
+    assert worker_host.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_the_user_environment_comes_first(user, cores, workers, ours):
 )
 def test_the_gpus_of_the_workers(shown, device_ids, visible):
     user = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    ours = worker_group.worker_environment(user, 1, 1, device_ids)
+    ours = worker_host.worker_environment(user, 1, 1, device_ids)
     assert ours["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_gpus_that_are_not_shown():
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs; give numbers below that"):
-        worker_group.worker_environment({"CUDA_VISIBLE_DEVICES": "4,5"}, 1, 1, [2])
+        worker_host.worker_environment({"CUDA_VISIBLE_DEVICES": "4,5"}, 1, 1, [2])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_gpus_that_are_not_shown():
     ],
 )
 def test_where_compiled_kernels_are_kept(user, folder):
-    assert worker_group.worker_environment(user, 1, 1).get("TRITON_CACHE_DIR") == folder
+    assert worker_host.worker_environment(user, 1, 1).get("TRITON_CACHE_DIR") == folder
 
 
 def test_a_worker_ignores_ctrl_c():

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import zmq
 
@@ -26,8 +27,16 @@ _LINGER_S = 0.5
 _LOST = "the connection ended: its process has ended, or it does not answer"
 
 
+class Joined(NamedTuple):
+    """A host that has joined, from the IP address `address`."""
+
+    note: Join
+    address: str
+
+
 class HostListener:
-    """A ROUTER behind CurveZMQ, where hosts join. address: the endpoint, with the port that was picked.
+    """A ROUTER behind CurveZMQ, where hosts join. address: the endpoint, with the port that was picked. joined: the
+    last that each host said when it joined, by name. closing_fd: readable after `interrupt`.
 
     check: why a host may not join, or None. Raises `ConfigError` for an address where nothing can listen.
     """
@@ -40,7 +49,8 @@ class HostListener:
         self._links: dict[bytes, Link] = {}  # by routing id
         self._link_of_fd: dict[int, Link] = {}  # by the socket of the connection
         self._waiting: dict[str, Link] = {}  # joined, and not yet taken by `wait_for`
-        self._joined_fd, self._closing_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        self.joined: dict[str, Joined] = {}
+        self._joined_fd, self.closing_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._port = Port(self._context, zmq.ROUTER, self._take, self._on_event, zmq.EVENT_DISCONNECTED)
         try:
             require_known_key(self._port.socket, keys.secret)
@@ -65,7 +75,7 @@ class HostListener:
             return all(name in self._waiting and self._waiting[name].why is None for name in hosts)
 
         try:
-            Waiter([self._joined_fd], [self._closing_fd], sources=self._port.sources).wait(all_are_here, deadline)
+            Waiter([self._joined_fd], [self.closing_fd], sources=self._port.sources).wait(all_are_here, deadline)
         except DeadlinePassed:
             missing = [name for name in hosts if name not in self._waiting]
             raise EngineDeadError(
@@ -80,7 +90,7 @@ class HostListener:
 
     def interrupt(self) -> None:
         """Ends `wait_for` in another thread."""
-        signal_event(self._closing_fd)
+        signal_event(self.closing_fd)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         identity = frames[0].bytes
@@ -112,6 +122,7 @@ class HostListener:
         self._port.take_events()  # of an earlier connection that had this descriptor
         self._link_of_fd[int(str(frame.get("__fd")))] = link
         self._links[identity] = self._waiting[note.host] = link
+        self.joined[note.host] = Joined(note, str(frame.get("Peer-Address")))
         signal_event(self._joined_fd)
 
     def _is_known(self, host: str) -> str | None:
@@ -135,7 +146,7 @@ class HostListener:
         self._port.close(_LINGER_S)
         self._context.term()
         self._zap_handler.join()
-        for fd in (self._joined_fd, self._closing_fd):
+        for fd in (self._joined_fd, self.closing_fd):
             os.close(fd)
 
 

@@ -55,10 +55,11 @@ HEAD_BYTES = _HEAD.size
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A host offers to run workers."""
+    """A host offers to run workers. rendezvous_port: a port where its rank 0 may listen."""
 
     host: str
     version: str  # of ringcore: both sides must have the same
+    rendezvous_port: int = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -66,13 +67,9 @@ class Refuse(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """start: of `WorkerStart`s, encoded, one a rank of the host. rank 0's is the first if it is there."""
+    """start: a `HostStart`, encoded."""
 
-    starts: list[bytes]
-    call_bytes: int  # of the ring to the workers
-    reply_bytes: int
-    large_messages: str
-    device_ids: list[int] | None
+    start: bytes
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -115,9 +112,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The workers are no longer needed. will_return: the engine starts new ones, so the host shall join again."""
-
-    will_return: bool
+    """These workers are no longer needed. The host may join again: the engine may start new ones."""
 
 
 Note = Join | Refuse | StartWorkers | Started | Status | WorkerEnded | Signal | AskStacks | Stacks | Finish
