@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fake_worker
 import numpy as np
 import pytest
 from fake_worker import step
-from far_hosts import Agent, Hosts, started, with_tests
+from far_agent import Agent, with_path
+from far_hosts import Hosts, started
 from process_checks import BOUND_S, is_gone
 
 from ringcore.config.admin_keys import create_keys
@@ -132,7 +134,7 @@ def test_an_engine_that_is_gone_frees_the_host(tmp_path, end):
     endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     agent = Agent("b", endpoint, keys, ["--patience", "1"])
     arguments = [sys.executable, "-c", ENGINE, endpoint, str(keys)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=with_tests()) as engine:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=with_path(Path(__file__).parent)) as engine:
         try:
             pids = list(map(int, engine.stdout.readline().split()))
             engine.send_signal(end)
