@@ -34,7 +34,7 @@ from benchmarks.report import render
 from benchmarks.result import Result
 
 MakePlan = Callable[..., Plan]
-SETTINGS = {"readers": 2, "pin": False, "quick": True}
+SETTINGS = {"readers": 2, "transport": "memfd", "pin": False, "quick": True}
 
 
 class FakeCaller(Caller):

@@ -15,6 +15,7 @@ import pytest
 from fake_worker import step
 from far_agent import Agent, with_path
 from far_hosts import Hosts, started
+from network_host import network_host
 from process_checks import BOUND_S, is_gone
 
 from ringcore.config.admin_keys import create_keys
@@ -140,8 +141,8 @@ def test_an_engine_that_is_gone_frees_the_host(tmp_path, end):
             engine.send_signal(end)
             began = time.monotonic()
             while not all(map(is_gone, pids)):
-                assert time.monotonic() - began < BOUND_S
-            assert time.monotonic() - began < 4.0
+                assert time.monotonic() - began < 4.0
+                time.sleep(0.02)
             code, said = agent.wait()
             assert (code, "no engine at" in said) == (1, True), said
         finally:
@@ -161,6 +162,7 @@ def test_who_may_not_join_is_told_why(tmp_path):
         for reason, agent in refused.items():
             while agent.is_alive():
                 made.executor.poll_replies()  # as an engine does whenever a frame arrives
+                time.sleep(0.02)
             code, said = agent.wait()
             assert (code, reason in said) == (2, True), said
         assert made.executor.collective_rpc("nap", [0.0]) == [0, 1]
@@ -193,3 +195,41 @@ def test_a_stopped_worker_is_no_dead_host(tmp_path):
         hosts.executor.check()
         os.kill(pid, signal.SIGCONT)
         assert call.result(BOUND_S) == [0, 1]
+
+
+def test_a_host_that_is_cut_off_is_named_in_two_seconds_and_may_come_back(tmp_path):
+    with network_host() as wire:
+        made = Hosts(tmp_path, ["localhost", "b"], address=wire.near)
+        try:
+            made.join("b", under=wire.enter)
+            made.executor.start()
+            assert made.executor.collective_rpc("nap", [0.0]) == [0, 1]
+            old_pids = made.executor.pids()
+            slow = made.executor.submit_rpc("nap", [600.0])
+            wire.cut()
+            began = time.monotonic()
+            with pytest.raises(EngineDeadError, match=r"the host 'b' \(198.18.77.2\) with rank 1 is lost") as caught:
+                slow.result(BOUND_S)
+            assert time.monotonic() - began < 2.0
+            assert caught.value.details["host"] == "b"
+            wire.mend()
+            made.executor.restart()  # the same agent has joined again
+            assert made.executor.collective_rpc("nap", [0.0]) == [0, 1]
+            assert all(map(is_gone, old_pids.values()))
+        finally:
+            made.close()
+
+
+def test_a_slow_wire_is_no_dead_host(tmp_path):
+    """A message takes longer than heartbeats may; they go between its pieces."""
+    with network_host() as wire:
+        made = Hosts(tmp_path, ["b"], address=wire.near)
+        try:
+            made.join("b", under=wire.enter)
+            made.executor.start()
+            wire.slow_down(80)
+            began = time.monotonic()
+            assert made.executor.collective_rpc("sizes", [bytes(30 << 20)]) == [30 << 20]
+            assert time.monotonic() - began > 2.0
+        finally:
+            made.close()
