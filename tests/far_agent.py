@@ -29,7 +29,7 @@ class Agent:
         command = [*under, *COMMAND, "worker", "--join", endpoint, "--keys", str(keys), "--name", name, *flags]
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `kill`
         self._process = subprocess.Popen(
-            command, env=with_path(Path(__file__).parent / "executor"), stderr=self._output
+            command, env=with_path(Path(__file__).parent, Path(__file__).parent / "executor"), stderr=self._output
         )
 
     def again(self) -> Agent:

@@ -21,16 +21,17 @@ def worker(
 ) -> None:
     """Runs workers of an engine on another host, until that engine ends.
 
-    The engine says which host runs which rank, and where the others join it. Every host needs the same ringcore, the
-    model at the same path, and a private network: what ranks send each other (gloo, NCCL) is not encrypted.
+    The engine says which host runs which rank, and where the others join it: here b runs the last command. Every host
+    needs the same ringcore, the model at the same path, and a private network: what ranks send each other (gloo, NCCL)
+    is not encrypted.
 
     Examples:
 
     \\b
       ringcore keys ./join-keys
-      ringcore serve --model ./model --tensor-parallel-size 2 --hosts localhost --hosts b \\
-        --join-endpoint tcp://10.0.0.1:5700 --join-keys ./join-keys
-      ringcore worker --join tcp://10.0.0.1:5700 --keys ./join-keys --name b      (on host b)
+      ringcore generate --model ./model --prompt "Once upon a time" --tensor-parallel-size 2 --hosts localhost \\
+        --hosts b --join-endpoint tcp://10.0.0.1:5700 --join-keys ./join-keys
+      ringcore worker --join tcp://10.0.0.1:5700 --keys ./join-keys --name b
     """
     import socket
 

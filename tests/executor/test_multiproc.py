@@ -13,7 +13,7 @@ from process_checks import BOUND_S
 from running_executor import running
 
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
-from ringcore.executor import multiproc, worker_host
+from ringcore.executor import worker_host
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_rings_of_any_configured_size():
 def test_threads_and_network_of_a_worker(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(multiproc, "usable_cores", lambda: 5)
+    monkeypatch.setattr(worker_host, "usable_cores", lambda: 5)
     with running(2) as executor:
         assert executor.collective_rpc("environment", ["OMP_NUM_THREADS"]) == ["2", "2"]
         assert executor.collective_rpc("environment", ["OMP_WAIT_POLICY"]) == ["PASSIVE"] * 2
