@@ -64,7 +64,8 @@ def test_a_lost_host_is_replaced_and_requests_are_computed_again(tmp_path, folde
                 tokens += [token for output in core.step().outputs for token in output.new_token_ids]
                 if len(tokens) > 5 and len(agents) == 1:
                     agents[0].kill()
-                    time.sleep(0.1)  # the end of the connection arrives
+                    while "lost" not in core.health().ranks[1].process_state:
+                        time.sleep(0.01)  # the end of the connection arrives
                     agents.append(agents[0].again())
             assert tokens == expected([1, 2], 20)
             assert core.num_restarts == 1
