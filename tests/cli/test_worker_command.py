@@ -50,7 +50,7 @@ def test_documented_commands(tmp_path, folder, text):
 
 def test_a_lost_host_is_replaced_and_requests_are_computed_again(tmp_path, folder):
     keys, endpoint = create_keys(tmp_path / "keys"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    options = {"hosts": ["localhost", "b"], "join_endpoint": endpoint, "join_keys": keys, "tensor_parallel_size": 2}
+    options = {"hosts": ["b", "localhost"], "join_endpoint": endpoint, "join_keys": keys, "tensor_parallel_size": 2}
     options |= {"executor": "fake_engine:FakeMultiproc", "load_format": "dummy", "max_model_len": 64}
     agents = [Agent("b", endpoint, keys, [])]
     try:
@@ -64,7 +64,7 @@ def test_a_lost_host_is_replaced_and_requests_are_computed_again(tmp_path, folde
                 tokens += [token for output in core.step().outputs for token in output.new_token_ids]
                 if len(tokens) > 5 and len(agents) == 1:
                     agents[0].kill()
-                    while "lost" not in core.health().ranks[1].process_state:
+                    while "lost" not in core.health().ranks[0].process_state:
                         time.sleep(0.01)  # the end of the connection arrives
                     agents.append(agents[0].again())
             assert tokens == expected([1, 2], 20)
