@@ -122,9 +122,11 @@ class _Sender:
         self._num_transfers += 1
         stub = STUB.pack(self._num_transfers, size)
         body = zmq.Frame(b"".join(buffers), copy=False)  # one copy for all readers
-        for socket in self._sockets:
-            socket.send(stub, zmq.SNDMORE)
-            socket.send(body, copy=False)
+        try:
+            for socket in self._sockets:
+                socket.send_multipart([stub, body], zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # a reader has ended since: the caller notices its death, and the others drop this transfer
+            return None
         return stub
 
     def close(self) -> None:
@@ -151,15 +153,19 @@ class _Receiver:
         if len(stub) != STUB.size:
             raise RingCorruptError(f"a stub of {len(stub)} bytes is none")
         number, size = STUB.unpack(stub)
-        ready = dict(self._poller.poll(_LOST_MS))
-        if self._socket not in ready:
-            if dead := self._deaths & ready.keys():
-                raise PeerDied(min(dead))
-            raise RingCorruptError(f"the body of message {number}, {size} bytes, did not come")
-        found, body = self._socket.recv_multipart(copy=False)
-        if found.bytes != stub or len(body.buffer) != size:
-            raise RingCorruptError(f"{len(body.buffer)} bytes came where message {number}, {size} bytes, was announced")
-        return body.buffer.toreadonly()
+        while True:
+            ready = dict(self._poller.poll(_LOST_MS))
+            if self._socket not in ready:
+                if dead := self._deaths & ready.keys():
+                    raise PeerDied(min(dead))
+                raise RingCorruptError(f"the body of message {number}, {size} bytes, did not come")
+            head, body = self._socket.recv_multipart(copy=False)
+            found, _ = STUB.unpack(head.bytes)
+            if found < number:
+                continue  # of an abandoned transfer
+            if head.bytes != stub or len(body.buffer) != size:
+                raise RingCorruptError(f"message {found}, {len(body.buffer)} bytes, came where {number} was announced")
+            return body.buffer.toreadonly()
 
     def close(self) -> None:
         if self._folder_fd >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 
 import fake_worker
@@ -45,6 +46,19 @@ def test_the_ranks_meet_in_a_private_file_without_a_name(private_tmp):
         assert list(private_tmp.iterdir()) == []
     with running(1) as executor:
         assert executor.collective_rpc("who")[0]["meeting"] is None
+
+
+def test_large_messages_by_zmq_leave_no_name(private_tmp):
+    with running(2, large_messages="zmq", call_ring_bytes=1 << 16, reply_ring_bytes=1 << 16) as executor:
+        for size in (10, 40_000, 3 << 20):
+            assert executor.collective_rpc("sizes", [bytes(size)]) == [size] * 2
+            assert executor.collective_rpc("zeros", [size]) == [bytes(size)] * 2
+            assert executor.collective_rpc("large_peek", [size]) == [bytes(size)] * 2
+        pids = executor.pids()
+        os.kill(pids["worker 1"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            executor.collective_rpc("sizes", [bytes(3 << 20)])
+    assert list(private_tmp.iterdir()) == []
 
 
 def test_the_output_rank_answers_for_a_step(pair):
