@@ -7,6 +7,7 @@ ended.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,9 +69,10 @@ class Port:
             if self._is_closed:
                 return
             *heads, last = frames
-            for head in heads:
-                self.socket.send(head, zmq.SNDMORE)
-            self.socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPIED_BYTES)
+            with contextlib.suppress(zmq.Again):
+                for head in heads:
+                    self.socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+                self.socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPIED_BYTES)
             self.pump()  # sending may have taken the signal of a message that arrived
 
     def pump(self) -> None:
