@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import make_model_folder
 
 from ringcore.config import EngineConfig
 from ringcore.config.admin_keys import create_keys
 from ringcore.errors import ConfigError
 
 ENDPOINT = "tcp://10.0.0.1:5700"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

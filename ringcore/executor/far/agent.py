@@ -59,19 +59,21 @@ def serve_engine(endpoint: str, keys: ClientKeys, host: str, patience_s: float) 
     """
     from ringcore import __version__
 
-    has_served, connected_s = False, time.monotonic()
+    has_served = is_known = False  # the engine has dismissed this host's workers; its key is right
+    connected_s = time.monotonic()
     while True:
         session = _Session(JoiningEnd(endpoint, keys, Join(host, __version__, free_port(""))))
         try:
             session.run()
-            has_served, connected_s = True, time.monotonic()
+            has_served, is_known, connected_s = True, True, time.monotonic()
         except _Lost as lost:
-            if session.end.refused is not None:
-                text = f"join={endpoint!r}: refused: {session.end.refused}"
+            reason = session.end.refused or (None if is_known else session.end.unknown)
+            if reason is not None:
+                text = f"join={endpoint!r}: refused: {reason}"
                 raise ConfigError(text, option="join", value=repr(endpoint)) from None
             if has_served and not session.had_workers:
                 return  # it has dismissed these workers, and listens no more
-            has_served = False
+            has_served, is_known = False, is_known or session.had_workers
             connected_s = time.monotonic() if session.had_workers else connected_s
             if time.monotonic() >= connected_s + patience_s:
                 raise EngineDeadError(f"no engine at {endpoint}: {lost}", process="engine") from None

@@ -153,11 +153,13 @@ class HostListener:
 class JoiningEnd:
     """A DEALER behind CurveZMQ that connects once. link: to the engine; it has joined when the handshake is done.
 
-    refused: why the handshake failed, for a person, if it did.
+    refused: why the engine does not want this host, for a person, if it does not. unknown: why the handshake failed
+    otherwise: a wrong server key, or an engine that ends.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys, join: Join) -> None:
         self.refused: str | None = None
+        self.unknown: str | None = None
         self._context = zmq.Context()
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -184,10 +186,11 @@ class JoiningEnd:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refused = "the engine does not know this key"
         elif event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-            self.refused = "the handshake failed: the server key may be that of another engine"
+            self.unknown = "the handshake failed: the server key may be that of another engine"
         elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED):
             return partial(self.link.lose, "nothing listens there")
-        return partial(self.link.lose, self.refused or "the connection ended: the engine has ended, or does not answer")
+        reason = self.refused or self.unknown
+        return partial(self.link.lose, reason or "the connection ended: the engine has ended, or does not answer")
 
     def close(self) -> None:
         """Idempotent."""
