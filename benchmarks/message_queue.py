@@ -22,6 +22,7 @@ from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, load_en
 from benchmarks.peers.queue_loops import FAR, IDLE_S, NUM_PACED, SILENCE_S, SIZES, WORK_S, cpu_s, pinned_core, size_name
 from benchmarks.result import Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
+from ringcore.config import ParallelConfig
 
 __all__ = ["MessageQueue", "OtherWork", "Round", "floors", "limits_from", "measurements", "queue_specs", "quietest"]
 
@@ -57,6 +58,12 @@ class MessageQueue(Benchmark):
             default="memfd",
             help="how readers are reached, one part each: memfd and zmq carry large messages on this host, far all of "
             "them over TCP and CurveZMQ (default: memfd)",
+        )
+        parser.add_argument(
+            "--call-ring-bytes",
+            type=int,
+            default=ParallelConfig().call_ring_bytes,
+            help="of ringcore's ring to the readers: messages above half of it go beside it (default: the engine's)",
         )
         parser.add_argument("--pin", action="store_true", help="the writer on the first core, readers on the others")
         parser.add_argument("--quick", action="store_true", help="a fiftieth of the work, to try the benchmark itself")
@@ -95,6 +102,7 @@ def _conditions(plan: Plan) -> list[str]:
         "collective_rpc: the whole executor, every argument decoded and copied out; the long call takes 5 s.",
         "All transports but the one whose turn it is are stopped, except far ones; in every round each has a turn, in "
         "random order.",
+        f"ringcore's ring to the readers has {plan.options.call_ring_bytes >> 20} MiB; larger than half goes beside it.",
         f"Placement: {'the writer on one core, readers on the others' if plan.options.pin else 'free'}.",
     ]
     return said + (["--quick: these figures mean nothing."] if plan.options.quick else [])
@@ -129,6 +137,7 @@ class _Part:
         settings = {
             "readers": num_readers,
             "transport": transport,
+            "call_ring_bytes": plan.options.call_ring_bytes,
             "pin": plan.options.pin,
             "quick": plan.options.quick,
         }

@@ -49,7 +49,8 @@ class ExecutorCaller(Caller):
     _executor: MultiprocExecutor
 
     def start(self) -> None:
-        config = make_config(self._settings["readers"], large_messages=self._settings["transport"])
+        options = {"large_messages": self._settings["transport"], "call_ring_bytes": self._settings["call_ring_bytes"]}
+        config = make_config(self._settings["readers"], **options)
         self._executor = MultiprocExecutor(config, worker_factory=FACTORY)
         self._executor.start()
 

@@ -104,7 +104,7 @@ class RingWriter(Writer):
 
     def _open_near(self, num_readers: int, large_messages: str) -> list[Any]:
         sizes = ParallelConfig()
-        calls = create_queue(sizes.call_ring_bytes, num_readers, large_messages)
+        calls = create_queue(self._settings["call_ring_bytes"], num_readers, large_messages)
         backs = [create_queue(sizes.reply_ring_bytes, 1, large_messages) for _ in range(num_readers)]
         self._queues = [calls, *backs]
         fds = [(Fds(calls.fds_of_reader(index)), Fds(back.fds_of_writer())) for index, back in enumerate(backs)]

@@ -34,7 +34,7 @@ from benchmarks.report import render
 from benchmarks.result import Result
 
 MakePlan = Callable[..., Plan]
-SETTINGS = {"readers": 2, "transport": "memfd", "pin": False, "quick": True}
+SETTINGS = {"readers": 2, "transport": "memfd", "call_ring_bytes": 64 << 20, "pin": False, "quick": True}
 
 
 class FakeCaller(Caller):
@@ -240,7 +240,7 @@ def test_a_queue_is_loaded_without_its_package(
 def test_a_short_run(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_queue, "SETTLE_S", 0.0)
     monkeypatch.setattr(message_queue, "NUM_WAKES", 3)
-    options = {"readers": "2", "transport": "memfd,far", "pin": False, "quick": True}
+    options = {"readers": "2", "transport": "memfd,far", "call_ring_bytes": 1 << 20, "pin": False, "quick": True}
     plan = make_plan(*engine_specs([], "eager"), rounds=1, **options)
     findings = MessageQueue().run(plan)
     rows = {measurement.name: measurement for measurement in findings.measurements}
