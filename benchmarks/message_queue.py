@@ -102,7 +102,7 @@ def _conditions(plan: Plan) -> list[str]:
         "collective_rpc: the whole executor, every argument decoded and copied out; the long call takes 5 s.",
         "All transports but the one whose turn it is are stopped, except far ones; in every round each has a turn, in "
         "random order.",
-        f"ringcore's ring to the readers has {plan.options.call_ring_bytes >> 20} MiB; larger than half goes beside it.",
+        f"ringcore's ring to the readers has {plan.options.call_ring_bytes >> 20} MiB; above half goes beside it.",
         f"Placement: {'the writer on one core, readers on the others' if plan.options.pin else 'free'}.",
     ]
     return said + (["--quick: these figures mean nothing."] if plan.options.quick else [])
