@@ -29,14 +29,20 @@ def folder(tmp_path_factory):
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("text", [PAGE, worker.__doc__], ids=["page", "help"])
-def test_documented_commands(tmp_path, folder, text):
-    endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    text = text.replace("\\\n", " ").replace("./model", folder).replace("tcp://10.0.0.1:5700", endpoint)
-    keys, generate, join = re.findall(r"^ {4,}(ringcore [^\n#]+)", text, re.M)
+def commands(text: str) -> list[list[str]]:
+    """Those that begin a line, with their further lines."""
+    found = re.findall(r"^ {4,}ringcore ([^\n#]+)", text.replace("\\\n", " "), re.M)
+    return [shlex.split(one) for one in found]
 
-    def start(command: str, *flags: str) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-m", "ringcore.cli", *shlex.split(command)[1:], *flags]
+
+def test_documented_commands(tmp_path, folder):
+    assert commands(PAGE) == commands(worker.__doc__)
+    endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    text = PAGE.replace("./model", folder).replace("tcp://10.0.0.1:5700", endpoint)
+    keys, generate, join = commands(text)
+
+    def start(command: list[str], *flags: str) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-m", "ringcore.cli", *command, *flags]
         environment = with_path(ROOT, ROOT / "tests")
         return subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
 
