@@ -32,6 +32,7 @@ from ringcore.executor.far.frames import (
     StartWorkers,
     Status,
     WorkerEnded,
+    installed_version,
 )
 from ringcore.executor.far.host import CALLS, CONTROL
 from ringcore.executor.far.several_hosts import free_port
@@ -57,12 +58,10 @@ def serve_engine(endpoint: str, keys: ClientKeys, host: str, patience_s: float) 
 
     Raises `ConfigError` if the engine refuses the key or the host, `EngineDeadError` without an engine.
     """
-    from ringcore import __version__
-
     has_served = is_known = False  # the engine has dismissed this host's workers; its key is right
     connected_s = time.monotonic()
     while True:
-        session = _Session(JoiningEnd(endpoint, keys, Join(host, __version__, free_port(""))))
+        session = _Session(JoiningEnd(endpoint, keys, Join(host, installed_version(), free_port(""))))
         try:
             session.run()
             has_served, is_known, connected_s = True, True, time.monotonic()

@@ -14,6 +14,7 @@ ZeroMQ keeps frames whole and in order, CurveZMQ authentic. A frame that is none
 from __future__ import annotations
 
 import struct
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -41,6 +42,7 @@ __all__ = [
     "Started",
     "Status",
     "WorkerEnded",
+    "installed_version",
     "pack_head",
     "pack_note",
     "unpack_head",
@@ -113,6 +115,14 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """These workers are no longer needed. The host may join again: the engine may start new ones."""
+
+
+def installed_version() -> str:
+    """Of ringcore, on this host."""
+    try:
+        return version("ringcore")
+    except PackageNotFoundError:  # a copy of the source
+        return "of no version"
 
 
 Note = Join | Refuse | StartWorkers | Started | Status | WorkerEnded | Signal | AskStacks | Stacks | Finish

@@ -12,7 +12,7 @@ from ringcore.config import EngineConfig
 from ringcore.config.admin_keys import read_server_keys
 from ringcore.config.rank_layout import LOCALHOST
 from ringcore.executor.far.ends import HostListener
-from ringcore.executor.far.frames import Join
+from ringcore.executor.far.frames import Join, installed_version
 from ringcore.executor.far.host import FarHost
 from ringcore.executor.waiting import spin_budget_s
 from ringcore.executor.worker_host import HostStart, NearHost, WorkerHost
@@ -29,12 +29,10 @@ class SeveralHosts:
     """A `HostStarter`. address: where hosts join."""
 
     def __init__(self, config: EngineConfig, factory: str) -> None:
-        from ringcore import __version__
-
         parallel = config.parallel
         assert parallel.join_endpoint is not None
         assert parallel.join_keys is not None
-        self._config, self._factory, self._version = config, factory, __version__
+        self._config, self._factory, self._version = config, factory, installed_version()
         self._far = [name for name in dict.fromkeys(parallel.layout.hosts) if name != LOCALHOST]
         self._listener = HostListener(
             parallel.join_endpoint, read_server_keys(parallel.join_keys, "join_keys"), self._check
