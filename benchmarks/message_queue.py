@@ -17,14 +17,16 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from benchmarks.driver import Driver
+from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.harness import Benchmark, EngineSpec, Plan, child_specs, load_engine, note, numbers
-from benchmarks.peers.queue_loops import IDLE_S, NUM_PACED, SILENCE_S, SIZES, WORK_S, cpu_s, pinned_core, size_name
+from benchmarks.peers.queue_loops import FAR, IDLE_S, NUM_PACED, SILENCE_S, SIZES, WORK_S, cpu_s, pinned_core, size_name
 from benchmarks.result import Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
+from ringcore.config import ParallelConfig
 
 __all__ = ["MessageQueue", "OtherWork", "Round", "floors", "limits_from", "measurements", "queue_specs", "quietest"]
 
+TRANSPORTS = {"memfd": ("", ""), "zmq": ("", " by zmq"), FAR: ("far ", "")}  # in a row's name
 OURS, EXECUTOR = "ringcore", "ringcore executor"  # the latter's rows stand in our own column
 QUIET_CORES = 0.15  # a round in which anything else took more of a core counts only for want of others
 EXTRA_ROUNDS = 0.5  # of the counted ones: how many more may be run to get quiet ones
@@ -51,11 +53,24 @@ class MessageQueue(Benchmark):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--readers", default="1,2", help="numbers of readers, one part each (default: 1,2)")
+        parser.add_argument(
+            "--transport",
+            default="memfd",
+            help="how readers are reached, one part each: memfd and zmq carry large messages on this host, far all of "
+            "them over TCP and CurveZMQ (default: memfd)",
+        )
+        parser.add_argument(
+            "--call-ring-bytes",
+            type=int,
+            default=ParallelConfig().call_ring_bytes,
+            help="of ringcore's ring to the readers: messages above half of it go beside it (default: the engine's)",
+        )
         parser.add_argument("--pin", action="store_true", help="the writer on the first core, readers on the others")
         parser.add_argument("--quick", action="store_true", help="a fiftieth of the work, to try the benchmark itself")
 
     def run(self, plan: Plan) -> Findings:
-        parts = [_Part(plan, count) for count in numbers("--readers", plan.options.readers)]
+        counts = numbers("--readers", plan.options.readers)
+        parts = [_Part(plan, count, one) for one in _transports(plan.options.transport) for count in counts]
         for part in parts:
             part.run()
         return Findings(
@@ -64,6 +79,15 @@ class MessageQueue(Benchmark):
             conditions=_conditions(plan),
             checks=[check for part in parts for check in part.checks],
         )
+
+
+def _transports(given: str) -> list[str]:
+    """Raises `BenchmarkError` for one that there is not."""
+    found = given.split(",")
+    for one in found:
+        if one not in TRANSPORTS:
+            raise BenchmarkError(f"--transport {one}: give of {', '.join(TRANSPORTS)}", transport=one)
+    return found
 
 
 def _conditions(plan: Plan) -> list[str]:
@@ -76,15 +100,20 @@ def _conditions(plan: Plan) -> list[str]:
         f"Paced: {NUM_PACED} times {WORK_S * 1e3:.0f} ms of work (sleep) and as long a pause. Idle: {IDLE_S:.0f} s. "
         "CPU below 0.001% of a core counts as that.",
         "collective_rpc: the whole executor, every argument decoded and copied out; the long call takes 5 s.",
-        "All transports but the one whose turn it is are stopped; in every round each has a turn, in random order.",
+        "All transports but the one whose turn it is are stopped, except far ones; in every round each has a turn, in "
+        "random order.",
+        f"ringcore's ring to the readers has {plan.options.call_ring_bytes >> 20} MiB; above half goes beside it.",
         f"Placement: {'the writer on one core, readers on the others' if plan.options.pin else 'free'}.",
     ]
     return said + (["--quick: these figures mean nothing."] if plan.options.quick else [])
 
 
 def queue_specs(specs: Iterable[EngineSpec], settings: Mapping[str, Any]) -> list[EngineSpec]:
-    """The queues of the engines that take part, then ringcore's executor. Raises `BenchmarkError` for one without."""
+    """The queues of the engines that take part, then ringcore's executor, except with far readers, which are hosts.
+    Raises `BenchmarkError` for one without."""
     queues = child_specs(specs, "queue", "message queue", settings)  # vLLM's queue has no modes
+    if settings["transport"] == FAR:
+        return queues
     command = (queues[0].python, "-m", "benchmarks.peers.queue_executor")
     return [*queues, EngineSpec(EXECUTOR, command, "", settings=settings)]
 
@@ -98,12 +127,20 @@ class Round:
 
 
 class _Part:
-    """All rounds with one number of readers."""
+    """All rounds with one number of readers and one transport."""
 
-    def __init__(self, plan: Plan, num_readers: int) -> None:
+    def __init__(self, plan: Plan, num_readers: int, transport: str) -> None:
         self._plan = plan
-        self._prefix = f"{num_readers} reader{'s' * (num_readers > 1)}, "
-        settings = {"readers": num_readers, "pin": plan.options.pin, "quick": plan.options.quick}
+        kind, how = TRANSPORTS[transport]
+        self._prefix = f"{num_readers} {kind}reader{'s' * (num_readers > 1)}{how}, "
+        self._is_far = transport == FAR
+        settings = {
+            "readers": num_readers,
+            "transport": transport,
+            "call_ring_bytes": plan.options.call_ring_bytes,
+            "pin": plan.options.pin,
+            "quick": plan.options.quick,
+        }
         self._specs = queue_specs(plan.specs, settings)
         self._drivers: dict[str, Driver] = {}
         self.facts: dict[str, dict[str, Any]] = {}
@@ -115,7 +152,8 @@ class _Part:
             for spec in self._specs:
                 driver = self._drivers[spec.name] = stack.enter_context(spec.start())
                 facts = load_engine(driver, spec, self._plan.model).facts
-                driver.pause()
+                if not self._is_far:
+                    driver.pause()
                 if spec.name != EXECUTOR:
                     self.facts[spec.name] = facts
             before = floors(self._plan.options.pin)
@@ -144,13 +182,17 @@ class _Part:
         for name in turns:
             for is_stolen in (False,) if name == EXECUTOR else (False, True):
                 _settle()
-                with self._drivers[name].running(), self._thief(is_stolen) as thief:
+                with self._running(name), self._thief(is_stolen) as thief:
                     pids = [process.pid for process in self._drivers[name].processes()]
                     others = OtherWork([os.getpid(), *thief, *pids])
                     rows = self._drivers[name].call("block", TIMEOUT_S, stolen=is_stolen)
                     round_.other_cores = max(round_.other_cores, others.cores())
                 round_.rows.setdefault(name, []).extend(rows)
         return round_
+
+    def _running(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Far readers are never stopped: a host that does not answer is dead."""
+        return contextlib.nullcontext() if self._is_far else self._drivers[name].running()
 
     @contextlib.contextmanager
     def _thief(self, is_wanted: bool) -> Iterator[list[int]]:
@@ -171,7 +213,7 @@ class _Part:
         """Of every engine whose writer notices at all."""
         samples: dict[str, list[float]] = {}
         for name in self.facts:
-            with self._drivers[name].running():
+            with self._running(name):
                 taken = [self._drivers[name].call("death", TIMEOUT_S)]
                 while taken[0] is not None and len(taken) < self._plan.rounds:
                     taken.append(self._drivers[name].call("death", TIMEOUT_S))

@@ -104,6 +104,7 @@ class CapacityError(RingcoreError):
 class EngineDeadError(RingcoreError):
     """A process of the engine ended. Details: `process`, `rank`, `exit_code`, `signal`, `last_log` (list of lines).
 
+    Of a worker on another host, and of a lost host, also `host`; of hosts that did not join `hosts`.
     Of one that hung also `hung_s`, and `pid` and `process_state` or, of workers, `hung_ranks`.
     """
 

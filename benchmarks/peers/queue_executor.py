@@ -49,7 +49,9 @@ class ExecutorCaller(Caller):
     _executor: MultiprocExecutor
 
     def start(self) -> None:
-        self._executor = MultiprocExecutor(make_config(self._settings["readers"]), worker_factory=FACTORY)
+        options = {"large_messages": self._settings["transport"], "call_ring_bytes": self._settings["call_ring_bytes"]}
+        config = make_config(self._settings["readers"], **options)
+        self._executor = MultiprocExecutor(config, worker_factory=FACTORY)
         self._executor.start()
 
     def ask(self, op: int, argument: Any) -> list[Any]:
@@ -76,7 +78,7 @@ class ExecutorCaller(Caller):
             self._executor.shutdown()
 
 
-def make_config(num_workers: int) -> EngineConfig:
+def make_config(num_workers: int, **options: Any) -> EngineConfig:
     """The configuration of an engine with the smallest model that can be spread over the workers."""
     sizes = ("hidden_size", "intermediate_size", "vocab_size")
     model = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", "rms_norm_eps": 1e-5}
@@ -84,7 +86,7 @@ def make_config(num_workers: int) -> EngineConfig:
     model |= {"num_attention_heads": num_workers, "num_key_value_heads": num_workers}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))
-        return EngineConfig.from_options(model=folder, load_format="dummy", tensor_parallel_size=num_workers)
+        return EngineConfig.from_options(model=folder, load_format="dummy", tensor_parallel_size=num_workers, **options)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.peers.protocol import package_versions, serve
 
-__all__ = ["SIZES", "Caller", "Row", "cpu_s", "look", "percentiles", "pinned_core", "run", "size_name"]
+__all__ = ["FAR", "SIZES", "Caller", "Row", "cpu_s", "look", "percentiles", "pinned_core", "run", "size_name"]
 
 Row = tuple[str, str, float]  # name, unit, value
 
@@ -29,6 +29,7 @@ NUM_PACED, WORK_S, SILENCE_S, IDLE_S = 20, 5e-3, 1.5, 5.0
 QUICK, STOLEN_SHARE = 0.02, 0.2  # of the work: to try the benchmark, and while a core is stolen
 LEAST_CPU = 1e-3  # percent of a core: what is below counts as this, so that ratios exist
 
+FAR = "far"  # the transport of readers on other hosts; those of near ones are named by `large_messages`
 LOOK, WORK = 1, 2  # what a message asks of a reader
 _NUMBERS = (int, float, type(None))
 

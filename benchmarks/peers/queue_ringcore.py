@@ -1,4 +1,6 @@
-"""ringcore's own queue, as its executor uses it: one ring to all workers, one back from each."""
+"""ringcore's own queue, as its executor uses it: one ring to all workers and one back from each, or streams of
+encrypted connections over loopback, where every reader is a host of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any, ClassVar
 
-from benchmarks.peers.queue_loops import run
+import zmq
+
+from benchmarks.peers.queue_loops import FAR, run
 from benchmarks.peers.queue_transport import Reader, Writer
 from ringcore.config import ParallelConfig
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
+from ringcore.config.admin_keys import ClientKeys, KnownClient, ServerKeys
+from ringcore.executor.far.ends import HostListener, JoiningEnd
+from ringcore.executor.far.frames import Join
+from ringcore.executor.message_queue import MessageReader, MessageWriter, queue_writer
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle, create_queue
 from ringcore.executor.value_codec import Buffer, decode_value, encode_value
 from ringcore.executor.waiting import DeadlinePassed, spin_budget_s
 
+JOIN_S = 60.0
 _HEADER = struct.Struct("<BxxxxxxxQ")  # op, number of the call
 
 
@@ -40,13 +49,33 @@ def _unpacked(parts: Sequence[memoryview]) -> Any:
     return decode_value([parts[0][_HEADER.size :], *parts[1:]])
 
 
+Ends = tuple[MessageReader, MessageWriter]
+
+
+def _near_ends(index: int, deaths: Sequence[int], spin_s: float, calls: Fds, replies: Fds) -> Ends:
+    reader = NearReader(QueueHandle.from_fds(calls), index, deaths, spin_s)
+    return reader, NearWriter(QueueHandle.from_fds(replies), deaths, spin_s)
+
+
+def _far_ends(index: int, deaths: Sequence[int], spin_s: float, endpoint: str, keys: ClientKeys) -> Ends:
+    link = JoiningEnd(endpoint, keys, Join(_host(index), "")).link
+    sizes = ParallelConfig()
+    reader = link.reader(0, sizes.call_ring_bytes, deaths, spin_s)
+    return reader, link.writer(0, sizes.reply_ring_bytes, deaths, spin_s)
+
+
+def _host(index: int) -> str:
+    return f"host {index}"
+
+
 class RingReader(Reader):
+    """told: the function that makes its ends, how long to spin, and the function's further arguments."""
+
     def __init__(self, index: int, told: Any) -> None:
-        calls, replies, spin_s = told
+        make_ends, spin_s, *more = told
         parent = mp.parent_process()
         assert parent is not None
-        self._calls = MessageReader(QueueHandle.from_fds(calls), index, [parent.sentinel], spin_s)
-        self._replies = MessageWriter(QueueHandle.from_fds(replies), [parent.sentinel], spin_s)
+        self._calls, self._replies = make_ends(index, [parent.sentinel], spin_s, *more)
 
     def take(self, look: Callable[[Any], Any]) -> tuple[int, Any]:
         with self._calls.receive() as parts:
@@ -62,6 +91,7 @@ class RingWriter(Writer):
     packages: ClassVar[tuple[str, ...]] = ("ringcore", "msgspec", "numpy")
     reader = RingReader
     _queues: Sequence[QueueHandle] = ()
+    _listener: HostListener | None = None
     _call_id = 0
 
     def load(self, model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,17 +99,35 @@ class RingWriter(Writer):
         return super().load(model, settings)
 
     def open(self, num_readers: int) -> list[Any]:
+        transport = self._settings["transport"]
+        return self._open_far(num_readers) if transport == FAR else self._open_near(num_readers, transport)
+
+    def _open_near(self, num_readers: int, large_messages: str) -> list[Any]:
         sizes = ParallelConfig()
-        calls = create_queue(sizes.call_ring_bytes, num_readers)
-        backs = [create_queue(sizes.reply_ring_bytes, 1) for _ in range(num_readers)]
+        calls = create_queue(self._settings["call_ring_bytes"], num_readers, large_messages)
+        backs = [create_queue(sizes.reply_ring_bytes, 1, large_messages) for _ in range(num_readers)]
         self._queues = [calls, *backs]
         fds = [(Fds(calls.fds_of_reader(index)), Fds(back.fds_of_writer())) for index, back in enumerate(backs)]
-        return [(*ends, self._spin_s) for ends in fds]
+        return [(_near_ends, self._spin_s, *ends) for ends in fds]
+
+    def _open_far(self, num_readers: int) -> list[Any]:
+        (server, server_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+        keys = ServerKeys(server_secret, {client: KnownClient("readers", frozenset(), "")})
+        self._listener = HostListener("tcp://127.0.0.1:*", keys, lambda join: None)
+        told = (_far_ends, self._spin_s, self._listener.address, ClientKeys(server, client, client_secret))
+        return [told] * num_readers
 
     def connect(self, greetings: Sequence[Any], deaths: Sequence[int]) -> None:
-        calls, *backs = self._queues
-        self._calls = MessageWriter(calls, deaths, self._spin_s)
-        self._replies = [MessageReader(back, 0, deaths, self._spin_s) for back in backs]
+        if self._listener is None:
+            calls, *backs = self._queues
+            self._calls: MessageWriter = NearWriter(calls, deaths, self._spin_s)
+            self._replies: list[MessageReader] = [NearReader(back, 0, deaths, self._spin_s) for back in backs]
+            return
+        sizes, names = ParallelConfig(), [_host(index) for index in range(len(greetings))]
+        found = self._listener.wait_for(names, time.monotonic() + JOIN_S)
+        links = [found[name] for name in names]
+        self._calls = queue_writer([link.writer(0, sizes.call_ring_bytes, deaths) for link in links], deaths)
+        self._replies = [link.reader(0, sizes.reply_ring_bytes, deaths, self._spin_s) for link in links]
 
     def send(self, op: int, argument: Any) -> None:
         self._call_id += 1
@@ -101,6 +149,9 @@ class RingWriter(Writer):
         for queue in self._queues:
             queue.close()
         self._queues = ()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
 
 if __name__ == "__main__":

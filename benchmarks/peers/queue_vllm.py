@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -20,14 +21,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from benchmarks.peers.queue_loops import run
+from benchmarks.peers.queue_loops import FAR, run
 from benchmarks.peers.queue_transport import Reader, Writer
 
 _MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 _SUCCESS = 1
 _FOLDER = "VLLM_RPC_BASE_PATH"  # where its sockets are
-_NETWORK = dict.fromkeys(("get_ip", "get_open_port", "is_valid_ipv6_address"))  # for readers on other machines
-_NETWORK |= {
+_LOOPBACK = "127.0.0.1"
+_NETWORK: dict[str, Any] = {  # the first three are for readers on other machines
+    "get_ip": lambda: _LOOPBACK,
+    "get_open_port": lambda: _open_port(),
+    "is_valid_ipv6_address": lambda address: False,
     "get_open_zmq_ipc_path": lambda: f"ipc://{os.environ[_FOLDER]}/{uuid.uuid4()}",
     "get_open_zmq_inproc_path": lambda: f"inproc://{uuid.uuid4()}",
 }
@@ -77,11 +81,24 @@ def _load_file(name: str) -> Any:
     return module
 
 
+def _open_port() -> int:
+    with socket.create_server((_LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _queue(module: Any, num_readers: int, is_far: bool, **options: Any) -> Any:
+    """One whose readers are all on this host, or all on others."""
+    if is_far:
+        return module.MessageQueue(num_readers, 0, connect_ip=_LOOPBACK, **options)
+    return module.MessageQueue(num_readers, num_readers, **options)
+
+
 class VllmReader(Reader):
     def __init__(self, index: int, told: Any) -> None:
         module = load_queue_module()
-        self._calls = module.MessageQueue.create_from_handle(module.Handle(**told), index)
-        self._replies = module.MessageQueue(1, 1)
+        handle, is_far = told
+        self._calls = module.MessageQueue.create_from_handle(module.Handle(**handle), index)
+        self._replies = _queue(module, 1, is_far)
         self.greeting = dataclasses.asdict(self._replies.export_handle())
 
     def connect(self) -> None:
@@ -103,8 +120,9 @@ class VllmWriter(Writer):
     def open(self, num_readers: int) -> list[Any]:
         self._module = load_queue_module()
         chunk_bytes = getattr(sys.modules["vllm.envs"], "VLLM_MQ_MAX_CHUNK_BYTES_MB", 16) << 20
-        self._calls = self._module.MessageQueue(num_readers, num_readers, max_chunk_bytes=chunk_bytes)
-        return [dataclasses.asdict(self._calls.export_handle())] * num_readers
+        is_far = self._settings["transport"] == FAR
+        self._calls = _queue(self._module, num_readers, is_far, max_chunk_bytes=chunk_bytes)
+        return [(dataclasses.asdict(self._calls.export_handle()), is_far)] * num_readers
 
     def connect(self, greetings: Sequence[Any], deaths: Sequence[int]) -> None:
         handles = [self._module.Handle(**greeting) for greeting in greetings]

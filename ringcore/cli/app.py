@@ -37,6 +37,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.simulate import make_simulate
     from ringcore.cli.top.command import top
     from ringcore.cli.trace import trace
+    from ringcore.cli.worker import worker
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
     app.command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
@@ -52,6 +53,7 @@ def make_app() -> typer.Typer:
     app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
     app.command("trace", short_help="Record a timeline of a running engine's processes.")(trace)
     app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
+    app.command("worker", short_help="Run workers of an engine on another host.")(worker)
     return app
 
 

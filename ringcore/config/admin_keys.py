@@ -91,9 +91,9 @@ def require_curve(option: str, value: object) -> None:
 # Reading.
 
 
-def read_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
-    """The engine's keys in the directory. Raises `ConfigError` (`admin_keys`): see `_Directory`."""
-    keys = _Directory("admin_keys", directory)
+def read_server_keys(directory: str | os.PathLike[str], option: str = "admin_keys") -> ServerKeys:
+    """The engine's keys in the directory. Raises `ConfigError` (of `option`): see `_Directory`."""
+    keys = _Directory(option, directory)
     secret = keys.secret(SERVER)
     keys.refuse_writable(keys.path / CLIENTS)
     files = sorted((keys.path / CLIENTS).glob("*.key"))

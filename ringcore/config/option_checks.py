@@ -15,6 +15,7 @@ from ringcore.config.options import (
     DEVICES,
     DTYPES,
     EXECUTORS,
+    LARGE_MESSAGES,
     LOAD_FORMATS,
     MODEL_IMPLS,
     SCHEDULING_POLICIES,
@@ -24,6 +25,7 @@ from ringcore.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
+from ringcore.config.rank_layout import LOCALHOST
 from ringcore.errors import ConfigError
 from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
 
@@ -38,6 +40,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "scheduling_policy": SCHEDULING_POLICIES,
     "attention_backend": ATTENTION_BACKENDS,
     "device_memory": DEVICE_MEMORY,
+    "large_messages": LARGE_MESSAGES,
     "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 
@@ -95,6 +98,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise bad_value("gpu_memory_utilization", share, "give a number above 0 and at most 1")
     _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
     _check_admin(options["admin_endpoint"], options["admin_keys"])
+    _check_hosts(options["hosts"], options["join_endpoint"], options["join_keys"])
     _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
 
 
@@ -132,6 +136,26 @@ def _check_admin(endpoint: object, keys: Any) -> None:
     read_server_keys(keys)
 
 
+def _check_hosts(hosts: Any, endpoint: Any, keys: Any) -> None:
+    """Other hosts need a place to join, and keys, which only they have a use for."""
+    if hosts is not None and not (isinstance(hosts, list | tuple) and all(isinstance(h, str) and h for h in hosts)):
+        raise bad_value("hosts", hosts, "give a list of names, one for each rank")
+    if not set(hosts or ()) - {LOCALHOST}:
+        for name, value in (("join_endpoint", endpoint), ("join_keys", keys)):
+            if value is not None:
+                raise bad_value(name, value, "it is for other hosts; give hosts with them too, or leave this out")
+        return
+    if endpoint is None or keys is None:
+        name = "join_keys" if endpoint is not None else "join_endpoint"
+        raise bad_value("hosts", hosts, f"give {name} too, so that the other hosts can join")
+    check_endpoint("join_endpoint", endpoint, to_listen=True)
+    if endpoint.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")):
+        raise bad_value("join_endpoint", endpoint, "give the address of this host that the others reach")
+    if not isinstance(keys, str | os.PathLike) or not os.fspath(keys):
+        raise bad_value("join_keys", keys, "give a directory made by 'ringcore keys DIR'")
+    read_server_keys(keys, "join_keys")
+
+
 def _check_count(name: str, value: object, low: int, high: int | None = None, or_else: str | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise bad_value(name, value, f"give an integer of at least {low}" + (f", or {or_else}" if or_else else ""))
@@ -159,6 +183,8 @@ def check_together(
             f"scheduling_policy={scheduler.scheduling_policy!r} has no priorities; "
             "give scheduling_policy='priority' too, or leave this out",
         )
+    if parallel.hosts is not None and len(parallel.hosts) != size:
+        raise bad_value("hosts", parallel.hosts, f"give {size} names, one for each rank")
     if parallel.executor == "uniproc" and size != 1:
         raise bad_value("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
     if device.device_ids is not None:

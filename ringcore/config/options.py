@@ -18,6 +18,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa")
 DEVICE_MEMORY = ("auto", "arena", "plain")
+LARGE_MESSAGES = ("memfd", "zmq")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
 
 
@@ -113,6 +114,14 @@ class ParallelConfig:
     stall_warning_s: float = _option(30.0, "a step or call older than this is diagnosed in the log")
     call_ring_bytes: int = _option(64 << 20, "shared memory of the ring to the workers; larger ones use a memfd")
     reply_ring_bytes: int = _option(8 << 20, "shared memory of the ring back from each worker")
+    large_messages: str = _option(
+        "memfd", f"one of {', '.join(LARGE_MESSAGES)}: how messages above half a ring reach workers of this host"
+    )
+    hosts: list[str] | None = _option(
+        None, "the host of each rank; localhost is this one, others join by ringcore worker; None means all are here"
+    )
+    join_endpoint: str | None = _option(None, "tcp://HOST:PORT of this host where the others of hosts join")
+    join_keys: str | None = _option(None, "the directory with the keys of join_endpoint, by 'ringcore keys DIR'")
     local_admin: bool = _option(True, "let this user's processes on this host call the engine: ringcore ps, rpc, top")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
@@ -122,6 +131,8 @@ class ParallelConfig:
     @property
     def layout(self) -> RankLayout:
         """The one source for the number of ranks, their hosts and the output rank."""
+        if self.ranks is None and self.hosts is not None:
+            return RankLayout(hosts=tuple(self.hosts))
         return self.ranks or RankLayout.on_one_host(self.tensor_parallel_size)
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel communicators between worker processes of one host: gloo for CPUs, NCCL for GPUs."""
+"""Tensor-parallel communicators between worker processes: gloo for CPUs, NCCL for GPUs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
+from ringcore.distributed.rendezvous import local_address, open_store
 
 __all__ = ["GlooCommunicator", "NcclCommunicator"]
 
@@ -22,21 +23,20 @@ _ALIGNMENT = 16  # bytes, of the kernels' tensors
 
 
 class GlooCommunicator(TensorParallel):
-    """Collectives over the loopback interface, in a private process group: torch's global one stays the user's."""
+    """Collectives over the loopback interface, or between hosts, in a private process group: torch's global one stays
+    the user's."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, timeout: timedelta = _TIMEOUT) -> None:
-        """Rendezvous with the other ranks through the file `rendezvous`; returns when all are connected, or raises
-        RuntimeError.
-
-        The file is not used afterwards. It must be private: a process that can write it can join.
-        """
+        """Meets the other ranks at `rendezvous` (see `open_store`); returns when all are connected, or raises
+        RuntimeError."""
         self.rank = rank
         self.size = size
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+        address = local_address(rendezvous)
+        where = {"interface": "lo"} if address is None else {"hostname": address}
+        options._devices = [ProcessGroupGloo.create_device(**where)]
         options._timeout = timeout
-        store = FileStore(rendezvous, size)
-        store.set_timeout(timeout)
+        store = open_store(rendezvous, rank, size, timeout)
         self._group: Any = ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,12 +74,12 @@ class NcclCommunicator(TensorParallel):
         self.size = size
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        store = FileStore(rendezvous, size)
-        store.set_timeout(timeout)
+        store = open_store(rendezvous, rank, size, timeout)
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
         self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
-        self._peers = PeerCollectives.connect(rank, size, store, device)
+        if local_address(rendezvous) is None:  # no GPU maps the memory of one on another host
+            self._peers = PeerCollectives.connect(rank, size, store, device)
         torch.cuda.synchronize(device)
 
     @property
@@ -184,7 +184,7 @@ class PeerCollectives:
         self._pdl = supports_pdl(device)
 
     @classmethod
-    def connect(cls, rank: int, size: int, store: FileStore, device: torch.device) -> PeerCollectives | None:
+    def connect(cls, rank: int, size: int, store: Store, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
         from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 

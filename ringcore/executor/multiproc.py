@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 import weakref
@@ -13,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from ringcore.config import EngineConfig
+from ringcore.config.rank_layout import LOCALHOST
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor.base import Executor
 from ringcore.executor.calls import Call, CallTable
@@ -25,7 +25,7 @@ from ringcore.executor.timing import add_parts, timed
 from ringcore.executor.value_codec import decode_error, portable_error
 from ringcore.executor.waiting import SPACE_TICK_S, DeadlinePassed, PeerDied, Waiter, spin_budget_s
 from ringcore.executor.wire import STEP, pack_call, pack_step, unpack_reply
-from ringcore.executor.worker_group import WorkerGroup, usable_cores, worker_environment
+from ringcore.executor.worker_group import HostStarter, WorkerGroup, host_starter
 from ringcore.executor.worker_proc import DEFAULT_FACTORY, WorkerCreated
 from ringcore.host.os_limits import os_limit_errors
 from ringcore.host.owner_process import OwnerProcess
@@ -50,7 +50,7 @@ class _SendQueue(NamedTuple):
 
 
 class MultiprocExecutor(Executor):
-    """A worker for each rank, each in its own process on this host.
+    """A worker for each rank, each in its own process, on this host or on one that joins.
 
     Several calls may be in flight, and the caller may wait for their futures in any order. A worker's death settles
     every call in flight, and every later one, with `EngineDeadError`, until `restart`. So does a step that takes longer
@@ -59,18 +59,16 @@ class MultiprocExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
-        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous).
-
-        Raises `ConfigError` for ranks on several hosts."""
+        """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous)."""
         super().__init__(config)
         self._factory = worker_factory
         self._owner = OwnerProcess("the engine")
         layout = config.parallel.layout
-        layout.check_one_host("multiproc")
         self._num_ranks = layout.world_size
         self._table = CallTable(self._num_ranks, layout.output_rank)
         self._lock = threading.RLock()
         self._is_shut = False
+        self._hosts: HostStarter | None = None
         self._group: WorkerGroup | None = None
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
@@ -100,10 +98,12 @@ class MultiprocExecutor(Executor):
     def _start(self) -> dict[str, float]:
         phases: dict[str, float] = {}
         started = time.monotonic()
-        environment = worker_environment(os.environ, usable_cores(), self._num_ranks, self.config.device.device_ids)
-        spin_s = spin_budget_s(1 + self._num_ranks)
-        group = self._group = WorkerGroup(self.config, self._num_ranks, self._factory, environment, spin_s)
+        if self._hosts is None:
+            self._hosts = host_starter(self.config, self._factory)
+            self._close_hosts = weakref.finalize(self, self._hosts.close)
+        group = self._group = WorkerGroup(self._hosts.start())
         self._close_group = weakref.finalize(self, group.close)
+        spin_s = spin_budget_s(1 + self.config.parallel.layout.num_ranks_on(LOCALHOST))
         self._dead = None
         self._attach(group, spin_s)
         if self._is_shut:
@@ -122,13 +122,14 @@ class MultiprocExecutor(Executor):
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:
         """Makes the executor's state for this group of workers: waiters, queues and the watchdog."""
-        pidfds = [child.pidfd for child in group.children]
-        deaths = [*pidfds, group.closing_fd]
-        events = [*group.wake_fds, group.due_fd]
-        self._wait_fds = [*events, *pidfds]
-        self._reply_waiter = Waiter(events, deaths)
-        self._calls = _SendQueue(group.calls, Waiter([group.calls_space_fd, *events], deaths, spin_s))
-        self._control = _SendQueue(group.control, Waiter([group.control_space_fd, *events], deaths, spin_s))
+        deaths = [*group.deaths, group.closing_fd]
+        events = [*group.events, group.due_fd]
+        self._wait_fds = [*events, *group.sources, *group.deaths]
+        self._reply_waiter = Waiter(events, deaths, sources=group.sources)
+        self._calls, self._control = (
+            _SendQueue(writer, Waiter([*writer.events, *events], deaths, spin_s, group.sources))
+            for writer in (group.calls, group.control)
+        )
         self._watch = StallWatch(self._table, group, self.config.parallel)
         group.on_close(self._watch.stop)
 
@@ -197,13 +198,16 @@ class MultiprocExecutor(Executor):
         if not self._owner.is_here:
             return
         is_first, self._is_shut = not self._is_shut, True
-        group = self._group
-        if is_first and group is not None:
-            group.interrupt()  # a waiting thread releases the lock
+        if is_first:
+            for waited_for in (self._hosts, self._group):
+                if waited_for is not None:
+                    waited_for.interrupt()  # a waiting thread releases the lock
         with self._lock:
             self._die(_was_shut_down())
             if self._group is not None:
                 self._close_group()
+            if self._hosts is not None:
+                self._close_hosts()
 
     # -----------------------------------------------------------------------------------------------------------
     # Sending.
@@ -337,7 +341,7 @@ class MultiprocExecutor(Executor):
         assert group is not None
         if group.killed_for is not None:
             return group.killed_for, None
-        if all(child.pidfd != fd for child in group.children):
+        if fd not in group.deaths:
             return _was_shut_down(), None
         ended = {rank: child for rank, child in enumerate(group.children) if not child.is_alive()}
         # Of several, the one that a signal ended: the others may have failed and exited because of it.

@@ -203,9 +203,9 @@ class RingWriter:
             self._fence()
         return min(self._tails)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_write` of one part of so many bytes would succeed; if not, requests a readers' signal."""
-        need = _bytes_of([num_bytes])
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """Whether `try_write` of parts of these sizes would succeed; if not, requests a readers' signal."""
+        need = _bytes_of(sizes)
         return self._head + need <= self._limit or self._find_room(need) >= 0
 
     def lagging(self) -> list[int]:

@@ -1,9 +1,8 @@
-"""Out-of-band transfer of messages too large for the ring: each in its own memfd, whose descriptor is passed over a
-socketpair (SCM_RIGHTS).
+"""Out-of-band transfer of messages too large for the ring. By default each travels in its own memfd, whose descriptor
+is passed over a socketpair (SCM_RIGHTS); `zmq_channel` is the other way.
 
-A ZMQ socket would need a name in some directory, an I/O thread in every process and one copy by the kernel for each
-reader. The memfd has no name, is written once for all readers, is sealed against changes, and is freed with its last
-reader.
+The memfd has no name, is written once for all readers, is sealed against changes, and is freed with its last reader. A
+ZeroMQ socket has a name in some directory, an I/O thread in every process and a copy by the kernel for each reader.
 """
 
 from __future__ import annotations
@@ -15,20 +14,147 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol, Self
 
 from ringcore.errors import CapacityError
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError, is_sealed, seal, shared_memory
 from ringcore.host.os_limits import os_limit_errors
 
-__all__ = ["STUB_BYTES", "SideReceiver", "SideSender", "side_socketpair"]
+__all__ = [
+    "STUB",
+    "STUB_BYTES",
+    "LargeReceiver",
+    "LargeSender",
+    "MemfdChannel",
+    "SideChannel",
+    "SideReceiver",
+    "SideSender",
+    "side_socketpair",
+]
 
-_STUB = struct.Struct("<QQ")  # transfer number, bytes
-STUB_BYTES = _STUB.size
+STUB = struct.Struct("<QQ")  # transfer number, bytes
+STUB_BYTES = STUB.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _NUM_TRIES = 5
+
+
+class LargeSender(Protocol):
+    """The sending end, to every reader of a queue."""
+
+    def has_room(self) -> bool:
+        """Whether every reader has received the earlier messages, but for one or two."""
+        ...
+
+    def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
+        """Sends `size` bytes, the buffers one after the other; the stub to put in the ring, or None without room.
+        Raises `CapacityError`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LargeReceiver(Protocol):
+    """One reader's receiving end."""
+
+    def receive(self, stub: bytes) -> Buffer | mmap.mmap:
+        """The read-only memory of the message with this stub. Raises `RingCorruptError`; `PeerDied` if its sender ends
+        before it has arrived."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SideChannel(ABC):
+    """What both ends of a queue's large messages are made of: descriptors, which its processes inherit by name."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, num_readers: int) -> Self: ...
+
+    @classmethod
+    @abstractmethod
+    def from_fds(cls, fds: Mapping[str, int]) -> Self | None:
+        """From an end's inherited descriptors; None if they are of another kind."""
+
+    @abstractmethod
+    def fds_of_reader(self, index: int) -> dict[str, int]: ...
+
+    @abstractmethod
+    def fds_of_writer(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def sender(self, readers: Sequence[int]) -> LargeSender:
+        """Independent of this object, as every end."""
+
+    @abstractmethod
+    def receiver(self, index: int, deaths: Sequence[int]) -> LargeReceiver:
+        """deaths: descriptors that become readable when the sender's process ends."""
+
+    @abstractmethod
+    def close_receiving(self) -> None: ...
+
+    @abstractmethod
+    def close_sending(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class MemfdChannel(SideChannel):
+    """A socketpair for each reader."""
+
+    def __init__(self, send_fds: dict[int, int], receive_fds: dict[int, int]) -> None:
+        self._send_fds, self._receive_fds = send_fds, receive_fds
+
+    @classmethod
+    def create(cls, num_readers: int) -> Self:
+        channel = cls({}, {})
+        try:
+            for i in range(num_readers):
+                channel._send_fds[i], channel._receive_fds[i] = side_socketpair()
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    @classmethod
+    def from_fds(cls, fds: Mapping[str, int]) -> Self | None:
+        def numbered(prefix: str) -> dict[int, int]:
+            return {int(name.removeprefix(prefix)): fd for name, fd in fds.items() if name.startswith(prefix)}
+
+        send_fds, receive_fds = numbered("send."), numbered("receive.")
+        return cls(send_fds, receive_fds) if send_fds or receive_fds else None
+
+    def fds_of_reader(self, index: int) -> dict[str, int]:
+        return {f"receive.{index}": self._receive_fds[index]}
+
+    def fds_of_writer(self) -> dict[str, int]:
+        return {f"send.{i}": fd for i, fd in self._send_fds.items()}
+
+    def sender(self, readers: Sequence[int]) -> SideSender:
+        return SideSender(self._send_fds[i] for i in readers)
+
+    def receiver(self, index: int, deaths: Sequence[int]) -> SideReceiver:
+        return SideReceiver(self._receive_fds[index])
+
+    def close_receiving(self) -> None:
+        _close_all(self._receive_fds)
+
+    def close_sending(self) -> None:
+        _close_all(self._send_fds)
+
+    def close(self) -> None:
+        self.close_receiving()
+        self.close_sending()
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
 
 
 def side_socketpair() -> tuple[int, int]:
@@ -43,7 +169,7 @@ def side_socketpair() -> tuple[int, int]:
 
 
 class SideSender:
-    """The sending end, to every reader of a queue. Duplicates the given descriptors."""
+    """A `LargeSender`. Duplicates the given descriptors."""
 
     def __init__(self, fds: Iterable[int]) -> None:
         self._sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
@@ -57,10 +183,10 @@ class SideSender:
         socket refuses all the same, the sent descriptors have a transfer number that no stub will ever have, and their
         readers drop them. Raises `CapacityError`.
         """
-        if not self._have_room():
+        if not self.has_room():
             return None
         self._num_transfers += 1
-        stub = _STUB.pack(self._num_transfers, size)
+        stub = STUB.pack(self._num_transfers, size)
         fd = _sealed_memory(buffers, size)
         try:
             self._send_all(stub, fd)
@@ -79,7 +205,7 @@ class SideSender:
             except OSError as error:
                 raise CapacityError(f"the descriptor of a large message cannot be sent: {error.strerror}") from error
 
-    def _have_room(self) -> bool:
+    def has_room(self) -> bool:
         poll = select.poll()
         for s in self._sockets:
             poll.register(s, select.POLLOUT)
@@ -126,16 +252,16 @@ def _mapped(fd: int, number: int, size: int) -> mmap.mmap:
 
 
 class SideReceiver:
-    """One reader's receiving end. Duplicates the given descriptor."""
+    """A `LargeReceiver`. Duplicates the given descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=os.dup(fd))
 
     def receive(self, stub: bytes) -> mmap.mmap:
         """The read-only memory of the message with this stub. Raises `RingCorruptError`."""
-        if len(stub) != _STUB.size:
+        if len(stub) != STUB.size:
             raise RingCorruptError(f"a stub of {len(stub)} bytes is none")
-        number, size = _STUB.unpack(stub)
+        number, size = STUB.unpack(stub)
         while True:
             found, fd = self._next(number)
             try:
@@ -152,12 +278,12 @@ class SideReceiver:
     def _next(self, number: int) -> tuple[int, int]:
         """The next descriptor and its transfer number."""
         try:
-            tag, fds, _, _ = socket.recv_fds(self._socket, _STUB.size, 1, socket.MSG_CMSG_CLOEXEC)
+            tag, fds, _, _ = socket.recv_fds(self._socket, STUB.size, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise RingCorruptError(f"the descriptor of message {number} did not come: {error}") from error
-        if not fds or len(tag) != _STUB.size:
+        if not fds or len(tag) != STUB.size:
             raise RingCorruptError(f"the descriptor of message {number} was lost; raise the limit on open files")
-        return _STUB.unpack(tag)[0], fds[0]
+        return STUB.unpack(tag)[0], fds[0]
 
     def close(self) -> None:
         self._socket.close()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ringcore.executor.ring_memory import PAGE, SEALS, seal, shared_memory
 from ringcore.executor.wire import STEP, STEP_METHOD
 
-__all__ = ["RankStatus", "StatusBoard", "StatusLine", "create_board"]
+__all__ = ["LINE", "RankStatus", "StatusBoard", "StatusLine", "create_board", "read_line"]
 
 LINE = 64
 _HEARTBEAT, _BUSY, _CALL, _COUNT = range(4)
@@ -59,17 +59,25 @@ class StatusBoard:
 
     def read(self, rank: int) -> RankStatus:
         """The rank's status. A worker without a heartbeat yet counts from the board's creation."""
-        line = self._lines[rank]
-        words = line.cast("Q")
-        name = bytes(line[_NAME:]).rstrip(b"\0").decode(errors="replace")
-        call_id, kind = divmod(words[_CALL], 4)
-        return RankStatus(
-            heartbeat_ns=words[_HEARTBEAT] or self._created_ns,
-            busy_since_ns=words[_BUSY] or None,
-            call_id=call_id,
-            method=STEP_METHOD if kind == STEP else name,
-            num_calls=words[_COUNT],
-        )
+        return read_line(self._lines[rank], self._created_ns)
+
+    def copy(self) -> bytes:
+        """The lines, for a reader on another host."""
+        return b"".join(self._lines)
+
+
+def read_line(line: memoryview, created_ns: int, later_ns: int = 0) -> RankStatus:
+    """A rank's status. created_ns: in place of a heartbeat that has not come. later_ns: added to the line's times."""
+    words = line.cast("Q")
+    name = bytes(line[_NAME:]).rstrip(b"\0").decode(errors="replace")
+    call_id, kind = divmod(words[_CALL], 4)
+    return RankStatus(
+        heartbeat_ns=words[_HEARTBEAT] + later_ns if words[_HEARTBEAT] else created_ns,
+        busy_since_ns=words[_BUSY] + later_ns if words[_BUSY] else None,
+        call_id=call_id,
+        method=STEP_METHOD if kind == STEP else name,
+        num_calls=words[_COUNT],
+    )
 
 
 class StatusLine:

@@ -88,13 +88,16 @@ class Waiter:
     events: eventfds that are signalled after each change of the condition; the waiter drains them.
     deaths: descriptors that become readable, or hang up, when a peer ends (pidfds, read ends of death pipes).
     spin_s: how long to spin, yielding the core each time, before sleeping in poll().
+    sources: descriptors that only the condition itself makes unreadable again, such as a socket's.
     """
 
-    def __init__(self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0) -> None:
-        self._events = frozenset(events)
+    def __init__(
+        self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0, sources: Iterable[int] = ()
+    ) -> None:
+        self._events, self._sources = frozenset(events), frozenset(sources)
         self._spin_s = spin_s
         self._poll = select.poll()
-        for fd in (*self._events, *deaths):
+        for fd in (*self._events, *self._sources, *deaths):
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> float:
@@ -141,6 +144,6 @@ class Waiter:
         for fd, _ in self._poll.poll(None if sleep_s is None else sleep_s * 1e3):
             if fd in self._events:
                 drain_event(fd)
-            else:
+            elif fd not in self._sources:
                 dead = fd
         return dead

@@ -1,114 +1,106 @@
-"""The worker processes of one executor, the queues to and from them, and their shutdown."""
+"""The workers of one executor, by rank, wherever they run; the queues to and from them, and their shutdown."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Protocol, TypeVar
 
 from ringcore.config import EngineConfig
-from ringcore.errors import ConfigError, EngineDeadError
-from ringcore.executor.child_process import ChildProcess, terminate_all
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
-from ringcore.executor.ring_memory import PAGE, unnamed_file
-from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
+from ringcore.config.rank_layout import LOCALHOST
+from ringcore.errors import EngineDeadError
+from ringcore.executor.message_queue import MessageReader, queue_writer
+from ringcore.executor.status_board import RankStatus
 from ringcore.executor.waiting import signal_event
-from ringcore.executor.worker_proc import CALLS, CONTROL, RENDEZVOUS, REPLIES, STATUS, WorkerStart
-from ringcore.host.cache_folder import cache_folder
-from ringcore.protocol.codec import encode_start
+from ringcore.executor.worker_host import HostStart, NearHost, WorkerHost, WorkerProcess
 from ringcore.protocol.messages import RankHealth
 
-__all__ = ["WorkerGroup", "usable_cores", "worker_environment"]
+__all__ = ["HostStarter", "OneHost", "WorkerGroup", "host_starter"]
 
-ENTRY = "ringcore.executor.worker_proc:main"
-CONTROL_RING_BYTES = 1 << 20
-GRACE_S = 5.0
-# A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1).
-GOMP_SPINCOUNT = "20000"
+T = TypeVar("T")
+
+
+class HostStarter(Protocol):
+    """Starts the workers of a configuration, as often as they are replaced."""
+
+    def start(self) -> list[WorkerHost]:
+        """The hosts, all of whose workers have been started; the caller closes them."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ends a `start` that waits, in another thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OneHost:
+    """A `HostStarter`: every rank is on this host."""
+
+    def __init__(self, config: EngineConfig, factory: str) -> None:
+        self._start = HostStart(config, LOCALHOST, factory)
+
+    def start(self) -> list[WorkerHost]:
+        return [NearHost(self._start)]
+
+    def interrupt(self) -> None:
+        pass  # it waits for nobody
+
+    def close(self) -> None:
+        pass
+
+
+def host_starter(config: EngineConfig, factory: str) -> HostStarter:
+    """By the hosts of the ranks. Raises `ConfigError` where others cannot join."""
+    if set(config.parallel.layout.hosts) == {LOCALHOST}:
+        return OneHost(config, factory)
+    from ringcore.executor.far.several_hosts import SeveralHosts  # imports ZeroMQ
+
+    return SeveralHosts(config, factory)
 
 
 class WorkerGroup:
-    """All workers of an engine, from construction (which starts them) to `close`.
+    """All workers of an engine, until `close`.
 
     children, replies: by rank. calls, control: the queues that all of them read, one for ordered calls and one
-    for read-only methods. wake_fds: eventfds that are signalled when a reply has arrived, by rank. closing_fd, due_fd:
-    eventfds of the executor, which end its own waits, and wake it for a call that is due.
+    for read-only methods. events, sources: of the replies (see `MessageReader`). deaths: descriptors that become
+    readable when a worker has ended or a host is lost. closing_fd, due_fd: eventfds of the executor, which end its own
+    waits, and wake it for a call that is due.
     killed_for: the reason why this side killed the workers, which becomes the error of their death.
-    `environment` updates this process's own in the workers; `spin_s` is how long they spin before they sleep.
-    Raises `CapacityError` if shared memory is short, and then frees everything.
     """
 
-    def __init__(
-        self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
-    ) -> None:
+    def __init__(self, hosts: Sequence[WorkerHost]) -> None:
         self._cleanup = ExitStack()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
         self._is_closed = False
-        self.children: list[ChildProcess] = []
-        self.replies: list[MessageReader] = []
         self.killed_for: EngineDeadError | None = None
+        self._hosts = hosts
+        for host in hosts:
+            self._cleanup.callback(host.close)
+        for host in hosts:  # first: workers may wait for each other until they exit
+            self._cleanup.callback(host.hang_up)
         try:
-            self._start(config, num_workers, factory, environment, spin_s)
+            self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
         except BaseException:
             self._cleanup.close()
             raise
-
-    def _start(
-        self, config: EngineConfig, num_workers: int, factory: str, environment: Mapping[str, str], spin_s: float
-    ) -> None:
-        # Callbacks run in reverse order: the queues are closed, the processes end, then the rest is freed.
-        self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
-        parallel = config.parallel
-        calls, control = (
-            self._queue(parallel.call_ring_bytes, num_workers),
-            self._queue(CONTROL_RING_BYTES, num_workers),
-        )
-        replies = [self._queue(parallel.reply_ring_bytes, 1) for _ in range(num_workers)]
-        self.calls_space_fd, self.control_space_fd = calls.ring.space_fd, control.ring.space_fd
-        self.wake_fds = [queue.ring.wake_fds[0] for queue in replies]
-        status_fd = create_board(num_workers)
-        self._cleanup.callback(os.close, status_fd)
-        shared = {STATUS: status_fd}
-        if num_workers > 1:
-            shared[RENDEZVOUS] = unnamed_file("rendezvous")
-            self._cleanup.callback(os.close, shared[RENDEZVOUS])
-        self._board = StatusBoard(status_fd, num_workers)
-        self._cleanup.callback(lambda: terminate_all(self.children, GRACE_S))
-        self.calls, self.control = MessageWriter(calls), MessageWriter(control)
-        self._cleanup.callback(self.control.close)
-        self._cleanup.callback(self.calls.close)
-        for rank, queue in enumerate(replies):
-            start = WorkerStart(config, rank, factory, spin_s)
-            fds = (
-                _prefixed(CALLS, calls.fds_of_reader(rank))
-                | _prefixed(CONTROL, control.fds_of_reader(rank))
-                | _prefixed(REPLIES, queue.fds_of_writer())
-                | shared
-            )
-            child = ChildProcess.start(f"worker {rank}", ENTRY, encode_start(start), fds, environment)
-            self.children.append(child)
-            reader = MessageReader(queue, 0, spin_s=spin_s)
-            self._cleanup.callback(reader.close)
-            self.replies.append(reader)
-            queue.close_sending()
-        calls.close_receiving()
-        control.close_receiving()
+        self.children: list[WorkerProcess] = _by_rank([(host.ranks, host.children) for host in hosts])
+        self.replies: list[MessageReader] = _by_rank([(host.ranks, host.replies) for host in hosts])
+        self.calls = queue_writer([host.calls for host in hosts])
+        self.control = queue_writer([host.control for host in hosts])
+        self.events = [fd for reader in self.replies for fd in reader.events]
+        self.sources = sorted({fd for reader in self.replies for fd in reader.sources})
+        self.deaths = [fd for host in hosts for fd in host.deaths]
 
     def _eventfd(self) -> int:
         fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._cleanup.callback(os.close, fd)
         return fd
-
-    def _queue(self, num_bytes: int, num_readers: int) -> QueueHandle:
-        queue = create_queue(-(-num_bytes // PAGE) * PAGE, num_readers)
-        self._cleanup.callback(queue.close)
-        return queue
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Registers a callback that runs first when the group closes."""
@@ -123,7 +115,7 @@ class WorkerGroup:
 
     def statuses(self) -> list[RankStatus]:
         """Each rank's line of the status board, by rank."""
-        return [self._board.read(rank) for rank in range(len(self.children))]
+        return _by_rank([(host.ranks, host.statuses()) for host in self._hosts])
 
     def health(self) -> list[RankHealth]:
         """Each rank's health from status board and kernel, without a call. Works after the group's end too."""
@@ -145,8 +137,8 @@ class WorkerGroup:
         """Closes the queues, after which workers exit once they have executed the sent calls; kills those that do not;
         frees everything. Idempotent.
 
-        Takes at most about 5 seconds (and 2 after SIGTERM), for a worker that is stuck. In a fork of the owner it does
-        nothing: the workers are not its children.
+        Takes at most about 5 seconds (and 2 after SIGTERM) a host, for a worker that is stuck. In a fork of the owner
+        it does nothing: the workers are not its children.
         """
         if not self.is_ours:
             return
@@ -166,56 +158,7 @@ class WorkerGroup:
         return os.getpid() == self._owner_pid
 
 
-def _prefixed(prefix: str, fds: Mapping[str, int]) -> dict[str, int]:
-    return {prefix + name: fd for name, fd in fds.items()}
-
-
-def usable_cores() -> int:
-    """The cores that this process may use: the smaller of its affinity and the container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores)
-
-
-def worker_environment(
-    user: Mapping[str, str], num_cores: int, num_workers: int, device_ids: Sequence[int] | None = None
-) -> dict[str, str]:
-    """Environment variables for a worker: its share of the cores, and the cache of compiled kernels; none that `user`,
-    the current environment, sets already, but for the GPUs of `device_ids`, chosen among those that it shows. Raises
-    `ConfigError` for one that it does not."""
-    ours: dict[str, str] = {}
-    if device_ids is not None:
-        ours["CUDA_VISIBLE_DEVICES"] = _visible_devices(user.get("CUDA_VISIBLE_DEVICES"), device_ids)
-    if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & user.keys():
-        ours["TRITON_CACHE_DIR"] = cache_folder(user, "triton")
-    num_threads = max(1, num_cores // num_workers)
-    if "OMP_NUM_THREADS" not in user:
-        ours["OMP_NUM_THREADS"] = str(num_threads)
-    elif user["OMP_NUM_THREADS"].isdecimal():
-        num_threads = int(user["OMP_NUM_THREADS"])
-    if num_threads > 1 and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & user.keys():
-        ours |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": GOMP_SPINCOUNT}
-    if num_workers > 1 and "GLOO_SOCKET_IFNAME" not in user:
-        ours["GLOO_SOCKET_IFNAME"] = "lo"
-    if num_workers > 1 and "NCCL_NVLS_ENABLE" not in user:
-        # Sums in NVLink's switch: a process that dies within one can leave the switch, which all GPUs of the host
-        # share, in a state that only a reset ends.
-        ours["NCCL_NVLS_ENABLE"] = "0"
-    return ours
-
-
-def _visible_devices(shown: str | None, device_ids: Sequence[int]) -> str:
-    if shown is None:
-        return ",".join(map(str, device_ids))
-    names = [name for name in shown.split(",") if name.strip()]
-    for one in device_ids:
-        if one >= len(names):
-            raise ConfigError(
-                f"device_ids={list(device_ids)}: CUDA_VISIBLE_DEVICES={shown!r} shows {len(names)} GPUs; give numbers "
-                "below that",
-                option="device_ids",
-                value=list(device_ids),
-            )
-    return ",".join(names[one] for one in device_ids)
+def _by_rank(of_hosts: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """What each host has for its ranks, in the order of all ranks."""
+    found = {rank: one for ranks, own in of_hosts for rank, one in zip(ranks, own, strict=True)}
+    return [found[rank] for rank in sorted(found)]

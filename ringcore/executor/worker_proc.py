@@ -22,7 +22,7 @@ from ringcore.errors import CapacityError, ConfigError, InvalidRequestError
 from ringcore.executor.child_main import PARENT_DEATH
 from ringcore.executor.control_thread import ControlThread
 from ringcore.executor.launched_steps import FinishedStep, is_done, launch_step, poll_until, step_result
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.status_board import StatusLine
 from ringcore.executor.value_codec import encode_value
@@ -65,6 +65,7 @@ class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     factory: str  # "module:function", called as function(config, rank, rendezvous)
     spin_s: float
+    rendezvous: str | None = None  # "tcp://HOST:PORT" of ranks on several hosts
 
 
 class WorkerCreated(msgspec.Struct, frozen=True):
@@ -79,13 +80,14 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     """The entry of a worker process. Exit code 1 if the worker cannot be created or fails in its own shutdown."""
     began_s = time.monotonic()
     start: WorkerStart = decoder(WorkerStart).decode(payload)
-    link = _Link(start.rank, fds, start.spin_s)
-    status = StatusLine(fds[STATUS], start.rank)
+    index = start.config.parallel.layout.local_rank(start.rank)
+    link = _Link(start.rank, index, fds, start.spin_s)
+    status = StatusLine(fds[STATUS], index)
     control = ControlThread(start.rank, link.control, status, link.reply)
     creation = CallHead(CREATED, CALL, None, "create_worker")
     status.begin(creation.call_id, creation.kind, creation.method)
     try:
-        worker = create_worker(start.factory, start.config, start.rank, _rendezvous(fds))
+        worker = create_worker(start.factory, start.config, start.rank, _rendezvous(start, fds))
         methods = list(rpc_methods(worker).values())
     except Exception as error:
         link.reply(creation, failed(error, start.rank, creation.method))
@@ -104,9 +106,10 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
         raise SystemExit(1) from None
 
 
-def _rendezvous(fds: Mapping[str, int]) -> str | None:
-    """The path by which all ranks open the same memfd for their rendezvous; None for a single rank."""
-    return f"/proc/self/fd/{fds[RENDEZVOUS]}" if RENDEZVOUS in fds else None
+def _rendezvous(start: WorkerStart, fds: Mapping[str, int]) -> str | None:
+    """Where the ranks meet: an address, or the path by which all of one host open the same memfd; None for a single
+    rank."""
+    return f"/proc/self/fd/{fds[RENDEZVOUS]}" if RENDEZVOUS in fds else start.rendezvous
 
 
 def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str | None) -> Any:
@@ -129,17 +132,17 @@ def shut_down(worker: Any) -> bool:
 
 
 class _Link:
-    """The worker's ends of its queues. Replies may come from both threads."""
+    """The worker's ends of its queues, where it is reader `index`. Replies may come from both threads."""
 
-    def __init__(self, rank: int, fds: Mapping[str, int], spin_s: float) -> None:
+    def __init__(self, rank: int, index: int, fds: Mapping[str, int], spin_s: float) -> None:
         def named(prefix: str) -> QueueHandle:
             return QueueHandle.from_fds({k.removeprefix(prefix): fd for k, fd in fds.items() if k.startswith(prefix)})
 
         self.rank = rank
         deaths = [fds[PARENT_DEATH]]
-        self.calls = MessageReader(named(CALLS), rank, deaths, spin_s)
-        self.control = MessageReader(named(CONTROL), rank, deaths)
-        self._replies = MessageWriter(named(REPLIES), deaths, spin_s)
+        self.calls = NearReader(named(CALLS), index, deaths, spin_s)
+        self.control = NearReader(named(CONTROL), index, deaths)
+        self._replies = NearWriter(named(REPLIES), deaths, spin_s)
         self._lock = threading.Lock()
 
     def reply(self, head: CallHead, outcome: Outcome) -> None:

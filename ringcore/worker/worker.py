@@ -50,7 +50,7 @@ class Worker(TracedWorker):
     """
 
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
-        """rendezvous: the file of the process group's rendezvous; None for one rank."""
+        """rendezvous: the file or address where the ranks meet; None for one rank."""
         self.config = config
         self.rank = rank
         self.tracer = Tracer()
@@ -88,7 +88,9 @@ class Worker(TracedWorker):
             return SingleRank()
         if self._rendezvous is None:
             raise InvalidRequestError(
-                f"rendezvous=None: {size} ranks need a file to find each other", field="rendezvous", value=None
+                f"rendezvous=None: {size} ranks need a file or an address to find each other",
+                field="rendezvous",
+                value=None,
             )
         return platform.connect(self.rank, size, self._rendezvous)
 

@@ -34,7 +34,7 @@ from benchmarks.report import render
 from benchmarks.result import Result
 
 MakePlan = Callable[..., Plan]
-SETTINGS = {"readers": 2, "pin": False, "quick": True}
+SETTINGS = {"readers": 2, "transport": "memfd", "call_ring_bytes": 64 << 20, "pin": False, "quick": True}
 
 
 class FakeCaller(Caller):
@@ -240,13 +240,17 @@ def test_a_queue_is_loaded_without_its_package(
 def test_a_short_run(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_queue, "SETTLE_S", 0.0)
     monkeypatch.setattr(message_queue, "NUM_WAKES", 3)
-    plan = make_plan(*engine_specs([], "eager"), rounds=1, readers="2", pin=False, quick=True)
+    options = {"readers": "2", "transport": "memfd,far", "call_ring_bytes": 1 << 20, "pin": False, "quick": True}
+    plan = make_plan(*engine_specs([], "eager"), rounds=1, **options)
     findings = MessageQueue().run(plan)
     rows = {measurement.name: measurement for measurement in findings.measurements}
-    assert all(name.startswith("2 readers, ") for name in rows)
+    assert all(name.startswith(("2 readers, ", "2 far readers, ")) for name in rows)
+    assert {"2 far readers, 64 B, p50", "2 far readers, 20 MiB, p99"} < rows.keys()
+    assert not any(name.startswith("2 far readers, collective_rpc") for name in rows)
     assert all(len(m.samples[OURS]) == 1 and min(m.samples[OURS]) > 0 for m in rows.values())
     assert rows["2 readers, 1,000 B one way"].higher_is_better
     assert rows["2 readers, 20 MiB, p50"].limit is not None
+    assert max(rows["2 far readers, death of a reader to the writer's error"].samples[OURS]) < 2000
     assert max(rows["2 readers, death of a reader to the writer's error"].samples[OURS]) < 1000
     assert {"2 readers, a core stolen, 64 B, p99", "2 readers, collective_rpc, 20 MiB, p50"} < rows.keys()
     assert "2 readers, collective_rpc, read-only call during a long one, p99" in rows

@@ -12,7 +12,7 @@ import zlib
 from process_table import num_descriptors, status_kb
 
 from ringcore.executor.child_main import PARENT_DEATH
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle
 from ringcore.executor.ring_buffer import LINE
 
 CAPACITY = 256 << 10
@@ -72,8 +72,8 @@ def read_all(payload: bytes, fds: dict[str, int]) -> None:
     own = {name.removeprefix("in."): fd for name, fd in fds.items() if name.startswith("in.")}
     back = {name.removeprefix("out."): fd for name, fd in fds.items() if name.startswith("out.")}
     deaths = [fds[PARENT_DEATH]]
-    reader = MessageReader(QueueHandle.from_fds(own), start["index"], deaths, start["spin_s"])
-    report = MessageWriter(QueueHandle.from_fds(back), deaths)
+    reader = NearReader(QueueHandle.from_fds(own), start["index"], deaths, start["spin_s"])
+    report = NearWriter(QueueHandle.from_fds(back), deaths)
     sequence, held = 0, []
     while True:
         with reader.receive(time.monotonic() + WAIT_S) as parts:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chaos_engine import WAIT_S, make_config
 
-from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.value_codec import decode_value, encode_value
 from ringcore.front_end.client import EngineCoreClient
 
@@ -21,7 +21,7 @@ NUM_KEPT = 1000
 class Pair:
     def __init__(self) -> None:
         self.handle = create_queue(CAPACITY, 1)
-        self.writer, self.reader = MessageWriter(self.handle), MessageReader(self.handle, 0)
+        self.writer, self.reader = NearWriter(self.handle), NearReader(self.handle, 0)
 
     def pass_value(self, value: object) -> object:
         assert self.writer.try_send(encode_value(value))

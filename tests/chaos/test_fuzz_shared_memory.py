@@ -10,7 +10,7 @@ import struct
 import pytest
 from fuzzing import LENGTHS, Watch, mutated, owned
 
-from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.ring_buffer import RingClosed, RingReader, RingWriter
 from ringcore.executor.ring_memory import PAGE, RingCorruptError, RingMapping, create_ring
 from ringcore.executor.status_board import LINE, StatusBoard, create_board
@@ -122,8 +122,8 @@ def test_stubs_of_large_messages(num_malformed, seed):
     """The side channel's stub and table, which a reader believes no more than a record."""
     rng, watch = random.Random(seed), Watch()
     handle = create_queue(CAPACITY, 1)
-    raw, reader = RingWriter(handle.ring), MessageReader(handle, 0)
-    sender = MessageWriter(handle)
+    raw, reader = RingWriter(handle.ring), NearReader(handle, 0)
+    sender = NearWriter(handle)
     stub = struct.pack("<QQ", 1, 5)
     num_messages = max(200, num_malformed // 20)
     while watch.num_attempts < num_messages:
@@ -137,8 +137,8 @@ def test_stubs_of_large_messages(num_malformed, seed):
             end.close()
         handle.close()
         handle = create_queue(CAPACITY, 1)
-        raw, reader = RingWriter(handle.ring), MessageReader(handle, 0)
-        sender = MessageWriter(handle)
+        raw, reader = RingWriter(handle.ring), NearReader(handle, 0)
+        sender = NearWriter(handle)
     for end in (raw, sender, reader):
         end.close()
     handle.close()

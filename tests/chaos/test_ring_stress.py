@@ -12,7 +12,7 @@ from process_table import Census, status_kb
 from ring_traffic import CAPACITY, END, SIZES_AROUND_HALF, SIZES_BESIDE, SIZES_IN_RING, WAIT_S, Traffic, check_message
 
 from ringcore.executor.child_process import ChildProcess, terminate_all
-from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.waiting import spin_budget_s
 
 SHORT, LONG = 120_000, 1_000_000  # messages, over all tests in the short form, each in the long one
@@ -43,8 +43,8 @@ class Stress:
             for i in range(num_readers)
         ]
         deaths = [child.pidfd for child in self.children]
-        self.writer = MessageWriter(self.queue, deaths, spin_s)
-        self.report_readers = [MessageReader(report, 0, deaths) for report in self.reports]
+        self.writer = NearWriter(self.queue, deaths, spin_s)
+        self.report_readers = [NearReader(report, 0, deaths) for report in self.reports]
 
     def read_report(self, index: int) -> dict:
         with self.report_readers[index].receive(time.monotonic() + WAIT_S) as parts:

@@ -18,7 +18,7 @@ from process_table import Census, wait_until
 from ring_traffic import CAPACITY, Traffic, check_message
 
 from ringcore.errors import RingcoreError
-from ringcore.executor.message_queue import MessageReader, MessageWriter, create_queue
+from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.waiting import DeadlinePassed
 
@@ -33,11 +33,11 @@ def use_queue(wait_s: float) -> None:
     handle = create_queue(CAPACITY, 2)
     ends: list = []
     try:
-        writer = MessageWriter(handle)
+        writer = NearWriter(handle)
         ends.append(writer)
         readers = []
         for index in (0, 1):
-            readers.append(MessageReader(handle, index))
+            readers.append(NearReader(handle, index))
             ends.append(readers[-1])
         for size in (10, CAPACITY, 100):
             writer.send([bytes(size)], time.monotonic() + wait_s)
@@ -148,7 +148,7 @@ def test_every_system_call_of_an_executor_may_fail(model_folder, fresh_tmp, is_l
 def test_signals_interrupt_every_wait_and_nothing_is_lost():
     """EINTR as it really comes: a signal every half millisecond, in all of sending, receiving and waiting."""
     handle = create_queue(CAPACITY, 1)
-    writer, reader = MessageWriter(handle), MessageReader(handle, 0)
+    writer, reader = NearWriter(handle), NearReader(handle, 0)
     num_messages, num_signals = 3000, [0]
 
     def write() -> None:

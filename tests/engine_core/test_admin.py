@@ -100,7 +100,7 @@ def test_a_refused_key_is_logged(endpoint, keys, caplog):
 
 def test_without_a_zap_handler_every_connection_is_refused(monkeypatch, keys):
     class Absent:
-        def __init__(self, context, clients) -> None:
+        def __init__(self, context, clients, what) -> None:
             pass
 
         def join(self) -> None:

@@ -106,7 +106,7 @@ class FakeWorker:
     @rpc(scope="engine")
     def init_device(self) -> None:
         self.meeting_file = None
-        if self.rendezvous is not None:
+        if self.rendezvous is not None and self.rendezvous.startswith("/"):
             status = os.stat(self.rendezvous)
             self.meeting_file = [status.st_dev, status.st_ino, status.st_mode & 0o777, status.st_nlink]
         if self.config.model.model == "rank 1 fails in init_device":

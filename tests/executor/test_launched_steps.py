@@ -16,7 +16,7 @@ from fake_worker import FACTORY, fake_config, step
 from process_checks import BOUND_S, is_gone
 
 from ringcore.errors import EngineDeadError, RpcTimeoutError, WorkerError
-from ringcore.executor import executor_class, worker_group
+from ringcore.executor import executor_class, worker_host
 from ringcore.executor.launched_steps import (
     DEVICE_SPIN_FACTOR,
     FinishedStep,
@@ -210,7 +210,7 @@ def test_shutdown_takes_what_is_on_the_device(executor, device):
 
 
 def test_shutdown_does_not_wait_for_ever(device, monkeypatch):
-    monkeypatch.setattr(worker_group, "GRACE_S", 0.05)
+    monkeypatch.setattr(worker_host, "GRACE_S", 0.05)
     with started("multiproc", device) as executor:
         pids, future = executor.pids(), executor.execute_model(step(1))
         device.wait_for("launched 1.0")

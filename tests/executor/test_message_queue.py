@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.executor import message_queue, ring_memory, side_channel
-from ringcore.executor.message_queue import MessageReader, MessageWriter, QueueHandle, create_queue
+from ringcore.executor import message_queue, near_queue, ring_memory, side_channel
+from ringcore.executor.near_queue import NearReader, NearWriter, QueueHandle, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE, RingCorruptError
 from ringcore.executor.waiting import DeadlinePassed, PeerDied
@@ -34,8 +34,8 @@ def memory(request, monkeypatch):
 class Queue:
     def __init__(self, num_readers: int = 1, capacity: int = CAPACITY, deaths: tuple[int, ...] = ()) -> None:
         self.handle = create_queue(capacity, num_readers)
-        self.writer = MessageWriter(self.handle, deaths)
-        self.readers = [MessageReader(self.handle, i, deaths) for i in range(num_readers)]
+        self.writer = NearWriter(self.handle, deaths)
+        self.readers = [NearReader(self.handle, i, deaths) for i in range(num_readers)]
 
     def receive(self, index: int = 0) -> list[bytes] | None:
         message = self.readers[index].try_receive()
@@ -170,7 +170,7 @@ def test_a_transfer_that_was_given_up_is_dropped(queue, monkeypatch):
 
 
 def test_a_stub_without_its_descriptor_is_corrupt(queue):
-    queue.writer._ring.try_write(message_queue._LARGE, [struct.pack("<QQ", 1, 10)])
+    queue.writer._ring.try_write(near_queue._LARGE, [struct.pack("<QQ", 1, 10)])
     with pytest.raises(RingCorruptError, match="did not come"):
         queue.receive(0)
 
@@ -187,7 +187,7 @@ def test_a_stub_without_its_descriptor_is_corrupt(queue):
 def test_a_message_whose_lengths_cannot_be_is_corrupt(queue, payload):
     queue.writer._side.try_send([payload, bytes(8)], len(payload) + 8)
     stub = struct.pack("<QQ", 1, len(payload) + 8)
-    queue.writer._ring.try_write(message_queue._LARGE, [stub])
+    queue.writer._ring.try_write(near_queue._LARGE, [stub])
     with pytest.raises(RingCorruptError):
         queue.receive(0)
 
@@ -326,8 +326,8 @@ def test_a_blocked_sender_goes_on_as_the_reader_takes():
 
 def test_an_inherited_end_is_made_from_names():
     parent = create_queue(CAPACITY, 2)
-    reader = MessageReader(QueueHandle.from_fds(parent.fds_of_reader(1)), 1)
-    writer = MessageWriter(QueueHandle.from_fds(parent.fds_of_writer()))
+    reader = NearReader(QueueHandle.from_fds(parent.fds_of_reader(1)), 1)
+    writer = NearWriter(QueueHandle.from_fds(parent.fds_of_writer()))
     for data in (b"x", b"y" * CAPACITY):
         assert writer.try_send([data])
         with reader.try_receive() as parts:

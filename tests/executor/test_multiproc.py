@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 
 import fake_worker
@@ -13,7 +14,7 @@ from process_checks import BOUND_S
 from running_executor import running
 
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
-from ringcore.executor import multiproc, worker_group
+from ringcore.executor import worker_host
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,19 @@ def test_the_ranks_meet_in_a_private_file_without_a_name(private_tmp):
         assert list(private_tmp.iterdir()) == []
     with running(1) as executor:
         assert executor.collective_rpc("who")[0]["meeting"] is None
+
+
+def test_large_messages_by_zmq_leave_no_name(private_tmp):
+    with running(2, large_messages="zmq", call_ring_bytes=1 << 16, reply_ring_bytes=1 << 16) as executor:
+        for size in (10, 40_000, 3 << 20):
+            assert executor.collective_rpc("sizes", [bytes(size)]) == [size] * 2
+            assert executor.collective_rpc("zeros", [size]) == [bytes(size)] * 2
+            assert executor.collective_rpc("large_peek", [size]) == [bytes(size)] * 2
+        pids = executor.pids()
+        os.kill(pids["worker 1"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            executor.collective_rpc("sizes", [bytes(3 << 20)])
+    assert list(private_tmp.iterdir()) == []
 
 
 def test_the_output_rank_answers_for_a_step(pair):
@@ -213,7 +227,7 @@ def test_rings_of_any_configured_size():
 def test_threads_and_network_of_a_worker(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(multiproc, "usable_cores", lambda: 5)
+    monkeypatch.setattr(worker_host, "usable_cores", lambda: 5)
     with running(2) as executor:
         assert executor.collective_rpc("environment", ["OMP_NUM_THREADS"]) == ["2", "2"]
         assert executor.collective_rpc("environment", ["OMP_WAIT_POLICY"]) == ["PASSIVE"] * 2
@@ -238,7 +252,7 @@ def test_threads_and_network_of_a_worker(monkeypatch):
     ],
 )
 def test_the_user_environment_comes_first(user, cores, workers, ours):
-    assert worker_group.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
+    assert worker_host.worker_environment(user | {"TRITON_HOME": "/theirs"}, cores, workers) == ours
 
 
 @pytest.mark.parametrize(
@@ -246,13 +260,13 @@ def test_the_user_environment_comes_first(user, cores, workers, ours):
 )
 def test_the_gpus_of_the_workers(shown, device_ids, visible):
     user = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    ours = worker_group.worker_environment(user, 1, 1, device_ids)
+    ours = worker_host.worker_environment(user, 1, 1, device_ids)
     assert ours["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_gpus_that_are_not_shown():
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs; give numbers below that"):
-        worker_group.worker_environment({"CUDA_VISIBLE_DEVICES": "4,5"}, 1, 1, [2])
+        worker_host.worker_environment({"CUDA_VISIBLE_DEVICES": "4,5"}, 1, 1, [2])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +278,7 @@ def test_gpus_that_are_not_shown():
     ],
 )
 def test_where_compiled_kernels_are_kept(user, folder):
-    assert worker_group.worker_environment(user, 1, 1).get("TRITON_CACHE_DIR") == folder
+    assert worker_host.worker_environment(user, 1, 1).get("TRITON_CACHE_DIR") == folder
 
 
 def test_a_worker_ignores_ctrl_c():

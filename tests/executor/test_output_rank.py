@@ -11,7 +11,7 @@ from fake_worker import FACTORY, fake_config, step
 from process_checks import BOUND_S
 
 from ringcore.config import RankLayout
-from ringcore.errors import ConfigError, EngineDeadError, RpcTimeoutError, WorkerError
+from ringcore.errors import EngineDeadError, RpcTimeoutError, WorkerError
 from ringcore.executor.multiproc import MultiprocExecutor
 from ringcore.testing import FakeExecutor, Fault
 
@@ -62,12 +62,6 @@ def test_the_death_of_another_rank_ends_the_step_too(executor):
     with pytest.raises(EngineDeadError) as caught:
         late.result(BOUND_S)
     assert caught.value.details["rank"] == 0
-
-
-def test_ranks_on_other_hosts_are_refused():
-    layout = RankLayout(hosts=("localhost", "far"))
-    with pytest.raises(ConfigError, match="the ranks are on far, localhost"):
-        MultiprocExecutor(fake_config(2, ranks=layout), worker_factory=FACTORY)
 
 
 def test_of_fake_workers():

@@ -19,7 +19,7 @@ from process_checks import BOUND_S, is_gone
 from running_executor import running
 
 from ringcore.errors import CapacityError, EngineDeadError
-from ringcore.executor import worker_group
+from ringcore.executor import worker_host
 from ringcore.executor.multiproc import MultiprocExecutor
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_a_worker_that_leaves_while_starting_is_told_with_its_last_words():
 
 
 def test_the_error_of_one_rank_at_start_ends_the_others(private_tmp, monkeypatch):
-    monkeypatch.setattr(worker_group, "GRACE_S", 0.05)
+    monkeypatch.setattr(worker_host, "GRACE_S", 0.05)
     executor = MultiprocExecutor(fake_config(2, "rank 1 fails in init_device"), worker_factory=FACTORY)
     with pytest.raises(CapacityError, match="too little memory"):
         executor.start()
@@ -183,7 +183,7 @@ def test_shutdown_lets_calls_under_way_finish_but_not_be_asked():
 
 
 def test_shutdown_from_another_thread_ends_a_wait(monkeypatch):
-    monkeypatch.setattr(worker_group, "GRACE_S", 0.05)  # the worker sleeps: no patience helps
+    monkeypatch.setattr(worker_host, "GRACE_S", 0.05)  # the worker sleeps: no patience helps
     with running() as executor:
         future = executor.submit_rpc("nap", [600.0])
         timer = threading.Timer(0.05, executor.shutdown)
@@ -194,7 +194,7 @@ def test_shutdown_from_another_thread_ends_a_wait(monkeypatch):
 
 
 def test_shutdown_in_a_signal_handler_ends_the_wait_below_it(monkeypatch):
-    monkeypatch.setattr(worker_group, "GRACE_S", 0.05)
+    monkeypatch.setattr(worker_host, "GRACE_S", 0.05)
     with running() as executor:
         future = executor.submit_rpc("nap", [600.0])
         old = signal.signal(signal.SIGALRM, lambda *_: executor.shutdown())
@@ -207,7 +207,7 @@ def test_shutdown_in_a_signal_handler_ends_the_wait_below_it(monkeypatch):
 
 
 def test_a_worker_that_will_not_leave_is_made_to(monkeypatch):
-    monkeypatch.setattr(worker_group, "GRACE_S", 0.05)
+    monkeypatch.setattr(worker_host, "GRACE_S", 0.05)
     with running(trouble="slow shutdown") as executor:
         pids = executor.pids()
         executor.shutdown()

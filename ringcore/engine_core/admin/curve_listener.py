@@ -14,8 +14,8 @@ from typing import ClassVar
 import zmq
 
 from ringcore.config.admin_keys import ServerKeys, read_server_keys
+from ringcore.curve.zap_handler import ZapHandler, require_known_key
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT, AdminListener, Incoming
-from ringcore.engine_core.admin.zap_handler import ZAP_DOMAIN, ZapHandler
 from ringcore.engine_core.transport.framing import Buffer, FrameError, FrameLimits
 from ringcore.errors import ConfigError
 
@@ -42,7 +42,9 @@ class CurveListener(AdminListener):
         server = read_server_keys(keys)
         self._clients = server.clients
         self._context = zmq.Context()
-        self._zap_handler = ZapHandler(self._context, server.clients)  # before the first connection
+        self._zap_handler = ZapHandler(
+            self._context, server.clients, "the admin endpoint"
+        )  # before the first connection
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             self._listen(endpoint, server, limits)
@@ -56,10 +58,7 @@ class CurveListener(AdminListener):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone or does not read raises
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server.secret)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else a missing ZAP handler accepts every key
+        require_known_key(self._socket, server.secret)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             self._socket.bind(endpoint)

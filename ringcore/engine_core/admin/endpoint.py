@@ -21,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from ringcore.config.admin_keys import KnownClient
+from ringcore.curve.logged_counter import LoggedCounter
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT, AdminListener, Incoming
-from ringcore.engine_core.admin.logged_counter import LoggedCounter
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.transport.framing import Buffer, FrameError, FrameLimits
 from ringcore.errors import InvalidRequestError, PermissionDeniedError, RingcoreError

@@ -17,9 +17,9 @@ from contextlib import suppress
 from itertools import count
 
 from ringcore.config.admin_keys import KnownClient
+from ringcore.curve.logged_counter import LoggedCounter
 from ringcore.engine_core.admin.listener import AdminListener, Incoming
 from ringcore.engine_core.admin.local_name import LocalName, peer_credentials
-from ringcore.engine_core.admin.logged_counter import LoggedCounter
 from ringcore.engine_core.transport.framing import (
     Buffer,
     Frame,

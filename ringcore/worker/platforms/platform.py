@@ -53,7 +53,7 @@ class Platform(ABC):
 
     @abstractmethod
     def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
-        """Joins the process group through the file `rendezvous`. Raises RuntimeError where a rank is missing."""
+        """Joins the process group at `rendezvous`, a file or an address. Raises RuntimeError if a rank is missing."""
 
     @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:

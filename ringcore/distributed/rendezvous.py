@@ -1,0 +1,58 @@
+"""Where the ranks find each other: a private file of one host, or an address of rank 0's host."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["local_address", "open_store"]
+
+_TCP = "tcp://"
+
+
+def open_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> Store:
+    """rendezvous: a file's path, or "tcp://HOST:PORT", where rank 0 listens, at that address alone. Whoever can write
+    to the file or reach the address can join: a file must be private, and a network too.
+
+    Raises RuntimeError where rank 0 cannot be reached, OSError where it cannot listen.
+    """
+    if rendezvous.startswith(_TCP):
+        host, port = _host_and_port(rendezvous)
+        # A name, and not a descriptor, would have it listen on every interface.
+        listen_fd = _listen(host, port) if rank == 0 else None
+        store: Store = TCPStore(
+            host, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+    else:
+        store = FileStore(rendezvous, size)
+    store.set_timeout(timeout)
+    return store
+
+
+def local_address(rendezvous: str) -> str | None:
+    """The address of this host that the others reach; None if there are none."""
+    if not rendezvous.startswith(_TCP):
+        return None
+    host, port = _host_and_port(rendezvous)
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: it only finds the way
+        return str(probe.getsockname()[0])
+
+
+def _listen(host: str, port: int) -> int:
+    with socket.create_server((host, port), family=_family(host)) as server:
+        return server.detach()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _host_and_port(rendezvous: str) -> tuple[str, int]:
+    found = urlsplit(rendezvous)
+    assert found.hostname is not None, rendezvous
+    assert found.port is not None, rendezvous
+    return found.hostname, found.port

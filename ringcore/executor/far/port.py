@@ -1,0 +1,107 @@
+"""One ZeroMQ socket that several threads use, its connections supervised.
+
+libzmq's own thread answers heartbeats, whatever Python does: a host whose heartbeats stop is dead or cut off, and one
+that is slow is not. Its connection is then closed, which the socket's monitor reports, as it does for a process that
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ringcore.executor.far.frames import HEAD_BYTES, PIECE_BYTES
+from ringcore.executor.ring_buffer import Buffer
+
+__all__ = ["NEVER_MS", "Port"]
+
+# A dead host is noticed after at most both together.
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 400, 1200
+_HANDSHAKE_MS = 5_000
+_CURVE_BYTES = 1 << 10  # upper bound of what encryption adds to a frame
+_COPIED_BYTES = 16 << 10  # smaller frames are copied: sharing one costs more
+NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
+
+
+class Port:
+    """lock: while it is held, no other thread takes or sends anything.
+
+    take: called for each message that arrives, with its frames. on_event: for each event of the monitor, as (event,
+    value); what it returns is called once the messages that came before the event were taken. By whichever thread
+    pumps, one call at a time.
+
+    Outside of a call the sources are readable, or everything that has arrived was taken: whoever waits for something
+    must `pump` before, and be woken by the sources and by what `take` signals.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        kind: int,
+        take: Callable[[Sequence[zmq.Frame]], None],
+        on_event: Callable[[int, int], Callable[[], None] | None],
+        events: int,
+    ) -> None:
+        self._take, self._on_event = take, on_event
+        self.lock = threading.RLock()  # `take` may send
+        self._is_pumping = self._is_closed = False
+        self._ends: list[Callable[[], None]] = []
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        set_option = self.socket.setsockopt
+        set_option(zmq.LINGER, 0)
+        set_option(zmq.SNDHWM, 0)  # the streams' windows bound the queues
+        set_option(zmq.RCVHWM, 0)
+        set_option(zmq.MAXMSGSIZE, HEAD_BYTES + PIECE_BYTES + _CURVE_BYTES)
+        set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        set_option(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        set_option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(events)
+        self.sources: Sequence[int] = [int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """One message; frames above some KiB must be bytes that nobody changes. Dropped if the peer is gone."""
+        with self.lock:
+            if self._is_closed:
+                return
+            *heads, last = frames
+            with contextlib.suppress(zmq.Again):
+                for head in heads:
+                    self.socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+                self.socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPIED_BYTES)
+            self.pump()  # sending may have taken the signal of a message that arrived
+
+    def pump(self) -> None:
+        """Takes everything that has arrived. Returns at once within `take`."""
+        with self.lock:
+            if self._is_pumping or self._is_closed:
+                return
+            self._is_pumping = True
+            try:
+                self.take_events()
+                while not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                while self._ends:
+                    self._ends.pop()()
+            finally:
+                self._is_pumping = False
+
+    def take_events(self) -> None:
+        while not self._is_closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            end = self._on_event(event["event"], event["value"])
+            if end is not None:
+                self._ends.append(end)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What was sent is delivered within `linger_s` of the context's end, or lost. Idempotent."""
+        with self.lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self.socket.disable_monitor()
+                self._monitor.close(linger=0)
+                self.socket.close(linger=round(linger_s * 1e3))

@@ -1,0 +1,82 @@
+"""Ranks on several hosts give the tokens of one, also after one of the hosts was lost."""
+
+from __future__ import annotations
+
+import pytest
+from engine import generate, make_core, tokens
+from far_agent import Agent
+from reference import differences, load
+
+from ringcore import SamplingParams
+from ringcore.config.admin_keys import create_keys
+from ringcore.executor.far.several_hosts import free_port
+
+PROMPTS = [[3 + (7 * i + j * j) % 300 for j in range(n)] for i, n in enumerate([1, 17, 40])]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def join(tmp_path):
+    """join(hosts): the options of an engine with these hosts, and their agents."""
+    agents = []
+
+    def start(hosts):
+        endpoint, keys = f"tcp://127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "keys"
+        create_keys(keys)
+        agents.extend(Agent(name, endpoint, keys, []) for name in dict.fromkeys(hosts) if name != "localhost")
+        options = {"hosts": hosts, "join_endpoint": endpoint, "join_keys": keys, "tensor_parallel_size": len(hosts)}
+        return options | {"dtype": "float32"}, agents
+
+    yield start
+    for agent in agents:
+        agent.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen2):
+    with make_core(tiny_qwen2, executor="uniproc", dtype="float32", kv_cache_bytes=1 << 24) as core:
+        return tokens(generate(core, PROMPTS, GREEDY))
+
+
+OPTIONS = {"kv_cache_bytes": 1 << 24, "max_num_batched_tokens": 16, "max_worker_restarts": 1}
+
+
+def test_one_rank_near_and_one_far(tiny_qwen2, join, expected, is_long):
+    options, agents = join(["localhost", "b"])
+    with make_core(tiny_qwen2, **OPTIONS, **options) as core:
+        assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+        if is_long:  # two more workers import torch
+            lose_in_fifth_step(core, agents)
+            assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+            assert (core.num_restarts, core.health().state) == (1, "ready")
+            assert "the host 'b'" in core.health().restart_cause
+
+
+def lose_in_fifth_step(core, agents) -> None:
+    """The host dies, and its agent is started again."""
+    step, left = core.step, [5]
+
+    def step_or_lose():
+        left[0] -= 1
+        if left[0] == 0:
+            lost = agents.pop()
+            lost.kill()
+            agents.append(lost.again())
+        return step()
+
+    core.step = step_or_lose
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(300)
+def test_a_real_model_on_three_hosts(smollm2, join, is_long):
+    """Its nine heads are three to a rank."""
+    if not is_long:
+        pytest.skip("three processes with a model each: part of the long form")
+    entries = [entry for entry in load("smollm2-135m-lengths") if len(entry.prompt_token_ids) <= 300][::8]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    options, _ = join(["b", "localhost", "c"])
+    options |= {"max_num_batched_tokens": 64, "num_blocks_override": 40, "block_size": 16, "max_model_len": 512}
+    with make_core(smollm2, **options) as core:
+        outputs = generate(core, [entry.prompt_token_ids for entry in entries], params)
+        assert differences(entries, tokens(outputs)) == []
