@@ -8,36 +8,32 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
+from ringcore.distributed.rendezvous import TIMEOUT, gloo_options, group_store
 
 __all__ = ["GlooCommunicator", "NcclCommunicator"]
 
-# Ranks execute the same steps at the same time, so a collective waits at most for another rank's share of the step; and
-# a dead rank is detected at once by its closed connection. The timeout covers all other hangs.
-_TIMEOUT = timedelta(seconds=300)
 _ALIGNMENT = 16  # bytes, of the kernels' tensors
 
 
 class GlooCommunicator(TensorParallel):
     """Collectives over the loopback interface, in a private process group: torch's global one stays the user's."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, timeout: timedelta = _TIMEOUT) -> None:
+    def __init__(
+        self, rank: int, size: int, rendezvous: str, timeout: timedelta = TIMEOUT, name: str = "ranks"
+    ) -> None:
         """Rendezvous with the other ranks through the file `rendezvous`; returns when all are connected, or raises
-        RuntimeError.
+        RuntimeError. name: of the group, among those that meet there.
 
         The file is not used afterwards. It must be private: a process that can write it can join.
         """
         self.rank = rank
         self.size = size
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = timeout
-        store = FileStore(rendezvous, size)
-        store.set_timeout(timeout)
-        self._group: Any = ProcessGroupGloo(store, rank, size, options)
+        options = gloo_options(timeout)
+        self._group: Any = ProcessGroupGloo(group_store(rendezvous, name, timeout), rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """In float32 whatever the dtype: 16-bit sums would be rounded at every rank."""
@@ -65,17 +61,22 @@ class NcclCommunicator(TensorParallel):
     """
 
     def __init__(
-        self, rank: int, size: int, rendezvous: str, device: torch.device, timeout: timedelta = _TIMEOUT
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        device: torch.device,
+        timeout: timedelta = TIMEOUT,
+        name: str = "ranks",
     ) -> None:
-        """As `GlooCommunicator`. `device`: this rank's GPU, distinct from every other rank's."""
+        """As `GlooCommunicator`. `device`: this rank's GPU; those of all ranks follow each other in their order."""
         from torch.distributed import ProcessGroupNCCL  # a CPU build has none
 
         self.rank = rank
         self.size = size
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        store = FileStore(rendezvous, size)
-        store.set_timeout(timeout)
+        store = group_store(rendezvous, name, timeout)
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
         self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
@@ -184,14 +185,16 @@ class PeerCollectives:
         self._pdl = supports_pdl(device)
 
     @classmethod
-    def connect(cls, rank: int, size: int, store: FileStore, device: torch.device) -> PeerCollectives | None:
+    def connect(cls, rank: int, size: int, store: PrefixStore, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
         from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None
         num_bytes = PeerBuffers.num_bytes(size, cls.capacity_bytes(size))
-        memory = PeerMemory.connect(rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device))
+        memory = PeerMemory.connect(
+            rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device, device.index - rank)
+        )
         return None if memory is None else cls(memory, rank, device)
 
     @classmethod

@@ -30,6 +30,7 @@ from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
 from ringcore.worker.runner.decode_step import DecodeGraphs, DecodeStep
 from ringcore.worker.runner.mixed_graphs import MixedGraphs
+from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
 __all__ = ["DeviceLauncher"]
@@ -86,6 +87,10 @@ class DeviceLauncher(StepLauncher):
         self._stages, self._device = stages, stages.device
         self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
         self._device_rows = DeviceRows(stages.rows, self._device)
+        self._port = make_port(stages.link, stages.paged.model, stages.rows, self._write_tokens)
+        is_last = stages.paged.model.stage.is_last
+        self._end_decode = self._launch_logprobs if is_last else self._hand_on_decode
+        self._end_mixed = self._sample_mixed if is_last else self._hand_on_mixed
         self._unread_steps: list[DeviceStep] = []  # with rows that `needs_token_ids`: read before their next sampling
         self._decode: DecodeStep | None = None
         self._mixed: MixedGraphs | None = None
@@ -95,7 +100,7 @@ class DeviceLauncher(StepLauncher):
         one = none[:1], none[None, :1]  # the length and the block table of one sequence
         if all(backend.plan_on_device(*one) is not None for backend in backends):
             decode_class = DecodeStep if is_eager else DecodeGraphs
-            self._decode = decode_class(stages.paged, self._device_rows, self.ring)
+            self._decode = decode_class(stages.paged, self._device_rows, self.ring, self._port)
         plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in backends)
         if not is_eager and all(plan is not None for plan in plans):
             self._mixed = MixedGraphs(stages.paged, self._device_rows, config.scheduler.token_budget)
@@ -131,6 +136,7 @@ class DeviceLauncher(StepLauncher):
 
     def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> DeviceStep:
         self._stages.adjustments.report_failed(scheduled, errors)
+        self._port.await_tokens(scheduled)
         order = BatchOrder.of(self._stages.rows, scheduled, counts)
         if self._decode is not None and order.num_decodes == len(scheduled):
             step = self._launch_decode(self._decode, scheduled, errors)
@@ -151,15 +157,17 @@ class DeviceLauncher(StepLauncher):
             replayed = began and now_ns()
             rows.advance(scheduled, None)
             self._read_needed_tokens(scheduled)
-            logprobs = sampling.sample(logits, scheduled, decode.draw, decode.finish, errors).logprobs
+            finish = partial(self._finish_decode, decode)
+            logprobs = sampling.sample(logits, scheduled, decode.draw, finish, errors).logprobs
         else:
-            logits, token_ids = decode.launch(scheduled)
+            results = decode.launch(scheduled)
             replayed = began and now_ns()
             rows.advance(scheduled, None)
-            logprobs = sampling.launch_logprobs(logits, token_ids, scheduled)
+            logprobs = self._end_decode(scheduled, *results)
         if began:
             tracer.record(REPLAYED.number, began, replayed, now_ns(), len(scheduled))
         rows.append_tokens(scheduled, UNKNOWN_TOKEN)
+        self._port.expect_tokens(scheduled)
         return DeviceStep(
             launcher=self,
             number=self.ring.num_launched,
@@ -174,6 +182,22 @@ class DeviceLauncher(StepLauncher):
             prompt_logprobs=self._stages.prompt_logprobs.finished(scheduled, rows),
         )
 
+    def _finish_decode(self, decode: DecodeStep, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+        decode.finish(token_ids, ok)
+        self._port.return_tokens(token_ids)
+
+    def _launch_logprobs(
+        self, scheduled: np.ndarray, logits: torch.Tensor, token_ids: torch.Tensor
+    ) -> PendingLogprobs | None:
+        self._port.return_tokens(token_ids)
+        return self._stages.sampling.launch_logprobs(logits, token_ids, scheduled)
+
+    def _hand_on_decode(self, scheduled: np.ndarray, hidden: torch.Tensor) -> None:
+        self._port.send_rows(hidden)
+
+    def _write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
+        self._device_rows.set_last_tokens(rows, token_ids)
+
     def _launch_mixed(self, order: BatchOrder, errors: dict[int, RowError]) -> DeviceStep:
         rows, scheduled = self._stages.rows, order.scheduled
         starts = rows.num_computed_tokens[scheduled]
@@ -182,16 +206,19 @@ class DeviceLauncher(StepLauncher):
         batch, rows_on_device = self._gather(order)
         prepared = began and now_ns()
         graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
-        hidden = self._stages.paged.forward_batch(batch) if graphs is None else graphs.forward(batch)
+        inputs = self._port.inputs(batch.input_ids)
+        hidden = self._stages.paged.forward_batch(inputs, batch) if graphs is None else graphs.forward(inputs, batch)
         computed = began and now_ns()
         self._stages.prompt_logprobs.take(hidden, batch, scheduled, rows)
         rows.advance(scheduled, order.counts)
         is_sampling = np.isin(scheduled, batch.sample_rows)
-        finish = partial(self._finish_mixed, order, batch, rows_on_device, is_sampling, hidden)
-        samples = self._sample_mixed(batch, hidden, finish, errors)
+        here = is_sampling & self._stages.paged.model.stage.is_last
+        finish = partial(self._finish_mixed, order, batch, rows_on_device, here, hidden)
+        samples = self._end_mixed(batch, hidden, finish, errors)
         if began:
             tracer.record(COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows))
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
+        self._port.expect_tokens(batch.sample_rows)
         return DeviceStep(
             launcher=self,
             number=self.ring.num_launched,
@@ -223,9 +250,7 @@ class DeviceLauncher(StepLauncher):
         """Samples for the rows whose known tokens are all computed, in the order of the batch."""
         rows = batch.sample_rows
         if not len(rows):
-            none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
-            finish(*none)
-            return SampledTokens(*none, logprobs=None, is_adjusted=False)
+            return _no_samples(hidden, finish)
         logits = self._stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
         inputs = DeviceSamplingInputs.from_host(self._stages.rows.sampling_inputs(rows), self._device)
         # Zeros: in kernel warm-up, which intercepts launches, these ids are used as indices without being sampled.
@@ -233,7 +258,18 @@ class DeviceLauncher(StepLauncher):
         if self._stages.sampling.is_adjusted(rows):
             self._read_needed_tokens(rows)
         draw = partial(sample_tokens, inputs=inputs, token_ids=token_ids)
-        return self._stages.sampling.sample(logits, rows, draw, finish, errors)
+
+        def finish_and_return(token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+            finish(token_ids, ok)
+            self._port.return_tokens(token_ids)
+
+        return self._stages.sampling.sample(logits, rows, draw, finish_and_return, errors)
+
+    def _hand_on_mixed(
+        self, batch: InputBatch, hidden: torch.Tensor, finish: Finish, errors: dict[int, RowError]
+    ) -> SampledTokens:
+        self._port.send_rows(hidden)
+        return _no_samples(hidden, finish)
 
     def _finish_mixed(
         self,
@@ -310,3 +346,10 @@ class DeviceLauncher(StepLauncher):
         if is_current.any():
             rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
             self._stages.paged.zero_kv(InputBatch.gather(all_rows, rows, counts, self._device, starts=starts))
+
+
+def _no_samples(hidden: torch.Tensor, finish: Finish) -> SampledTokens:
+    """The end of a step that samples nothing here."""
+    none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
+    finish(*none)
+    return SampledTokens(*none, logprobs=None, is_adjusted=False)
