@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import choose_backend
 from ringcore.attention.layer import Attention
+from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.kernels.dtypes import TORCH_DTYPES
@@ -36,6 +37,8 @@ def choose_backends(
     backends = []
     for index, spec in enumerate(specs):
         own = [layer.spec for layer in layers if of_layer[layer.index] == index]
+        # A stage may have no layer of a group: its backend plans steps, as those of all groups do, that nothing reads.
+        own = own or [AttentionSpec(spec.num_kv_heads, scale=1.0)]
         sharing_specs = specs[:index] + specs[index + 1 :]
         backends.append(choose_backend(name, spec, own, platform.device, platform.attention_backends, sharing_specs))
     return backends

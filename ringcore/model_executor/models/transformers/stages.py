@@ -21,6 +21,7 @@ from ringcore.distributed.parallel import Stage
 from ringcore.model_executor.models.transformers.attention_calls import record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
+from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.residual import Residual
@@ -138,14 +139,15 @@ class _Elsewhere(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """In place of an embedding whose rows no layer of the stage reads."""
+    """In place of an embedding whose rows no layer of the stage reads. A body may ask its table for a device."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._width, self._dtype = width, dtype
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype, device="cpu"))
 
     def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(*input_ids.shape, self._width, dtype=self._dtype, device=input_ids.device)
+        table = self.get_buffer("weight")
+        return table.new_zeros(*input_ids.shape, table.shape[1])
 
 
 class StagedBody:
@@ -211,7 +213,7 @@ class _Entrance:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = _given(args, kwargs)
         assert given.received is not None
-        given.stream = Residual(given.received.clone())  # not read by a layer that does not continue one
+        given.stream = Residual(given.received.clone()) if isinstance(layer, FusedLayer) else None
         placeholder = args[0] if self.hidden is None else kwargs[self.hidden]
         hidden = given.received.to(placeholder.dtype, copy=True)[None]
         return ((hidden, *args[1:]), kwargs) if self.hidden is None else (args, {**kwargs, self.hidden: hidden})
