@@ -35,6 +35,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -240,8 +241,9 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         """Gives running requests tokens of the budget and blocks for them, oldest first; preempts if blocks run out."""
         table = self._table
+        left_out = None if self._turns is None else partial(self._turns.left_out, self._num_steps)
         while table.num:
-            divide_token_budget(plan, table, self._config.long_prefill_token_threshold, self._turns)
+            divide_token_budget(plan, table, self._config.long_prefill_token_threshold, left_out)
             if allocate_blocks(plan, table, self._running.kv_cache):
                 break
             self._preempt(int(self._preemption_order()[0]))

@@ -8,8 +8,6 @@ With two stages, four requests that decode, and the steps in flight of which eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ringcore.scheduler.running_table import RunningTable
@@ -17,21 +15,29 @@ from ringcore.scheduler.running_table import RunningTable
 __all__ = ["Turns"]
 
 
-@dataclass(frozen=True, slots=True)
 class Turns:
-    """num_stages: of the pipeline. most: the tokens of a request that steps in flight may be about to sample."""
+    """Rounds of as many steps as stages, in each of which every request that decodes has one turn. Batches of a round
+    differ by one request at most.
 
-    num_stages: int
-    most: int
+    Invariant: in the round that began with step `_round_began`, those have had their turn that were in a step since.
+    """
 
-    def left_out(self, running: RunningTable, counts: np.ndarray) -> np.ndarray:
-        """The positions of requests that decode, and not in the next step. Of those that may, its equal share of all
-        that decode is in the step: the ones whose last turn is the longest ago. Chunks of prompts wait for no token, so
-        they are in every step. counts: [num], the tokens that each request has to compute."""
+    def __init__(self, num_stages: int, most: int) -> None:
+        """most: the tokens of a request that steps in flight may be about to sample."""
+        self._num_stages, self._most = num_stages, most
+        self._round_began = 0
+
+    def left_out(self, step: int, running: RunningTable, counts: np.ndarray) -> np.ndarray:
+        """The positions of requests that decode, and not in this step. Chunks of prompts wait for no token, so they are
+        in every step. step: its number; asked again for the same, this answers the same. counts: [num], the tokens that
+        each request has to compute."""
         decodes = np.flatnonzero((running.total - running.computed == 1) & (counts > 0))
-        share = -(-len(decodes) // self.num_stages)
-        in_flight = running.total[decodes] - running.known[decodes]
-        # Those with all their turns taken come last, and are none of the share.
-        order = np.lexsort((decodes, running.last_step[decodes], in_flight >= self.most))
-        num_free = int((in_flight < self.most).sum())
-        return decodes[order[min(share, num_free) :]]
+        waits = running.last_step[decodes] < self._round_began
+        if not waits.any():
+            self._round_began = step
+            waits = running.last_step[decodes] < step
+        steps_left = max(1, self._num_stages - (step - self._round_began))
+        share = -(-int(waits.sum()) // steps_left)
+        may = waits & (running.total[decodes] - running.known[decodes] < self._most)
+        order = np.lexsort((decodes, running.last_step[decodes], ~may))
+        return decodes[order[min(share, int(may.sum())) :]]
