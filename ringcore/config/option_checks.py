@@ -41,6 +41,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 
+_COUNTS = ("block_size", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_tokenizer_queue")
+
 
 def bad_value(option: str, value: object, remedy: str) -> ConfigError:
     return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=repr(value))
@@ -58,13 +60,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise bad_value(
             "executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'"
         )
-    for name in (
-        "block_size",
-        "max_num_seqs",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "max_tokenizer_queue",
-    ):
+    for name in _COUNTS:
         _check_count(name, options[name], 1)
     for name in ("kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
         if options[name] is not None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcore.config import EngineConfig
-from ringcore.distributed.parallel import SingleRank, Stage, TensorParallel
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.pipeline import StageLink
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
@@ -28,6 +28,7 @@ from ringcore.worker.runner.loaded_model import BuiltModel, LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
 from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
+from ringcore.worker.start_up.connections import connect, stage_of
 from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
 from ringcore.worker.thread_stacks import thread_stacks
 from ringcore.worker.traced_worker import Recorder, TracedWorker
@@ -56,7 +57,7 @@ class Worker(TracedWorker):
         self.rank = rank
         self.tracer = Tracer()
         self._layout = config.parallel.layout
-        self._stage = Stage(self._layout.stage_of(rank), self._layout.num_stages)
+        self._stage = stage_of(self._layout, rank)
         self._rendezvous = rendezvous
         self._platform: Platform | None = None
         self._tp: TensorParallel | None = None
@@ -82,24 +83,8 @@ class Worker(TracedWorker):
         self.config = self.config.on_device(self._platform.device.type)
         self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
-        self._tp, self._link = self._connect(self._platform)
+        self._tp, self._link = connect(self._platform, self._layout, self.rank, self._rendezvous)
         return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
-
-    def _connect(self, platform: Platform) -> tuple[TensorParallel, StageLink | None]:
-        """The other ranks of the stage, and those of the same number in other stages; None: there are no other."""
-        layout, rank, meeting = self._layout, self._layout.tensor_rank_of(self.rank), self._rendezvous
-        if layout.world_size > 1 and meeting is None:
-            raise InvalidRequestError(
-                f"rendezvous=None: {layout.world_size} ranks need a file to find each other",
-                field="rendezvous",
-                value=None,
-            )
-        tp: TensorParallel = SingleRank()
-        if layout.ranks_per_stage > 1 and meeting is not None:
-            tp = platform.connect(rank, layout.ranks_per_stage, meeting, f"stage {self._stage.index}")
-        if layout.num_stages == 1 or meeting is None:
-            return tp, None
-        return tp, platform.link(self._stage, meeting, f"pipeline {rank}")
 
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:

@@ -171,9 +171,7 @@ def test_a_real_model_through_the_front_door(smollm2):
     entries = [entry for entry in load("smollm2-135m-lengths") if len(entry.prompt_token_ids) in (5, 17, 33, 64)]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     regex = r"(yes|no), [a-z]{3,6}\. \d{4}"
-    with LLM(
-        smollm2, pipeline_parallel_size=2, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 26
-    ) as llm:
+    with LLM(smollm2, pipeline_parallel_size=2, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 26) as llm:
         outputs = llm.generate([entry.prompt_token_ids for entry in entries], greedy, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [entry.token_ids for entry in entries]
         by_regex = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=regex))

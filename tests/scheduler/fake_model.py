@@ -153,7 +153,13 @@ class FakeWorker:
             assert is_steady, "rows are left out only where they are those of the step before, with one token each"
             assert step.num_scheduled_tokens is None
         sampled = self._run(step.num_steps)
-        if is_steady and not self.takes_turns and step.rows is not None and len(rows) == len(self.rows) and sampled.rows is None:
+        if (
+            is_steady
+            and not self.takes_turns
+            and step.rows is not None
+            and len(rows) == len(self.rows)
+            and sampled.rows is None
+        ):
             assert step.new_requests or len(step.finished_rows), "rows that the workers know are sent again"
         return sampled
 

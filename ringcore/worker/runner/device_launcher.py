@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,62 +12,25 @@ from ringcore.config import EngineConfig
 from ringcore.kernels import logit_adjustments
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
-from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kernels.upload import upload
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
 from ringcore.tracing.kinds import COMPUTED, REPLAYED
-from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
-from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
-from ringcore.worker.logits.sampling_stage import ALL_MASKED, Finish, SampledTokens, not_finite
-from ringcore.worker.logits.step_output import SampledRows
+from ringcore.worker.logits.row_adjustments import AdjustmentOps
+from ringcore.worker.logits.sampling_stage import Finish, SampledTokens
 from ringcore.worker.rows.batch_order import BatchOrder
 from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
 from ringcore.worker.runner.decode_step import DecodeGraphs, DecodeStep
+from ringcore.worker.runner.device_step import DeviceStep, StepReader
 from ringcore.worker.runner.mixed_graphs import MixedGraphs
 from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
 __all__ = ["DeviceLauncher"]
-
-_FLAGS = BAD_LOGITS | BAD_HIDDEN
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """One step in flight."""
-
-    launcher: DeviceLauncher
-    number: int  # in the result ring
-    rows: np.ndarray  # [n] int32, in the order of the batch
-    starts: np.ndarray  # [n] int64: the position of each row's first token in the step
-    ends: np.ndarray  # [n] int64: one past the position of each row's last token in the step
-    admissions: np.ndarray  # [n]: identifies the row's request, see `RequestRows.num_admissions`
-    sampling: np.ndarray  # [num_sampled]: batch indices of the rows that sample, in the message's order
-    logprobs: PendingLogprobs | None  # in the order of the batch
-    errors: dict[int, RowError]  # of the whole message, by row
-    is_adjusted: bool  # whether any row's logits were adjusted before sampling
-    prompt_logprobs: Sequence[LaunchedPromptLogprobs]
-    words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
-
-    def done(self) -> bool:
-        return self.launcher.ring.is_over(self.number)
-
-    def read(self) -> None:
-        self.launcher.read(self)
-
-    def sampled(self) -> SampledRows:
-        assert self.words is not None
-        logprobs = None
-        if self.logprobs is not None:
-            found = self.logprobs.result()
-            logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
-        token_ids = self.words[self.sampling] & ~_FLAGS
-        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
 
 
 class DeviceLauncher(StepLauncher):
@@ -86,8 +48,9 @@ class DeviceLauncher(StepLauncher):
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages, self._device = stages, stages.device
         self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
+        self._reader = StepReader(stages, self.ring)
         self._device_rows = DeviceRows(stages.rows, self._device)
-        self._port = make_port(stages.link, stages.paged.model, stages.rows, self._write_tokens)
+        self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
         is_last = stages.paged.model.stage.is_last
         self._end_decode = self._launch_logprobs if is_last else self._hand_on_decode
         self._end_mixed = self._sample_mixed if is_last else self._hand_on_mixed
@@ -169,7 +132,7 @@ class DeviceLauncher(StepLauncher):
         rows.append_tokens(scheduled, UNKNOWN_TOKEN)
         self._port.expect_tokens(scheduled)
         return DeviceStep(
-            launcher=self,
+            reader=self._reader,
             number=self.ring.num_launched,
             rows=scheduled,
             starts=starts,
@@ -220,7 +183,7 @@ class DeviceLauncher(StepLauncher):
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
         self._port.expect_tokens(batch.sample_rows)
         return DeviceStep(
-            launcher=self,
+            reader=self._reader,
             number=self.ring.num_launched,
             rows=scheduled,
             starts=starts,
@@ -300,52 +263,8 @@ class DeviceLauncher(StepLauncher):
         logits."""
         if self._stages.adjustments.needs_token_ids[rows].any():
             for step in self._unread_steps:
-                self.read(step)
+                step.read()
             self._unread_steps.clear()
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Reading the results.
-
-    def read(self, step: DeviceStep) -> None:
-        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
-        if step.words is not None:
-            return
-        words = step.words = self.ring.take(step.number, len(step.rows))
-        if step.is_adjusted:
-            self._store_token_ids(step, words)
-        flagged = np.flatnonzero(words & _FLAGS)
-        if not len(flagged):
-            return
-        is_masked = (words[flagged] == ALL_MASKED | BAD_LOGITS) & step.is_adjusted
-        for row in step.rows[flagged[is_masked]].tolist():
-            step.errors.setdefault(row, RowError(row, NO_TOKEN_LEFT))
-        non_finite = flagged[~is_masked]
-        for row, word in zip(step.rows[non_finite].tolist(), words[non_finite].tolist(), strict=True):
-            what = "hidden states" if word & BAD_HIDDEN else "logits"
-            step.errors.setdefault(row, not_finite(row, what, self._stages.dtype))
-        if len(non_finite):
-            self._zero_kv_since(step, non_finite)
-
-    def _store_token_ids(self, step: DeviceStep, words: np.ndarray) -> None:
-        """Stores the sampled ids of rows that `needs_token_ids`, unless another request has the row by now."""
-        rows, places = self._stages.rows, step.sampling
-        sampling = step.rows[places]
-        is_stored = self._stages.adjustments.needs_token_ids[sampling]
-        is_stored &= rows.num_admissions[sampling] == step.admissions[places]
-        places = places[is_stored]
-        rows.token_ids[sampling[is_stored], step.ends[places]] = words[places] & ~_FLAGS
-
-    @torch.inference_mode()
-    def _zero_kv_since(self, step: DeviceStep, places: np.ndarray) -> None:
-        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another
-        request has the row by now."""
-        all_rows = self._stages.rows
-        rows, starts = step.rows[places], step.starts[places]
-        counts = all_rows.num_computed_tokens[rows] - starts
-        is_current = (all_rows.num_admissions[rows] == step.admissions[places]) & (counts > 0)
-        if is_current.any():
-            rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
-            self._stages.paged.zero_kv(InputBatch.gather(all_rows, rows, counts, self._device, starts=starts))
 
 
 def _no_samples(hidden: torch.Tensor, finish: Finish) -> SampledTokens:

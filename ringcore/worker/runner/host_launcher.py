@@ -47,7 +47,7 @@ class HostLauncher(StepLauncher):
 
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages = stages
-        self._port = make_port(stages.link, stages.paged.model, stages.rows, self._write_tokens)
+        self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
         self._end = self._sample if stages.paged.model.stage.is_last else self._hand_on
 
     @property

@@ -48,9 +48,11 @@ class StagePort:
         """Sampled tokens [n], which may be overwritten afterwards, for the first stage's `expect_tokens`."""
 
 
-def make_port(link: StageLink | None, model: CausalLM, rows: RequestRows, write: WriteTokens) -> StagePort:
+def make_port(
+    link: StageLink | None, model: CausalLM, rows: RequestRows, device: torch.device, write: WriteTokens
+) -> StagePort:
     """link: None of the only stage."""
-    return StagePort() if link is None else _PipelinePort(link, model, rows, write)
+    return StagePort() if link is None else _PipelinePort(link, model, rows, device, write)
 
 
 class _Expected(NamedTuple):
@@ -65,12 +67,13 @@ class _PipelinePort(StagePort):
     """Invariant: `_expected` holds the tokens that were not taken yet, oldest first; `_newest` numbers, for each row,
     the last ones with a token of it."""
 
-    def __init__(self, link: StageLink, model: CausalLM, rows: RequestRows, write: WriteTokens) -> None:
-        self._link, self._model, self._rows, self._write = link, model, rows, write
+    def __init__(
+        self, link: StageLink, model: CausalLM, rows: RequestRows, device: torch.device, write: WriteTokens
+    ) -> None:
+        self._link, self._model, self._rows, self._device, self._write = link, model, rows, device, write
         self._expected: deque[_Expected] = deque()
         self._num_expected = self._num_taken = 0
         self._newest = np.zeros(len(rows.num_tokens), dtype=np.int64)
-        self._device = torch.device("cpu")
 
     def await_tokens(self, rows: np.ndarray) -> None:
         newest = int(self._newest[rows].max()) if self._expected else 0
@@ -101,7 +104,6 @@ class _PipelinePort(StagePort):
             self._link.receive_rows(inputs)
 
     def send_rows(self, rows: torch.Tensor) -> None:
-        self._device = rows.device
         self._link.send_rows(rows.clone())
 
     def expect_tokens(self, rows: np.ndarray) -> None:
