@@ -73,7 +73,8 @@ class Gpu(Benchmark):
         add_engine_arguments(parser)
         parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: all)")
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
-        parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each engine (default: 1)")
+        parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
+        parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -117,8 +118,9 @@ class _Session:
 
     def __init__(self, plan: Plan, ceilings: Ceilings, deadline: Deadline) -> None:
         self._plan, self._ceilings, self._deadline = plan, ceilings, deadline
-        self._size: int = plan.options.tensor_parallel_size
-        self._specs = gpu_specs(plan, "gpu", self._size)
+        ranks, self._num_stages = plan.options.tensor_parallel_size, plan.options.pipeline_parallel_size
+        self._size: int = ranks * self._num_stages
+        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages)
         self._engines: dict[str, dict[str, Any]] = {}
         self._measurements: list[Measurement] = []
         self._failures: list[Check] = []
@@ -127,7 +129,8 @@ class _Session:
         if not parts:
             return
         plan = replace(self._plan, specs=self._specs, model=model.write(folder))
-        cases = make_cases(model, parts, self._ceilings, self._size, bytes_a_number(self._plan.options.dtype))
+        number = bytes_a_number(self._plan.options.dtype)
+        cases = make_cases(model, parts, self._ceilings, self._size, number, self._num_stages)
         with ExitStack() as stack:
             fleet = stack.enter_context(Fleet(plan, may_lose_peers=True, settle_s=SETTLE_S))
             self._engines |= fleet.facts
@@ -179,10 +182,11 @@ class _Session:
 
 
 def make_cases(
-    model: PublishedModel, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int
+    model: PublishedModel, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int, num_stages: int = 1
 ) -> list[Case]:
-    """In the order of `parts`."""
+    """In the order of `parts`. size: devices, over all stages."""
     shown = model.name + (f" on {size} devices" if size > 1 else "")
+    shown += f" in {num_stages} stages" if num_stages > 1 else ""
     loads = {f"decode {load.batch}": load for load in DECODE_LOADS}
     cases = []
     for part in parts:

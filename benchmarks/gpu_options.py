@@ -42,8 +42,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-share", type=float, help="of the device's memory, for each engine (default: as fits)")
 
 
-def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True) -> list[EngineSpec]:
-    """The children `benchmarks.peers.PART_ENGINE` of those that take part, over `size` devices.
+def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True, num_stages: int = 1) -> list[EngineSpec]:
+    """The children `benchmarks.peers.PART_ENGINE` of those that take part, each stage over `size` devices.
 
     `are_together`: whether all are loaded at once, and share the memory.
     """
@@ -52,6 +52,7 @@ def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True) -
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
     fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
     placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
+    placed |= {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
     specs = [replace(spec, settings={**spec.settings, **placed}) for spec in specs]
     return [without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
 

@@ -167,7 +167,7 @@ def _ipc_handle(name: str, tensor: Any) -> dict[str, Any]:
 class WeightGroup(AbstractContextManager["WeightGroup"]):
     """Rank 0 of a group that the workers of an engine join: a trainer that broadcasts its weights.
 
-        group = WeightGroup("127.0.0.1", 0, world_size=1 + tensor_parallel_size)
+        group = WeightGroup("127.0.0.1", 0, world_size=1 + number_of_workers)
         # while `group.connect()` runs here, elsewhere (another thread will do):
         llm.collective_rpc("join_weight_group", ("127.0.0.1", group.port, world_size, 1, "nccl", 60.0))
         # and so with each chunk: `group.broadcast(tensors)` here, and elsewhere

@@ -32,7 +32,6 @@ FILES: dict[str, tuple[int, str]] = {
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (315, "every check of a prompt"),
     "openai_api/answers.py": (306, "every kind of answer"),
-    "worker/runner/device_launcher.py": (320, "launching and reading a step share its state; each part has its span"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),

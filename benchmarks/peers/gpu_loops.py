@@ -37,7 +37,7 @@ class EngineChild(ABC):
         """Builds the engine on a folder with a config.json, with random weights, ready for a first request.
 
         settings: device, dtype, max_model_len, memory_share (of the device's memory), tensor_parallel_size; and
-        enable_sleep_mode, where it shall sleep.
+        enable_sleep_mode, where it shall sleep, and pipeline_parallel_size, where it has stages.
         """
 
     @abstractmethod

@@ -82,6 +82,7 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: settings[name] for name in same}
     options["enable_sleep_mode"] = settings.get("enable_sleep_mode", False)
     options["model_impl"] = settings.get("model_impl", "auto")
+    options["pipeline_parallel_size"] = settings.get("pipeline_parallel_size", 1)
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 
 

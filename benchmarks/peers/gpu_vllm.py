@@ -25,6 +25,7 @@ class VllmChild(EngineChild):
             max_model_len=settings["max_model_len"],
             gpu_memory_utilization=settings["memory_share"],
             tensor_parallel_size=settings["tensor_parallel_size"],
+            pipeline_parallel_size=settings.get("pipeline_parallel_size", 1),
             enable_sleep_mode=settings.get("enable_sleep_mode", False),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,6 @@ class ForwardContext:
     """
 
     groups: tuple[GroupContext, ...]
-    group_of_layer: tuple[int, ...]  # by attention layer: the index of its group
-    kv_caches: tuple[torch.Tensor, ...]  # by attention layer, each of its backend's kv_cache_shape
+    group_of_layer: Mapping[int, int]  # by index of an attention layer: the index of its group
+    kv_caches: Mapping[int, torch.Tensor]  # likewise, each of its backend's kv_cache_shape
     tokens: TokenContext = NO_TOKEN_CONTEXT

@@ -24,7 +24,7 @@ def options_of_engines(shared: Mapping[str, Any], num_engines: int, host: Host |
     if device == "cpu" or (device == "auto" and not (host or Host()).has_gpu()):
         options.setdefault("gpu_memory_utilization", _CPU_SHARE / num_engines)
         return [options] * num_engines
-    size = options.get("tensor_parallel_size", 1)
+    size = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     ids = options.pop("device_ids", None) or list(range(num_engines * size))
     if len(ids) != num_engines * size:
         raise ConfigError(

@@ -71,10 +71,14 @@ class EngineConfig:
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"])
+        resolved: dict[type, dict[str, Any]] = {
+            ModelConfig: {"files": files, "spec": spec},
+            SchedulerConfig: {"num_stages": options["pipeline_parallel_size"]},
+        }
         parts: dict[str, Any] = {
             name: part(
                 **{f.name: options[f.name] for f in fields(part) if f.name in options},
-                **({"files": files, "spec": spec} if part is ModelConfig else {}),
+                **resolved.get(part, {}),
             )
             for name, part in cls.PARTS.items()
         }

@@ -44,6 +44,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 
+_COUNTS = ("block_size", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_tokenizer_queue")
+
 
 def bad_value(option: str, value: object, remedy: str) -> ConfigError:
     return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=repr(value))
@@ -61,7 +63,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise bad_value(
             "executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'"
         )
-    for name in ("block_size", "max_num_seqs", "tensor_parallel_size", "max_tokenizer_queue"):
+    for name in _COUNTS:
         _check_count(name, options[name], 1)
     for name in ("kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
         if options[name] is not None:
@@ -185,8 +187,15 @@ def check_together(
         )
     if parallel.hosts is not None and len(parallel.hosts) != size:
         raise bad_value("hosts", parallel.hosts, f"give {size} names, one for each rank")
-    if parallel.executor == "uniproc" and size != 1:
-        raise bad_value("tensor_parallel_size", size, "the uniproc executor has one worker; use executor='multiproc'")
+    for name, workers in (("tensor_parallel_size", size), ("pipeline_parallel_size", parallel.pipeline_parallel_size)):
+        if parallel.executor == "uniproc" and workers != 1:
+            raise bad_value(name, workers, "the uniproc executor has one worker; use executor='multiproc'")
+    if parallel.hosts is not None and parallel.pipeline_parallel_size != 1:
+        remedy = "ranks on several hosts have one stage; leave this out, or hosts"
+        raise bad_value("pipeline_parallel_size", parallel.pipeline_parallel_size, remedy)
+    if parallel.pipeline_parallel_size > spec.num_layers:
+        remedy = f"the model has {spec.num_layers} layers, and each stage needs one; lower it"
+        raise bad_value("pipeline_parallel_size", parallel.pipeline_parallel_size, remedy)
     if device.device_ids is not None:
         _check_device_ids(device, parallel)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what cannot be split
@@ -194,7 +203,7 @@ def check_together(
 
 
 def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:
-    ids, size = device.device_ids, parallel.tensor_parallel_size
+    ids, size = device.device_ids, parallel.layout.world_size
     is_fitting = isinstance(ids, list | tuple) and all(type(one) is int and one >= 0 for one in ids)
     if not is_fitting or ids is None or not len(set(ids)) == len(ids) == size:
         raise bad_value("device_ids", ids, f"give {size} different numbers from 0, one for each rank")

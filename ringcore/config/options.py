@@ -82,6 +82,13 @@ class SchedulerConfig:
         "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
     )
     structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
+    # resolved
+    num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One step in each stage of a pipeline; or one more, so that no stage waits for the scheduler."""
+        return self.steps_in_flight + self.num_stages - 1
 
     @property
     def token_budget(self) -> int:
@@ -92,7 +99,7 @@ class SchedulerConfig:
     @property
     def max_tokens_in_flight(self) -> int:
         """The most tokens of one request in steps in flight: scheduled, results pending."""
-        return self.steps_in_flight * self.max_row_tokens
+        return self.max_steps_in_flight * self.max_row_tokens
 
     @property
     def max_row_tokens(self) -> int:
@@ -103,6 +110,7 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     tensor_parallel_size: int = _option(1, "workers that share each layer")
+    pipeline_parallel_size: int = _option(1, "stages of successive layers, each on tensor_parallel_size workers")
     executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
     worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")
     allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
@@ -126,14 +134,15 @@ class ParallelConfig:
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
     # resolved
-    ranks: RankLayout | None = None  # another layout than every rank on this host, with rank 0 as the output rank
+    ranks: RankLayout | None = None  # another layout than every rank on this host
 
     @property
     def layout(self) -> RankLayout:
-        """The one source for the number of ranks, their hosts and the output rank."""
+        """The one source for the number of ranks, their hosts, their stages and the output rank."""
         if self.ranks is None and self.hosts is not None:
             return RankLayout(hosts=tuple(self.hosts))
-        return self.ranks or RankLayout.on_one_host(self.tensor_parallel_size)
+        num_stages = self.pipeline_parallel_size
+        return self.ranks or RankLayout.on_one_host(self.tensor_parallel_size * num_stages, num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

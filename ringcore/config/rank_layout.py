@@ -1,4 +1,4 @@
-"""Where the ranks of an engine run, and which of them returns a step's output."""
+"""Where the ranks of an engine run, which stage of the model each has, and which of them returns a step's output."""
 
 from __future__ import annotations
 
@@ -13,23 +13,43 @@ LOCALHOST = "localhost"  # the host of the engine process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """hosts: the host of each rank, by rank. output_rank: the rank that replies to a step with its output; the others
-    reply only with an error."""
+    """hosts: the host of each rank, by rank. output_rank: the rank that replies to a step with its output, of the last
+    stage; the others reply only with an error. num_stages: pipeline stages, each of as many successive ranks:
+
+    rank        0  1  2  3    four ranks in two stages
+    stage       0  0  1  1    has a part of the layers
+    tensor rank 0  1  0  1    has a part of each of them
+    """
 
     hosts: tuple[str, ...]
     output_rank: int = 0
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.output_rank < len(self.hosts), self
+        assert len(self.hosts) % self.num_stages == 0, self
+        assert self.stage_of(self.output_rank) == self.num_stages - 1, self
 
     @classmethod
-    def on_one_host(cls, world_size: int) -> RankLayout:
-        """Every rank on the engine's own host; rank 0 returns the output."""
-        return cls(hosts=(LOCALHOST,) * world_size)
+    def on_one_host(cls, world_size: int, num_stages: int = 1) -> RankLayout:
+        """Every rank on the engine's own host; the first rank of the last stage returns the output."""
+        last_stage = world_size - world_size // num_stages
+        return cls(hosts=(LOCALHOST,) * world_size, output_rank=last_stage, num_stages=num_stages)
 
     @property
     def world_size(self) -> int:
         return len(self.hosts)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return len(self.hosts) // self.num_stages
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.ranks_per_stage
+
+    def tensor_rank_of(self, rank: int) -> int:
+        """Its number among the ranks of its stage."""
+        return rank % self.ranks_per_stage
 
     def local_rank(self, rank: int) -> int:
         """The index of a rank among those of its host, which is also the index of its device there."""

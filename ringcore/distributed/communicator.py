@@ -8,17 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
-from ringcore.distributed.rendezvous import local_address, open_store
+from ringcore.distributed.rendezvous import TIMEOUT, gloo_options, group_store, local_address
 
 __all__ = ["GlooCommunicator", "NcclCommunicator"]
 
-# Ranks execute the same steps at the same time, so a collective waits at most for another rank's share of the step; and
-# a dead rank is detected at once by its closed connection. The timeout covers all other hangs.
-_TIMEOUT = timedelta(seconds=300)
 _ALIGNMENT = 16  # bytes, of the kernels' tensors
 
 
@@ -26,17 +23,15 @@ class GlooCommunicator(TensorParallel):
     """Collectives over the loopback interface, or between hosts, in a private process group: torch's global one stays
     the user's."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, timeout: timedelta = _TIMEOUT) -> None:
-        """Meets the other ranks at `rendezvous` (see `open_store`); returns when all are connected, or raises
-        RuntimeError."""
+    def __init__(
+        self, rank: int, size: int, rendezvous: str, timeout: timedelta = TIMEOUT, name: str = "ranks"
+    ) -> None:
+        """Meets the other ranks at `rendezvous` (see `group_store`); returns when all are connected, or raises
+        RuntimeError. name: of the group, among those that meet there."""
         self.rank = rank
         self.size = size
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        address = local_address(rendezvous)
-        where = {"interface": "lo"} if address is None else {"hostname": address}
-        options._devices = [ProcessGroupGloo.create_device(**where)]
-        options._timeout = timeout
-        store = open_store(rendezvous, rank, size, timeout)
+        options = gloo_options(rendezvous, timeout)
+        store = group_store(rendezvous, name, rank, size, timeout)
         self._group: Any = ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,16 +60,22 @@ class NcclCommunicator(TensorParallel):
     """
 
     def __init__(
-        self, rank: int, size: int, rendezvous: str, device: torch.device, timeout: timedelta = _TIMEOUT
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        device: torch.device,
+        timeout: timedelta = TIMEOUT,
+        name: str = "ranks",
     ) -> None:
-        """As `GlooCommunicator`. `device`: this rank's GPU, distinct from every other rank's."""
+        """As `GlooCommunicator`. `device`: this rank's GPU; those of all ranks follow each other in their order."""
         from torch.distributed import ProcessGroupNCCL  # a CPU build has none
 
         self.rank = rank
         self.size = size
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        store = open_store(rendezvous, rank, size, timeout)
+        store = group_store(rendezvous, name, rank, size, timeout)
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
         self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
@@ -184,14 +185,16 @@ class PeerCollectives:
         self._pdl = supports_pdl(device)
 
     @classmethod
-    def connect(cls, rank: int, size: int, store: Store, device: torch.device) -> PeerCollectives | None:
+    def connect(cls, rank: int, size: int, store: PrefixStore, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
         from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None
         num_bytes = PeerBuffers.num_bytes(size, cls.capacity_bytes(size))
-        memory = PeerMemory.connect(rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device))
+        memory = PeerMemory.connect(
+            rank, size, store, num_bytes, SENTINEL_BYTE, CudaPeerDriver(device, device.index - rank)
+        )
         return None if memory is None else cls(memory, rank, device)
 
     @classmethod

@@ -1,12 +1,33 @@
-"""Tensor parallelism as a model sees it: a rank, a size and collectives, passed as an argument."""
+"""Parallelism as a model sees it, passed as arguments: of tensors, a rank and collectives; of layers, a stage."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SingleRank", "TensorParallel"]
+__all__ = ["ONLY_STAGE", "SingleRank", "Stage", "TensorParallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage `index` of `size` of a pipeline: successive layers, the first ones with the embedding, the last ones with
+    the head."""
+
+    index: int
+    size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+
+ONLY_STAGE = Stage(0, 1)
 
 
 class TensorParallel(ABC):

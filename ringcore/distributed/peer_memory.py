@@ -27,7 +27,7 @@ class PeerDriver(ABC):
 
     @abstractmethod
     def reaches(self, peer: int) -> bool:
-        """Whether this GPU can read and write the memory of GPU `peer`."""
+        """Whether this GPU can read and write the memory of rank `peer`'s GPU."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> int:
@@ -77,7 +77,7 @@ class PeerMemory:
     def connect(
         cls, rank: int, size: int, store: KeyValueStore, num_bytes: int, fill_byte: int, driver: PeerDriver
     ) -> PeerMemory | None:
-        """Rank i is on GPU i. The memory is filled with `fill_byte` before any rank returns.
+        """The memory is filled with `fill_byte` before any rank returns.
 
         None on every rank if any rank refuses: rank 0's log says which, and why. Raises RuntimeError if a rank is
         absent.
@@ -184,8 +184,9 @@ class _Handshake:
 class CudaPeerDriver(PeerDriver):
     """The CUDA driver, through cuda-bindings, in torch's context on `device`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, first_gpu: int) -> None:
+        """first_gpu: the index of rank 0's GPU, which those of the other ranks follow."""
+        self._device, self._first_gpu = device, first_gpu
         self._driver: Any = None
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -201,7 +202,7 @@ class CudaPeerDriver(PeerDriver):
         return values[0] if values else None
 
     def reaches(self, peer: int) -> bool:
-        return bool(self._call("cuDeviceCanAccessPeer", self._device.index, peer))
+        return bool(self._call("cuDeviceCanAccessPeer", self._device.index, self._first_gpu + peer))
 
     def allocate(self, num_bytes: int) -> int:
         return int(self._call("cuMemAlloc", num_bytes))

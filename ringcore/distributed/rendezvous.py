@@ -1,21 +1,28 @@
-"""Where the ranks find each other: a private file of one host, or an address of rank 0's host."""
+"""Where the ranks of a group find each other: a private file of one host, in which several groups may meet, or an
+address of rank 0's host."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["local_address", "open_store"]
+__all__ = ["TIMEOUT", "gloo_options", "group_store", "local_address"]
 
 _TCP = "tcp://"
 
+# Ranks execute the same steps at the same time, or one after the other, so a message waits at most for another rank's
+# share of a step; and a dead rank is detected at once by its closed connection. The timeout covers all other hangs.
+TIMEOUT = timedelta(seconds=300)
 
-def open_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> Store:
-    """rendezvous: a file's path, or "tcp://HOST:PORT", where rank 0 listens, at that address alone. Whoever can write
-    to the file or reach the address can join: a file must be private, and a network too.
+
+def group_store(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """The keys of the group `name`. rendezvous: a file's path, or "tcp://HOST:PORT", where rank 0 of the only group
+    listens, at that address alone. Whoever can write to the file or reach the address can join: a file must be private,
+    and a network too. Nothing removes the file.
 
     Raises RuntimeError where rank 0 cannot be reached, OSError where it cannot listen.
     """
@@ -27,9 +34,19 @@ def open_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> Sto
             host, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     else:
-        store = FileStore(rendezvous, size)
+        store = FileStore(rendezvous)
     store.set_timeout(timeout)
-    return store
+    return PrefixStore(name, store)
+
+
+def gloo_options(rendezvous: str, timeout: timedelta) -> Any:
+    """Of a group over the loopback interface, or between hosts."""
+    address = local_address(rendezvous)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    where = {"interface": "lo"} if address is None else {"hostname": address}
+    options._devices = [ProcessGroupGloo.create_device(**where)]
+    options._timeout = timeout
+    return options
 
 
 def local_address(rendezvous: str) -> str | None:

@@ -103,7 +103,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             clock=clock,
             max_gain=max_gain,
         )
-        depth = config.scheduler.steps_in_flight
+        depth = config.scheduler.max_steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock, self.tracing)
         self._step_log: StepLog | None = None
         self._reader = OutputReader()
@@ -169,7 +169,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     # The step.
 
     def step(self, block: bool = True, max_steps: int = 1) -> EngineCoreOutputs:
-        """Keeps `steps_in_flight` steps with the workers and applies the model's output of the oldest.
+        """Keeps `max_steps_in_flight` steps with the workers and applies the model's output of the oldest.
 
         With `block=False` it applies the output only if that has arrived. Empty if there is no work. After a restart of
         the workers it has the outputs of the requests that the recovery ended, and no tokens.

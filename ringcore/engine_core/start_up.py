@@ -44,7 +44,7 @@ def start_up(
     with timed(phases, "determine_available_memory"):
         tables = msgspec.convert(executor.collective_rpc("determine_available_memory"), list[dict[str, int]])
     with timed(phases, "plan_kv_cache"):
-        plans = plan_kv_cache(
+        plan = plan_kv_cache(
             specs,
             [table["available_kv_cache_bytes"] for table in tables],
             max_model_len=config.model.context_len,
@@ -52,9 +52,8 @@ def start_up(
             max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
             num_blocks_override=config.cache.num_blocks_override,
             tables=tables,
+            num_stages=config.parallel.layout.num_stages,
         )
-        assert all(plan == plans[0] for plan in plans), "ranks have different KV cache plans"
-        plan = plans[0]
         if max_model_len is not None:
             plan = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, max_model_len))
     with timed(phases, "initialize_from_config"):
@@ -66,6 +65,8 @@ def start_up(
     )
     num_graphs_left = max(int(report.get("graphs_left", 0)) for report in reports)
     model = msgspec.convert(reports[0].get("model"), ModelReport | None)
+    for table, of_rank in zip(tables, specs, strict=True):
+        table["kv_cache"] = plan.of_layers(of_rank.keys()).total_bytes
     return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, model), kv_cache
 
 
@@ -87,7 +88,7 @@ def _describe(
         max_model_len=plan.max_model_len,
         max_concurrency=usable / needed,
         phase_seconds=phases,
-        memory_bytes=[table | {"kv_cache": plan.total_bytes} for table in tables],
+        memory_bytes=tables,
         pids={"engine": os.getpid()} | worker_pids,
         max_num_batched_tokens=config.scheduler.token_budget,
         num_graphs_left=num_graphs_left,

@@ -116,7 +116,8 @@ def _context_bytes(config: EngineConfig, dtype: str) -> tuple[Callable[[int], in
     spec = config.model.spec
     if not isinstance(spec, ModelSpec):  # its layers are not known yet: the worker's memory table checks them
         return (lambda _: 0), (lambda _: 0)
-    ranks, local = config.parallel.tensor_parallel_size, config.parallel.layout.num_ranks_on(LOCALHOST)
+    layout = config.parallel.layout
+    ranks, local = layout.ranks_per_stage, layout.num_ranks_on(LOCALHOST)
     num_tables = 1 if spec.sliding_rope is None else 2
     plan = plan_without_limit(
         layer_specs(spec, ranks, config.cache.block_size, dtype),
@@ -124,6 +125,6 @@ def _context_bytes(config: EngineConfig, dtype: str) -> tuple[Callable[[int], in
         max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
     )
     return (
-        lambda tokens: local * (plan.blocks_needed(tokens) + 1) * plan.block_bytes,
+        lambda tokens: local * (plan.blocks_needed(tokens) + 1) * plan.block_bytes // layout.num_stages,
         lambda tokens: local * num_tables * tokens * spec.head_dim // 2 * _ANGLE_BYTES,
     )

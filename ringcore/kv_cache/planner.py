@@ -11,7 +11,7 @@ arithmetic on the specs and free memory that the ranks report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -35,8 +35,9 @@ def plan_kv_cache(
     max_tokens_in_flight: int,
     num_blocks_override: int | None,
     tables: Sequence[Mapping[str, int]] = (),
-) -> list[KVCacheConfig]:
-    """The cache of every rank, all equal: the rank with the least memory sets the number of blocks.
+    num_stages: int = 1,
+) -> KVCacheConfig:
+    """The cache of all ranks together: the one with room for the fewest blocks sets their number.
 
     specs: what each rank's attention layers store, by layer name, in the model's order.
     available_bytes: what each rank can give to the cache.
@@ -45,6 +46,7 @@ def plan_kv_cache(
     max_tokens_in_flight: the most tokens of one request that are scheduled and not confirmed.
     num_blocks_override: this many blocks regardless of memory, null block included.
     tables: the memory budget of each rank from `worker.memory`; for the error text only.
+    num_stages: of the pipeline; as many successive ranks each, which have the same layers.
 
     A layer whose window or chunk is no shorter than `max_model_len` is planned as full attention: it masks nothing, and
     fitting only lowers `max_model_len`. If layers have pages of different sizes, the smaller pages get more tokens a
@@ -55,37 +57,42 @@ def plan_kv_cache(
     every step reads and extends. So the group size is the one for which a request of `max_model_len` takes the fewest
     pages, unused ones included and 2% added for each group; of equals the largest. All layers of a uniform model are
     one group; 2 and 4 layers make three groups of two; 4 of full attention and 22 with a window of 512 make seven
-    groups of four, of which the last has two.
+    groups of four, of which the last has two. In a pipeline every stage has its share of every group, so that no stage
+    has more tensors than its layers need.
 
     Raises `ConfigError` if ranks disagree on a layer or pages do not divide each other, `CapacityError` (with option
     values that would work, see `capacity`) if one request of max_model_len does not fit, or with `fit_max_model_len`
     not even one of two tokens.
     """
     assert len(specs) == len(available_bytes) > 0, "one spec table and one number of bytes a rank"
-    layers = _with_pages_of_one_size(_without_idle_windows(_merged(specs), max_model_len))
+    stages = _merged(specs, num_stages)
+    layers = _with_pages_of_one_size(_without_idle_windows(_union(stages), max_model_len))
     plan = KVCacheConfig(
         num_blocks=num_blocks_override or 0,
-        groups=_form_groups(layers, max_model_len, max_tokens_in_flight),
+        groups=_form_groups(layers, stages, max_model_len, max_tokens_in_flight),
         max_model_len=max_model_len,
         max_tokens_in_flight=max_tokens_in_flight,
     )
+    block_bytes = [plan.of_layers(of_rank.keys()).block_bytes for of_rank in specs]
+    room = [max(free, 0) // size for free, size in zip(available_bytes, block_bytes, strict=True)]
     if num_blocks_override is None:
-        plan = msgspec.structs.replace(plan, num_blocks=max(min(available_bytes), 0) // plan.block_bytes)
+        plan = msgspec.structs.replace(plan, num_blocks=min(room))
     fits = plan.max_num_tokens(plan.num_blocks - 1)  # block 0 is the null block
     least = min(_SMALLEST_CONTEXT, max_model_len) if fit_max_model_len else max_model_len
     if fits < least:
         if num_blocks_override is not None:
             raise too_few_blocks(plan, least, fits)
-        poorest = min(range(len(specs)), key=lambda rank: available_bytes[rank])
-        raise too_little_memory(plan, least, fits, available_bytes[poorest], tables[poorest] if tables else {})
-    return [msgspec.structs.replace(plan, max_model_len=fits) for _ in specs]
+        poorest = min(range(len(specs)), key=lambda rank: (room[rank], available_bytes[rank]))
+        own = plan.of_layers(specs[poorest].keys())
+        raise too_little_memory(own, least, fits, available_bytes[poorest], tables[poorest] if tables else {})
+    return msgspec.structs.replace(plan, max_model_len=fits)
 
 
 def plan_without_limit(
     specs: dict[str, KVCacheSpec], *, max_model_len: int, max_tokens_in_flight: int
 ) -> KVCacheConfig:
     """The KV cache groups of the layers, which do not depend on the amount of memory."""
-    (plan,) = plan_kv_cache(
+    return plan_kv_cache(
         [specs],
         [_MORE_THAN_ANY_HOST_HAS],
         max_model_len=max_model_len,
@@ -93,36 +100,42 @@ def plan_without_limit(
         max_tokens_in_flight=max_tokens_in_flight,
         num_blocks_override=None,
     )
-    return plan
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # What the layers store.
 
 
-def _merged(specs: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """The spec of every layer. All ranks hold an equal part of every layer, and share block ids."""
-    first = specs[0]
-    if not first:
+def _merged(specs: Sequence[dict[str, KVCacheSpec]], num_stages: int) -> list[dict[str, KVCacheSpec]]:
+    """The specs of every stage's layers. Its ranks hold an equal part of each of them, and all ranks share block
+    ids."""
+    ranks_per_stage = len(specs) // num_stages
+    stages = specs[::ranks_per_stage]
+    if not all(stages):
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
     for rank, table in enumerate(specs):
+        first = stages[rank // ranks_per_stage]
         if table.keys() != first.keys():
             odd = sorted(table.keys() ^ first.keys())
             raise ConfigError(
-                f"KV cache: rank 0 has {len(first)} attention layers and rank {rank} has {len(table)}; they differ in "
-                f"{', '.join(odd[:4])}; every rank must hold a part of every layer",
+                f"KV cache: rank {rank - rank % ranks_per_stage} has {len(first)} attention layers and rank {rank} has "
+                f"{len(table)}; they differ in {', '.join(odd[:4])}; every rank must hold a part of every layer",
                 option="tensor_parallel_size",
                 value=len(specs),
             )
         for name, spec in table.items():
             if spec != first[name]:
                 raise ConfigError(
-                    f"KV cache: layer {name} is {_describe(first[name])} on rank 0 and {_describe(spec)} on rank {rank}"
-                    "; give a tensor_parallel_size that splits its KV heads evenly",
+                    f"KV cache: layer {name} is {_describe(first[name])} on rank {rank - rank % ranks_per_stage} and "
+                    f"{_describe(spec)} on rank {rank}; give a tensor_parallel_size that splits its KV heads evenly",
                     option="tensor_parallel_size",
                     value=len(specs),
                 )
-    return first
+    return list(stages)
+
+
+def _union(stages: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+    return {name: spec for stage in stages for name, spec in stage.items()}
 
 
 def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
@@ -174,8 +187,12 @@ def _describe(spec: KVCacheSpec) -> str:
 
 
 def _form_groups(
-    layers: Mapping[str, KVCacheSpec], max_model_len: int, max_tokens_in_flight: int
+    layers: Mapping[str, KVCacheSpec],
+    stages: Sequence[Collection[str]],
+    max_model_len: int,
+    max_tokens_in_flight: int,
 ) -> list[KVCacheGroup]:
+    """stages: the names of each one's layers."""
     names_of: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layers.items():
         names_of.setdefault(spec, []).append(name)
@@ -183,10 +200,21 @@ def _form_groups(
         [(len(names), spec.blocks_needed(max_model_len, max_tokens_in_flight)) for spec, names in names_of.items()]
     )
     return [
-        KVCacheGroup(layer_names=names[begin : begin + size], spec=spec)
-        for spec, names in names_of.items()
-        for begin in range(0, len(names), size)
+        KVCacheGroup(layer_names=names, spec=spec)
+        for spec, of_spec in names_of.items()
+        for names in _shared_out(of_spec, stages, size)
     ]
+
+
+def _shared_out(names: Sequence[str], stages: Sequence[Collection[str]], size: int) -> list[list[str]]:
+    """Layers of one spec as groups of at most about `size`, to which each stage gives as many of its own."""
+    groups: list[list[str]] = [[] for _ in range(0, len(names), size)]
+    for stage in stages:
+        own = [name for name in names if name in stage]
+        part = -(-len(own) * size // len(names))
+        for group, begin in zip(groups, range(0, len(own), part or 1), strict=False):
+            group += own[begin : begin + part]
+    return groups
 
 
 def _group_size(kinds: Sequence[tuple[int, int]]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Collection
 
 import msgspec
 
@@ -150,7 +151,8 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cache of one rank, planned at start-up. Block 0 is the null block: never allocated, never attended to.
+    """The cache of every rank, planned at start-up; of one with a part of the layers by `of_layers`. Block 0 is the
+    null block: never allocated, never attended to.
 
     All groups have pages of one size and take their blocks from one pool: layer i of every group has its pages in
     tensor i, each group in its own blocks.
@@ -160,6 +162,13 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[KVCacheGroup]
     max_model_len: int  # tokens: the most that one request may have
     max_tokens_in_flight: int  # the most scheduled, unconfirmed tokens of one request
+
+    def of_layers(self, names: Collection[str]) -> KVCacheConfig:
+        """The cache of a rank with these layers alone: the same groups and blocks, of which it stores its layers'."""
+        groups = [
+            KVCacheGroup([name for name in group.layer_names if name in names], group.spec) for group in self.groups
+        ]
+        return msgspec.structs.replace(self, groups=groups)
 
     @property
     def num_tensors(self) -> int:

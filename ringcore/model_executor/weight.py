@@ -15,7 +15,17 @@ from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.upload import upload
 
-__all__ = ["CHECKPOINT_DTYPES", "Derived", "Tensors", "Uniform", "Weight", "WeightPart", "WeightedLayer", "is_readable"]
+__all__ = [
+    "CHECKPOINT_DTYPES",
+    "Derived",
+    "SeenTensors",
+    "Tensors",
+    "Uniform",
+    "Weight",
+    "WeightPart",
+    "WeightedLayer",
+    "is_readable",
+]
 
 # By their names in safetensors.
 CHECKPOINT_DTYPES: Mapping[str, torch.dtype] = {code: TORCH_DTYPES[name] for code, name in DTYPE_NAMES.items()}
@@ -48,6 +58,22 @@ class Tensors(Protocol):
     def pop(self, name: str, /) -> torch.Tensor: ...
 
     def __len__(self) -> int: ...
+
+
+class SeenTensors:
+    """Tensors that tell the device of those that were popped."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self.device: torch.device
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def pop(self, name: str, /) -> torch.Tensor:
+        tensor = self._tensors.pop(name)
+        self.device = tensor.device
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)

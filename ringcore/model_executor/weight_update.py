@@ -51,8 +51,11 @@ class WeightUpdate:
     is written; earlier tensors stay written.
     """
 
-    def __init__(self, weights: Sequence[Weight], tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: the model's own, by `Weight.name`. Entries that no checkpoint tensor fills are zeroed."""
+    def __init__(
+        self, weights: Sequence[Weight], tensors: Mapping[str, torch.Tensor], elsewhere: Sequence[Weight] = ()
+    ) -> None:
+        """tensors: the model's own, by `Weight.name`. Entries that no checkpoint tensor fills are zeroed. elsewhere:
+        those of other stages: every rank refuses the same tensors, and waits for the same ones."""
         self._device = next(iter(tensors.values())).device
         self._targets: dict[str, _Target] = {}
         for weight in weights:
@@ -62,6 +65,9 @@ class WeightUpdate:
                 self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.dtype))
             for part, out in weight.places(tensors[weight.name]):
                 self._targets[part.checkpoint_name].places.append((part, out, weight.init))
+        for weight in elsewhere:
+            for part in weight.parts:
+                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.dtype))
         self._taken: set[str] = set()
 
     @property

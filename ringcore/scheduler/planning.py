@@ -5,7 +5,7 @@ victims. Pure arithmetic on the columns of the running table and on the number o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,20 +25,25 @@ __all__ = [
 ]
 
 
+LeftOut = Callable[[RunningTable, np.ndarray], np.ndarray]  # see `Turns.left_out`
 _LEAST_SHARE = 8  # the first chunk of a prompt takes at least an eighth of the step's token budget
 
 
-def divide_token_budget(plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None) -> None:
+def divide_token_budget(
+    plan: StepPlan, running: RunningTable, long_prefill_token_threshold: int | None, left_out: LeftOut | None = None
+) -> None:
     """Divides `plan.token_budget` among the running requests, oldest first: one token for a decode, a chunk for a
-    chunked prefill, at most `long_prefill_token_threshold` tokens each.
+    chunked prefill, at most `long_prefill_token_threshold` tokens each. left_out: of the turns in a pipeline.
     """
-    if not running.has_prefill and running.num <= plan.token_budget and running.room() > 0:
+    if left_out is None and not running.has_prefill and running.num <= plan.token_budget and running.room() > 0:
         plan.positions = plan.counts = None
         return
     counts = running.total - running.computed
     counts[running.total >= running.max_total] = 0  # the steps in flight already sample its last token
     if long_prefill_token_threshold is not None:
         np.minimum(counts, long_prefill_token_threshold, out=counts)
+    if left_out is not None:
+        counts[left_out(running, counts)] = 0
     counts = _in_order(counts, plan.token_budget)
     plan.positions = np.flatnonzero(counts)
     plan.counts = counts[plan.positions]

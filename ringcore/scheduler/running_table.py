@@ -6,6 +6,7 @@
     total        ...                                 and the most that steps in flight will sample: known <= total
     computed     ...                                 the most scheduled so far: confirmed <= computed <= total
     confirmed    ...                                 of these, computed by steps whose results have arrived
+    last_step    ...                                 its last one in which not every running request decodes
     ...
 
 Matrices by row, like the token ids, do not move.
@@ -29,6 +30,7 @@ _COLUMNS = (
     "total",
     "computed",
     "confirmed",
+    "last_step",
     "capacity",
     "max_total",
     "max_gain",
@@ -72,6 +74,7 @@ class RunningTable:
             self.total,
             self.computed,
             self.confirmed,
+            self.last_step,
             self.capacity,
             self.max_total,
             self.max_gain,
@@ -93,6 +96,7 @@ class RunningTable:
             num_tokens,
             num_computed_tokens,
             num_computed_tokens,
+            -1,
             capacity,
             request.max_total_tokens,
             request.max_gain,

@@ -35,6 +35,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -60,6 +61,7 @@ from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.starting import Starter
 from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
+from ringcore.scheduler.turns import Turns
 from ringcore.scheduler.view import SchedulerView
 
 __all__ = ["Scheduler"]
@@ -100,6 +102,7 @@ class Scheduler:
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
+        self._turns = None if config.num_stages == 1 else Turns(config.num_stages, config.steps_in_flight)
         self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
@@ -212,7 +215,7 @@ class Scheduler:
             add_drafts(plan, self._table, self._running.kv_cache, self._config.max_row_tokens)
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
-            kv_cache, depth = self._running.kv_cache, self._config.steps_in_flight
+            kv_cache, depth = self._running.kv_cache, self._config.max_steps_in_flight
             num_steps = steps_at_once(plan, max_steps, self._table, kv_cache, depth)
         return self._launch(plan, num_steps)
 
@@ -238,8 +241,9 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         """Gives running requests tokens of the budget and blocks for them, oldest first; preempts if blocks run out."""
         table = self._table
+        left_out = None if self._turns is None else partial(self._turns.left_out, self._num_steps)
         while table.num:
-            divide_token_budget(plan, table, self._config.long_prefill_token_threshold)
+            divide_token_budget(plan, table, self._config.long_prefill_token_threshold, left_out)
             if allocate_blocks(plan, table, self._running.kv_cache):
                 break
             self._preempt(int(self._preemption_order()[0]))

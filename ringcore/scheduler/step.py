@@ -127,6 +127,7 @@ class StepPlan:
             return StepInFlight(step, num_steps, running.version, rows, runs, None, None, max_gained)
         positions, counts = self._all_shares(running.num)
         running.computed[positions] += counts
+        running.last_step[positions] = step
         samples = running.computed[positions] == running.total[positions]
         running.total[positions[samples]] += 1
         running.min_room -= 1

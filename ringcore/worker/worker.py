@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcore.config import EngineConfig
-from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.pipeline import StageLink
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
 from ringcore.host.resources import process_usage, resident_bytes
@@ -27,6 +28,7 @@ from ringcore.worker.runner.loaded_model import BuiltModel, LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
 from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
+from ringcore.worker.start_up.connections import connect, stage_of
 from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
 from ringcore.worker.thread_stacks import thread_stacks
 from ringcore.worker.traced_worker import Recorder, TracedWorker
@@ -55,9 +57,11 @@ class Worker(TracedWorker):
         self.rank = rank
         self.tracer = Tracer()
         self._layout = config.parallel.layout
+        self._stage = stage_of(self._layout, rank)
         self._rendezvous = rendezvous
         self._platform: Platform | None = None
         self._tp: TensorParallel | None = None
+        self._link: StageLink | None = None
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._host_store: HostStore | None = None  # in sleep mode, as the next
@@ -79,27 +83,15 @@ class Worker(TracedWorker):
         self.config = self.config.on_device(self._platform.device.type)
         self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
-        self._tp = self._connect(self._platform)
+        self._tp, self._link = connect(self._platform, self._layout, self.rank, self._rendezvous)
         return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
-
-    def _connect(self, platform: Platform) -> TensorParallel:
-        size = self._layout.world_size
-        if size == 1:
-            return SingleRank()
-        if self._rendezvous is None:
-            raise InvalidRequestError(
-                f"rendezvous=None: {size} ranks need a file or an address to find each other",
-                field="rendezvous",
-                value=None,
-            )
-        return platform.connect(self.rank, size, self._rendezvous)
 
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         """-> "weights_bytes", and seconds: "build_s", then two concurrent jobs: "weights_s", and "kernels_s" (kernel
         warm-up) where the device has kernels. Raises `ModelLoadError`."""
         platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
-        built = BuiltModel.of(self.config, platform, tp)
+        built = BuiltModel.of(self.config, platform, tp, self._stage)
         kernels = _compile_kernels(self.config, platform, tp, built)
         try:
             begin_store = self._begin_store if self.config.device.enable_sleep_mode else None
@@ -139,19 +131,21 @@ class Worker(TracedWorker):
 
     @rpc(scope="engine")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> dict[str, float | ModelReport]:
-        """Allocates the KV cache as planned and warms up; -> the seconds of each, "graphs_left", the number of CUDA
-        graphs that `capture_graph` can still capture, and "model". Raises `CapacityError` or `ConfigError`."""
+        """Allocates this rank's part of the planned KV cache and warms up; -> the seconds of each, "graphs_left", the
+        number of CUDA graphs that `capture_graph` can still capture, and "model". Raises `CapacityError` or
+        `ConfigError`."""
         started = time.monotonic()
         loaded = _require(self._loaded, "load_model")
         platform = _require(self._platform, "init_device")
         launcher, is_output_rank = _launcher_class(platform), self.rank == self._layout.output_rank
+        own = kv_cache_config.of_layers(self.get_kv_cache_spec().keys())
         self._runner = ModelRunner(
-            self.config, loaded, kv_cache_config, platform, is_output_rank, launcher, self.tracer
+            self.config, loaded, own, platform, is_output_rank, launcher, self.tracer, self._link
         )
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
-        self._kv_cache_bytes = kv_cache_config.total_bytes
+        self._kv_cache_bytes = own.total_bytes
         if self._host_store is not None:
             self._rank_memory = RankMemory(platform, self._host_store)
         warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
@@ -330,9 +324,10 @@ class Worker(TracedWorker):
         self._new_weights.close()
         self._runner, self._kv_cache_bytes = None, 0
         self._loaded = None
-        tp, self._tp = self._tp, None
-        if tp is not None:
-            tp.close()
+        connections, self._tp, self._link = (self._tp, self._link), None, None
+        for connection in connections:
+            if connection is not None:
+                connection.close()
         platform, self._platform = self._platform, None
         if platform is not None:
             platform.close()

@@ -298,7 +298,7 @@ def test_a_layer_with_sinks_and_narrow_values(name: str) -> None:
     backend = choose_backend(name, spec, [layer.spec], CPU)
     group = GroupContext.of(one_prompt(5), backend)
     cache = torch.zeros(backend.kv_cache_shape(3))
-    ctx = ForwardContext((group,), (0,), (cache,))
+    ctx = ForwardContext((group,), {0: 0}, {0: cache})
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, n, size, generator=random) for n, size in ((4, 24), (2, 24), (2, 16)))
     sinks = torch.randn(4, generator=random)

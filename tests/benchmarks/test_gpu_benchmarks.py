@@ -251,6 +251,14 @@ def test_an_engine_alone_has_the_whole_device(fake: str) -> None:
     assert next(iter(samples_of(findings))) == "tiny on 2 devices, batch 1 (16 in, 8 out), a step, ms"
 
 
+def test_stages_have_devices_of_their_own(fake: str) -> None:
+    sizes = ("--tensor-parallel-size=2", "--pipeline-parallel-size=3")
+    findings = run(Gpu, specs_of(fake, ""), *CPU[:-2], "--what=decode", "--batches=1", *sizes)
+    settings = findings.engines["ringcore"]["settings"]
+    assert (settings["tensor_parallel_size"], settings["pipeline_parallel_size"]) == (2, 3)
+    assert next(iter(samples_of(findings))) == "tiny on 6 devices in 3 stages, batch 1 (16 in, 8 out), a step, ms"
+
+
 def test_two_engines_share_the_device(fake: str) -> None:
     findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1")
     assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.4

@@ -24,6 +24,19 @@ def test_ranks_are_counted_by_host():
     assert TWO_HOSTS.num_ranks_on("c") == 0
 
 
+def test_stages_are_successive_ranks_and_the_last_one_returns_the_output():
+    layout = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3).layout
+    assert (layout.world_size, layout.ranks_per_stage, layout.num_stages, layout.output_rank) == (6, 2, 3, 4)
+    assert [layout.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [layout.tensor_rank_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_output_rank_is_of_the_last_stage():
+    assert RankLayout(hosts=("a",) * 4, output_rank=3, num_stages=2).output_rank == 3
+    with pytest.raises(AssertionError):
+        RankLayout(hosts=("a",) * 4, output_rank=1, num_stages=2)
+
+
 def test_a_layout_that_is_given_is_the_one():
     assert ParallelConfig(tensor_parallel_size=5, ranks=TWO_HOSTS).layout is TWO_HOSTS
 

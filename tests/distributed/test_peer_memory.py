@@ -170,7 +170,7 @@ def test_an_absent_rank_ends_the_wait():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the driver may be there")
 def test_without_the_drivers_package_the_ranks_go_without():
-    drivers = [CudaPeerDriver(torch.device("cuda", rank)) for rank in range(2)]
+    drivers = [CudaPeerDriver(torch.device("cuda", rank), 0) for rank in range(2)]
     assert connect(2, drivers) == [None, None]
 
 
@@ -186,7 +186,7 @@ class MemHandle:
 
 def test_a_handle_travels_as_its_64_bytes():
     handle, opened = bytes(range(64)), []
-    driver = CudaPeerDriver(torch.device("cuda", 0))
+    driver = CudaPeerDriver(torch.device("cuda", 0), 0)
     driver._driver = SimpleNamespace(
         cuIpcGetMemHandle=lambda address: (0, MemHandle(handle)),
         cuIpcOpenMemHandle=lambda handle, flags: (opened.append((bytes(handle.data), flags)), (0, 4096))[1],

@@ -44,7 +44,9 @@ F, S = full(), sliding(8)
 MIXED = model(S, S, F, S, S, F)
 
 
-def plan_ranks(tables, available_bytes, *, max_model_len=4, fit=False, in_flight=2, num_blocks_override=None):
+def plan_ranks(
+    tables, available_bytes, *, max_model_len=4, fit=False, in_flight=2, num_blocks_override=None, num_stages=1
+):
     return plan_kv_cache(
         tables,
         available_bytes,
@@ -52,12 +54,12 @@ def plan_ranks(tables, available_bytes, *, max_model_len=4, fit=False, in_flight
         fit_max_model_len=fit,
         max_tokens_in_flight=in_flight,
         num_blocks_override=num_blocks_override,
+        num_stages=num_stages,
     )
 
 
 def plan(layers, available_bytes=10**9, **options) -> KVCacheConfig:
-    (config,) = plan_ranks([layers], [available_bytes], **options)
-    return config
+    return plan_ranks([layers], [available_bytes], **options)
 
 
 def names(config: KVCacheConfig) -> list[list[int]]:
@@ -78,9 +80,43 @@ def test_blocks_that_the_bytes_hold():
 
 @pytest.mark.parametrize("layers", [LAYERS, MIXED])
 def test_every_rank_has_the_least_of_all(layers):
-    configs = plan_ranks([layers] * 2, [32 * BLOCK_BYTES, 20 * BLOCK_BYTES], max_model_len=16)
-    assert [config.num_blocks for config in configs] == [20, 20]
-    assert configs[0] == configs[1]
+    assert plan_ranks([layers] * 2, [32 * BLOCK_BYTES, 20 * BLOCK_BYTES], max_model_len=16).num_blocks == 20
+
+
+# Stages of a pipeline.
+
+
+def test_the_stage_with_room_for_the_fewest_blocks_sets_their_number():
+    """Three layers in one stage, one in the next: the second has less memory, and room for more blocks."""
+    layers = model(F, F, F, F)
+    first, last = dict(list(layers.items())[:3]), dict(list(layers.items())[3:])
+    config = plan_ranks([first, first, last, last], [30 * PAGE, 31 * PAGE, 20 * PAGE, 19 * PAGE], num_stages=2)
+    assert config.num_blocks == 10
+    assert names(config) == [[0, 1, 2, 3]]
+    assert [config.of_layers(stage).block_bytes for stage in (first, last)] == [3 * PAGE, PAGE]
+    assert names(config.of_layers(last)) == [[3]]
+
+
+def test_every_stage_has_its_share_of_every_group():
+    """Groups of two of the layers in order, s0 s1, s3 s4, f2 f5, would have two layers of one in the first stage."""
+    layers = list(MIXED.items())
+    stages = [dict(layers[:3]), dict(layers[3:])]
+    config = plan_ranks(stages, [10**9] * 2, max_model_len=64, num_stages=2)
+    assert names(config) == [[0, 3], [1, 4], [2, 5]]
+    assert [names(config.of_layers(stage)) for stage in stages] == [[[0], [1], [2]], [[3], [4], [5]]]
+    assert [config.of_layers(stage).num_tensors for stage in stages] == [1, 1]
+
+
+def test_a_stage_may_have_no_layer_of_a_group():
+    stages = [model(S, S), {"layers.2": F, "layers.3": F}]
+    config = plan_ranks(stages, [10**9] * 2, max_model_len=64, num_stages=2)
+    assert [names(config.of_layers(stage)) for stage in stages] == [[[0, 1], []], [[], [2, 3]]]
+    assert config.of_layers(stages[0]).page_size_bytes == PAGE
+
+
+def test_ranks_of_a_stage_have_the_same_layers():
+    with pytest.raises(ConfigError, match=r"rank 2 has 1 attention layers and rank 3 has 2; they differ in layers\.3"):
+        plan_ranks([model(F, F)] * 2 + [{"layers.2": F}, {"layers.2": F, "layers.3": F}], [10**9] * 4, num_stages=2)
 
 
 def test_override_wins_over_the_bytes():
@@ -354,12 +390,10 @@ def models(draw) -> dict[str, KVCacheSpec]:
 @settings(max_examples=300, deadline=None)
 def test_the_plan_of_any_model(layers, available_bytes, options):
     try:
-        configs = plan_ranks([layers] * len(available_bytes), available_bytes, **options)
+        config = plan_ranks([layers] * len(available_bytes), available_bytes, **options)
     except CapacityError as error:
         check_refusal(error, layers, min(available_bytes), options)
         return
-    config = configs[0]
-    assert configs == [config] * len(available_bytes)
     assert config.total_bytes <= min(available_bytes) < (config.num_blocks + 1) * config.block_bytes
     assert config.blocks_needed(options["max_model_len"]) <= config.num_blocks - 1
     check_groups(config, layers, options["max_model_len"])

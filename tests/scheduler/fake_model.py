@@ -115,7 +115,11 @@ class Row:
 class FakeWorker:
     """Rows, their block tables, and the KV store."""
 
-    def __init__(self, num_blocks: int, groups: list[Group], num_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, groups: list[Group], num_rows: int, vocab_size: int, takes_turns: bool = False
+    ) -> None:
+        """takes_turns: whether its steps are those of a pipeline."""
+        self.takes_turns = takes_turns
         self.num_blocks, self.groups, self.num_rows, self.vocab_size = num_blocks, groups, num_rows, vocab_size
         self.rows: dict[int, Row] = {}
         self.work: dict[int, int] = {}  # of the last step: known tokens by row, in its order
@@ -149,7 +153,13 @@ class FakeWorker:
             assert is_steady, "rows are left out only where they are those of the step before, with one token each"
             assert step.num_scheduled_tokens is None
         sampled = self._run(step.num_steps)
-        if is_steady and step.rows is not None and len(rows) == len(self.rows) and sampled.rows is None:
+        if (
+            is_steady
+            and not self.takes_turns
+            and step.rows is not None
+            and len(rows) == len(self.rows)
+            and sampled.rows is None
+        ):
             assert step.new_requests or len(step.finished_rows), "rows that the workers know are sent again"
         return sampled
 

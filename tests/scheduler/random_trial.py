@@ -29,6 +29,7 @@ SIZES = {
     "chunk": [None, None, 5, 3, 1],
     "caching": [True, True, False],
     "depth": [2, 1],
+    "num_stages": [1, 1, 2, 3],
     "max_steps": [1, 1, 4],
     "policy": ["fcfs", "priority"],
     "preempt_lower_priority": [False, True],

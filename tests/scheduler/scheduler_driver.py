@@ -52,7 +52,8 @@ def kv_cache_config(
 
 
 class Driver:
-    """An engine without processes: `step` is schedule, execute, update, with `depth` steps in flight.
+    """An engine without processes: `step` is schedule, execute, update, with `depth` steps in flight, and as many more
+    as there are stages of a pipeline but one.
 
     groups: of the KV cache, (block_size, window) each; one with full attention by default.
     max_gain: the most tokens that a request gains in a step; every fourth one, by its seed, gains one at a time.
@@ -71,6 +72,7 @@ class Driver:
         chunk: int | None = None,
         caching: bool = True,
         depth: int = 1,
+        num_stages: int = 1,
         max_steps: int = 1,
         policy: str = "fcfs",
         preempt_lower_priority: bool = False,
@@ -80,7 +82,7 @@ class Driver:
         hasher: BlockHasher | None = None,
         checks: bool = True,
     ) -> None:
-        self.depth, self.max_steps = depth, max_steps
+        self.max_steps = max_steps
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -90,7 +92,9 @@ class Driver:
             preempt_lower_priority=preempt_lower_priority,
             max_skip_ahead=max_skip_ahead,
             steps_in_flight=depth,
+            num_stages=num_stages,
         )
+        self.depth = self.config.max_steps_in_flight
         self.groups = [Group(*group) for group in groups or [(block_size, None)]]
         self.caching, self.hasher, self.checks = caching, hasher, checks
         self.num_blocks = num_blocks
@@ -104,7 +108,7 @@ class Driver:
             clock=iter(range(10**9)).__next__,
             max_gain=lambda request: 1 if (request.sampling_params.seed or 0) % 4 == 3 else max_gain,
         )
-        self.worker = FakeWorker(num_blocks, self.groups, max_num_seqs, vocab_size)
+        self.worker = FakeWorker(num_blocks, self.groups, max_num_seqs, vocab_size, num_stages > 1)
         self.work: dict[int, int] = {}  # of the last step: tokens by row, in its order
         self.work_by_seed: dict[int, int] = {}  # and by the requests' seeds
         self.given_back: set[int] = set()  # the seeds of those whose rows the last step reported as finished
@@ -237,7 +241,7 @@ class Driver:
         self.num_blocks = num_blocks or self.num_blocks
         self.kv_cache = self._new_kv_cache()
         old = self.worker
-        self.worker = FakeWorker(self.num_blocks, old.groups, old.num_rows, old.vocab_size)
+        self.worker = FakeWorker(self.num_blocks, old.groups, old.num_rows, old.vocab_size, old.takes_turns)
         self.worker.killers = old.killers
         self.worker.num_accepted_drafts, self.worker.num_rejected_drafts = (
             old.num_accepted_drafts,

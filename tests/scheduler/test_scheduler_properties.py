@@ -121,7 +121,7 @@ def test_random_schedules_meet_what_they_are_for():
     trials = [random_trial(seed, deaths=seed % 4 == 0, checks=False) for seed in range(400)]  # the first of them
     for depth in (1, 2):
         for has_windows in (False, True):
-            of_kind = [t.engine for t in trials if t.engine.depth == depth]
+            of_kind = [t.engine for t in trials if t.engine.config.steps_in_flight == depth]
             of_kind = [engine for engine in of_kind if engine.kv_cache.has_windows == has_windows]
             stats = [engine.scheduler.stats() for engine in of_kind]
             assert sum(one.num_preemptions for one in stats) > 20

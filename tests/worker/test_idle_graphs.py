@@ -91,7 +91,7 @@ def test_a_capture_amid_requests_writes_into_no_block(worker: Worker, reference:
     new = admit(1, prompt, range(1, 6), bad_words=[[90, 90, 90]])  # adjusted: the first step of its kind
     first = sampled(run(worker, {1: 13}, finished=[0], new=[new]))
     assert worker._runner is not None
-    caches = worker._runner.paged.kv_caches
+    caches = tuple(worker._runner.paged.kv_caches.values())
     before = [cache[:, :, [1, 2, 3]].clone() for cache in caches]
     second = sampled(run(worker, {1: 1}))
     for cache, old in zip(caches, before, strict=True):
@@ -132,9 +132,10 @@ def test_mixed_steps_follow_decoding_ones(worker: Worker) -> None:
 
     lens: list[int] = []
     runner: Any = worker._runner
-    model: Any = SimpleNamespace(forward=forward)
+    new_inputs = runner.paged.model.new_inputs
+    model: Any = SimpleNamespace(forward=forward, new_inputs=new_inputs)
     launcher = runner.launcher
-    launcher._mixed = MixedGraphs(PagedModel(model, (), (), ()), launcher._device_rows, 64)
+    launcher._mixed = MixedGraphs(PagedModel(model, (), {}, {}), launcher._device_rows, 64)
     assert worker.stats()["num_graphs_left"] == 7
     left = [worker.capture_graph() for _ in range(4)]
     assert lens == [], "they are captured last"

@@ -68,7 +68,7 @@ def worker(tiny_mixed: tuple[str, Any]) -> Iterator[Worker]:
 
 def kv_caches(worker: Worker) -> tuple[torch.Tensor, ...]:
     assert worker._runner is not None
-    return worker._runner.paged.kv_caches
+    return tuple(worker._runner.paged.kv_caches.values())
 
 
 def test_layers_of_each_group_share_tensors(worker: Worker) -> None:
@@ -240,7 +240,7 @@ def test_blocks_have_the_plans_size(tiny_mixed: tuple[str, Any], mixed_reference
 def test_a_window_that_hides_nothing_is_planned_as_none(tiny_mixed: tuple[str, Any]) -> None:
     """The planner's own plan for windows of 6, none, 6 and 128, of which the last is no shorter than the model."""
     worker = load(tiny_mixed[0], [6, None, 6, 128])
-    (config,) = plan_kv_cache(
+    config = plan_kv_cache(
         [worker.get_kv_cache_spec()],
         [0],
         max_model_len=128,

@@ -127,5 +127,5 @@ def test_a_rank_without_output_zeroes_its_pages_too(tiny_llama: tuple[str, Any],
     model: Any = silent._runner.paged.model
     model.embed_tokens = worker._runner.paged.model.embed_tokens  # type: ignore[union-attr, attr-defined]
     assert silent.execute_model(make_step({0: 4}, new=[admit(0, [*SHORT, POISON], [1, 2])])).result() is None
-    assert all(torch.isfinite(cache).all() for cache in silent._runner.paged.kv_caches)
+    assert all(torch.isfinite(cache).all() for cache in silent._runner.paged.kv_caches.values())
     silent.shutdown()

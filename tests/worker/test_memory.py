@@ -8,7 +8,8 @@ import pytest
 import torch
 from step_driver import make_config
 
-from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.distributed.parallel import SingleRank, Stage, TensorParallel
+from ringcore.distributed.pipeline import StageLink
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -35,8 +36,11 @@ class FakePlatform(Platform):
     def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> FakePlatform:
         return cls()
 
-    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
+    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
         return SingleRank()
+
+    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+        raise AssertionError
 
     def shared_memory_bytes(self, num_ranks: int) -> int:
         return self.free_memory_bytes() // num_ranks
@@ -365,7 +369,7 @@ def test_a_cpu_plans_with_three_quarters_of_what_its_control_group_leaves(
     assert (found["shared_bytes"], found["asked_bytes"]) == (160 * MIB, 120 * MIB)
     left = found["budget_bytes"] - found["activations_bytes"]
     assert found["available_kv_cache_bytes"] == left - left // 4
-    (plan,) = plan_kv_cache(
+    plan = plan_kv_cache(
         [specs],
         [found["available_kv_cache_bytes"]],
         max_model_len=config.model.context_len,

@@ -138,7 +138,7 @@ def test_a_step_uses_the_smallest_graph_that_holds_it(worker: Worker, monkeypatc
     replays: list[int] = []
     lens: list[int] = []
     forward = graphs.forward
-    monkeypatch.setattr(graphs, "forward", lambda batch: lens.append(len(found := forward(batch))) or found)
+    monkeypatch.setattr(graphs, "forward", lambda *args: lens.append(len(found := forward(*args))) or found)
     for size, (graph, hidden) in list(graphs._graphs.items()):
         spy = SimpleNamespace(replay=lambda size=size, graph=graph: (replays.append(size), graph.replay()))
         graphs._graphs[size] = spy, hidden
@@ -153,10 +153,10 @@ def test_padding_writes_into_no_block(worker: Worker) -> None:
     blocks = [*range(1, 4), *range(4, 7)]
     run(worker, {0: 8}, new=[admit(0, LONG, blocks[:3], blocks[3:])])
     assert worker._runner is not None
-    before = [cache[:, :, blocks].clone() for cache in worker._runner.paged.kv_caches]
+    before = [cache[:, :, blocks].clone() for cache in worker._runner.paged.kv_caches.values()]
     run(worker, {1: 5}, new=[admit(1, OTHER, range(11, 14), range(15, 18))])
     assert list(mixed_graphs(worker)._graphs) == [8]
-    for cache, old in zip(worker._runner.paged.kv_caches, before, strict=True):
+    for cache, old in zip(worker._runner.paged.kv_caches.values(), before, strict=True):
         assert torch.equal(cache[:, :, blocks], old)
 
 
@@ -164,9 +164,9 @@ def test_a_capture_sees_only_padding(worker: Worker) -> None:
     """Between steps, when the static buffers hold the tokens and slots of the step before."""
     run(worker, {0: 8}, new=[admit(0, LONG, range(1, 6), range(6, 11))])
     assert worker._runner is not None
-    before = [cache[:, :, 1:].clone() for cache in worker._runner.paged.kv_caches]
+    before = [cache[:, :, 1:].clone() for cache in worker._runner.paged.kv_caches.values()]
     worker.capture_graph()
     worker.capture_graph()
     assert mixed_graphs(worker).missing == []
-    for cache, old in zip(worker._runner.paged.kv_caches, before, strict=True):
+    for cache, old in zip(worker._runner.paged.kv_caches.values(), before, strict=True):
         assert torch.equal(cache[:, :, 1:], old)

@@ -147,13 +147,13 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_token(worker: Worker, 
     prompt = LONG[:12]
     first = sampled(run(worker, {0: 12}, new=[admit(0, prompt, [9, 3, 7, 20, 21])]))
     assert worker._runner is not None
-    shared = [cache[:, :, [9, 3, 7]].clone() for cache in worker._runner.paged.kv_caches]
+    shared = [cache[:, :, [9, 3, 7]].clone() for cache in worker._runner.paged.kv_caches.values()]
     new = [admit(1, prompt, [9, 3, 7, 22, 23], computed=11, cached=12)]
     both = sampled(run(worker, {0: 1, 1: 1}, new=new))
     rest = decode(worker, [1, 0], 6)
     assert [both[1], *rest[1]] == reference(prompt, 7)
     assert [first[0], both[0], *rest[0]] == reference(prompt, 8)
-    for cache, old in zip(worker._runner.paged.kv_caches, shared, strict=True):
+    for cache, old in zip(worker._runner.paged.kv_caches.values(), shared, strict=True):
         assert torch.equal(cache[:, :, [9, 3, 7]], old)
 
 
@@ -285,7 +285,7 @@ def test_a_row_that_is_not_finite_ends_alone(
     assert [error.row for error in output.row_errors] == [0]
     assert "hidden states are not finite" in output.row_errors[0].message
     assert worker._runner is not None
-    for cache in worker._runner.paged.kv_caches:
+    for cache in worker._runner.paged.kv_caches.values():
         assert torch.isfinite(cache).all()
         assert not cache[:, :, [1, 2]].any()
     assert list(sampled(output)) == [1]
@@ -317,7 +317,7 @@ def test_a_row_that_breaks_amid_several_steps_is_told_once(
     assert output.rows is not None
     assert output.rows.tolist() == [1]
     assert [first[1], *output.token_ids.tolist()] == written
-    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches)
+    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches.values())
 
 
 def test_a_chunk_that_samples_nothing_is_told_too_and_leaves_nothing_in_its_blocks(

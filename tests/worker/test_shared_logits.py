@@ -81,8 +81,9 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
     assert (set(graphs._graphs), set(graphs._logits_graphs)) == ({1, 2, 4}, {1, 2, 4, 5})
     assert graphs._logits.shape == (5, 97)
     for size, graph in graphs._graphs.items():
-        assert graph.logits.shape == (size, 97)
-        assert graph.logits.data_ptr() == graphs._logits.data_ptr()
+        logits, _ = graph.results
+        assert logits.shape == (size, 97)
+        assert logits.data_ptr() == graphs._logits.data_ptr()
     worker.shutdown()
 
 

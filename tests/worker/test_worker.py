@@ -304,7 +304,7 @@ def test_device_memory_and_cores_are_those_of_the_ranks_host(
     for rank, num_ranks in enumerate((1, 2, 2)):
         worker = create_worker(config, rank, None)
         assert torch.get_num_threads() == 6 // num_ranks
-        monkeypatch.setattr(worker, "_connect", lambda platform: SingleRank())
+        monkeypatch.setattr(worker_module, "connect", lambda *_: (SingleRank(), None))
         start(worker)
         worker.determine_available_memory()
         assert worker._host_store is not None

@@ -73,7 +73,7 @@ def test_level_1_and_the_same_tokens(worker: Worker, tiny_llama: tuple[str, Any]
 
 def pages_of(worker: Worker) -> tuple[torch.Tensor, ...]:
     assert worker._runner is not None
-    return worker._runner.paged.kv_caches
+    return tuple(worker._runner.paged.kv_caches.values())
 
 
 def test_only_weights_are_in_the_arena_of_the_weights(worker: Worker, tiny_llama: tuple[str, Any]) -> None:

@@ -118,7 +118,7 @@ class OperatorCalls:
             max_model_len=ready.max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
-            steps_in_flight=config.scheduler.steps_in_flight,
+            steps_in_flight=config.scheduler.max_steps_in_flight,
             scheduling_policy=config.scheduler.scheduling_policy,
         )
 

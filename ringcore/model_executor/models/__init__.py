@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, assert_never
 
 from ringcore.checkpoint import ModelSpec, TransformersSpec
+from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
 from ringcore.model_executor.linear_schemes.dense import all_dense
 
@@ -13,23 +14,29 @@ if TYPE_CHECKING:
     import torch
 
     from ringcore.checkpoint import AnySpec, Families
-    from ringcore.distributed.parallel import TensorParallel
+    from ringcore.distributed.parallel import Stage, TensorParallel
     from ringcore.model_executor.models.base import CausalLM
 
 __all__ = ["build_model", "model_class"]
 
 
 def build_model(
-    spec: AnySpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, families: Families = FAMILIES
+    spec: AnySpec,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    max_model_len: int,
+    families: Families = FAMILIES,
+    stage: Stage = ONLY_STAGE,
 ) -> CausalLM:
-    """The model of one rank, without weights. Raises `ModelLoadError` for one that cannot be computed."""
+    """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
+    cannot be computed."""
     match spec:
         case ModelSpec():
-            return model_class(spec.architecture, families)(spec, tp, dtype, max_model_len, all_dense)
+            return model_class(spec.architecture, families)(spec, tp, dtype, max_model_len, all_dense, stage)
         case TransformersSpec():
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, tp, dtype, max_model_len, all_dense)
+            return TransformersModel(spec, tp, dtype, max_model_len, all_dense, stage)
         case _:
             assert_never(spec)
 

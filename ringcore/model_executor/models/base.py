@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -11,7 +12,7 @@ from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenCo
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import ModelSpec
 from ringcore.checkpoint.expected_tensors import is_dispensable
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
@@ -23,13 +24,22 @@ class CausalLM(ABC):
     """A decoder-only language model on one rank. Built without weights; `weights()` declares them."""
 
     vocab_size: int
-    attention_layers: Sequence[Attention]
+    hidden_size: int
+    stage: Stage
+    attention_layers: Sequence[Attention]  # of the stage
+    elsewhere: Sequence[Weight]  # of other stages
 
     @abstractmethod
     def __init__(
-        self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+        self,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        max_model_len: int,
+        scheme_of: SchemeOf,
+        stage: Stage = ONLY_STAGE,
     ) -> None:
-        """scheme_of: the linear scheme of a matrix, by its name in the checkpoint."""
+        """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes."""
 
     def report(self) -> ModelReport:
         """What computes it."""
@@ -40,8 +50,12 @@ class CausalLM(ABC):
         """Every tensor of this rank: its final (fused, sharded) shape and the checkpoint slices that fill it."""
 
     def may_ignore(self, checkpoint_name: str) -> bool:
-        """Whether a checkpoint may have this tensor though the model does not use it."""
-        return is_dispensable(checkpoint_name)
+        """Whether a checkpoint may have this tensor though the stage does not use it."""
+        return is_dispensable(checkpoint_name) or checkpoint_name in self._names_elsewhere
+
+    @cached_property
+    def _names_elsewhere(self) -> frozenset[str]:
+        return frozenset(part.checkpoint_name for weight in self.elsewhere for part in weight.parts)
 
     @abstractmethod
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
@@ -55,9 +69,17 @@ class CausalLM(ABC):
     def refresh(self) -> None:
         """The tensors have new contents: recomputes what was derived from them, at the same addresses."""
 
+    def new_inputs(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """What `forward` takes of a dummy step: of the first stage ids, of the others rows; zeros."""
+        if self.stage.is_first:
+            return torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        return torch.zeros(num_tokens, self.hidden_size, dtype=torch.float32, device=device)
+
     @abstractmethod
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """inputs: [num_tokens] int64, ids; or, where the stage is not the first, the previous one's output. positions:
+        [num_tokens] int64 -> hidden states [num_tokens, hidden_size]; or, where the stage is not the last, the residual
+        stream, float32."""
 
     @abstractmethod
     def compute_logits(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import ClassVar
 
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.checkpoint import Family, ModelSpec
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding
@@ -17,21 +19,30 @@ from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.residual import Residual
-from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
+from ringcore.model_executor.stages import layers_of, total_bytes
+from ringcore.model_executor.weight import SeenTensors, Tensors, Weight, WeightedLayer
+from ringcore.protocol.model_report import ModelReport
 
 __all__ = ["DenseDecoder"]
 
 
 class DenseDecoder(CausalLM):
-    """The whole model; a family sets its record and, where a layer computes something else, composes its layers."""
+    """The whole model, or a stage of it; a family sets its record and, where a layer computes something else, composes
+    its layers."""
 
     family: ClassVar[Family]
 
     def __init__(
-        self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+        self,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        max_model_len: int,
+        scheme_of: SchemeOf,
+        stage: Stage = ONLY_STAGE,
     ) -> None:
-        size = spec.hidden_size
-        self.vocab_size = spec.vocab_size
+        self.hidden_size = size = spec.hidden_size
+        self.vocab_size, self.stage = spec.vocab_size, stage
         self.embed_tokens = VocabParallelEmbedding(
             "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
         )
@@ -40,7 +51,7 @@ class DenseDecoder(CausalLM):
         self._embedding_scale = scale if self.family.scaled_embeddings else None
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
-        self.layers = [
+        layers = [
             self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of))
             for index in range(spec.num_layers)
         ]
@@ -49,7 +60,27 @@ class DenseDecoder(CausalLM):
         self.lm_head = ParallelLMHead(
             "lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied, scheme_of=scheme_of
         )
+        self._take_stage(layers, [self.embed_tokens], [*([] if tied is None else [tied]), self.norm, self.lm_head])
+
+    def _take_stage(
+        self, layers: list[DecoderLayer], before: Sequence[WeightedLayer], after: Sequence[WeightedLayer]
+    ) -> None:
+        """Keeps the stage's layers. before, after: what the first and the last stage have besides; both have the
+        embedding where the LM head shares its table."""
+        of_layers = [layer.layers() for layer in layers]
+        sizes = [total_bytes(_weights_of(one)) for one in of_layers]
+        own = layers_of(self.stage, sizes, total_bytes(_weights_of(before)), total_bytes(_weights_of(after)))
+        self.layers = layers[own.start : own.stop]
         self.attention_layers = [attention for layer in self.layers for attention in layer.attention_layers()]
+        self._num_attention_layers = sum(len(layer.attention_layers()) for layer in layers)
+        ends = before if self.stage.is_first else (), after if self.stage.is_last else ()
+        # Each once; the embedding comes before the LM head that may share its table.
+        self._weighted = list(dict.fromkeys([*ends[0], *chain(*of_layers[own.start : own.stop]), *ends[1]]))
+        others = dict.fromkeys([*before, *chain(*of_layers), *after])
+        self.elsewhere = _weights_of(one for one in others if one not in set(self._weighted))
+
+    def report(self) -> ModelReport:
+        return ModelReport("native", self._num_attention_layers)
 
     def build_layer(self, build: LayerBuilder) -> DecoderLayer:
         """One layer: a family with other sublayers composes them here."""
@@ -61,19 +92,15 @@ class DenseDecoder(CausalLM):
             build.post_normed(build.gated_mlp(), "mlp_out_norm", names.mlp_out),
         )
 
-    def _weighted(self) -> list[WeightedLayer]:
-        """Every layer with weights, the embedding before the LM head that may share its table."""
-        inner = [weighted for layer in self.layers for weighted in layer.layers()]
-        return [self.embed_tokens, *inner, self.norm, self.lm_head]
-
     def weights(self) -> list[Weight]:
-        return [weight for layer in self._weighted() for weight in layer.weights()]
+        return _weights_of(self._weighted)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Pops from `tensors` layer by layer, so that a weight and its packed copy coexist only briefly."""
-        for layer in self._weighted():
-            layer.bind(tensors, updatable)
-        device = self.embed_tokens.table.device
+        seen = SeenTensors(tensors)
+        for layer in self._weighted:
+            layer.bind(seen, updatable)
+        device = seen.device
         for rotary in self.rotaries:
             rotary.bind(device)
         for decoder_layer in self.layers:
@@ -81,7 +108,7 @@ class DenseDecoder(CausalLM):
         assert not len(tensors), "a declared weight was not bound"
 
     def refresh(self) -> None:
-        for layer in self._weighted():
+        for layer in self._weighted:
             layer.refresh()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -89,16 +116,16 @@ class DenseDecoder(CausalLM):
         embedded = self.embed_tokens(input_ids)
         return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size], normalised."""
-        inputs = LayerInputs(ctx, [rotary(positions) for rotary in self.rotaries])
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """-> hidden states [num_tokens, hidden_size], normalised; see `CausalLM`."""
+        layer_inputs = LayerInputs(ctx, [rotary(positions) for rotary in self.rotaries])
         # The residual stream is float32 whatever the dtype: each layer adds to it twice, and 16 bits would round it
         # each time. In a simulation of every rounding, SmolLM2's log-probabilities in bfloat16 are 0.0165 off in the
         # mean with a stream of bfloat16, and 0.0082 with this one.
-        hidden = Residual(self.embed(input_ids).float())
+        hidden = Residual(self.embed(inputs).float() if self.stage.is_first else inputs.clone())
         for layer in self.layers:
-            layer(hidden, inputs)
-        return hidden.normed(self.norm)
+            layer(hidden, layer_inputs)
+        return hidden.normed(self.norm) if self.stage.is_last else hidden.rows
 
     def compute_logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT
@@ -106,3 +133,7 @@ class DenseDecoder(CausalLM):
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, complete and equal on every rank; in `out`,
         contiguous, where given. tokens: of the rows of `hidden`."""
         return self.lm_head(hidden, tokens, out)
+
+
+def _weights_of(layers: Iterable[WeightedLayer]) -> list[Weight]:
+    return [weight for layer in layers for weight in layer.weights()]

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 
 from ringcore.distributed.communicator import GlooCommunicator
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import Stage, TensorParallel
+from ringcore.distributed.pipeline import GlooLink, StageLink
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
@@ -57,8 +58,11 @@ class CpuPlatform(Platform):
             )
         return cls(enable_sleep_mode=enable_sleep_mode)
 
-    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
-        return GlooCommunicator(rank, size, rendezvous)
+    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
+        return GlooCommunicator(rank, size, rendezvous, name=name)
+
+    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+        return GlooLink(stage, rendezvous, name)
 
     def shared_memory_bytes(self, num_ranks: int) -> int:
         """An equal share of the free memory: all ranks share the host's."""

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from ringcore.distributed.communicator import NcclCommunicator
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import Stage, TensorParallel
+from ringcore.distributed.pipeline import NcclLink, StageLink
 from ringcore.errors import ConfigError
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
@@ -89,8 +90,11 @@ class CudaPlatform(Platform):
     def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> CudaPlatform:
         return cls(rank, device_memory=device_memory, enable_sleep_mode=enable_sleep_mode)
 
-    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
-        return NcclCommunicator(rank, size, rendezvous, self.device)
+    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
+        return NcclCommunicator(rank, size, rendezvous, self.device, name=name)
+
+    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+        return NcclLink(stage, rendezvous, name, self.device)
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         if asked != "auto":

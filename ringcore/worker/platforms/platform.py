@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import Stage, TensorParallel
+from ringcore.distributed.pipeline import StageLink
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.device_memory import MemoryTag
 from ringcore.worker.memory.host_link import HostLink, LocalLink
@@ -52,8 +53,13 @@ class Platform(ABC):
         Raises `ConfigError` where the device cannot do what they ask, or there is none for the rank."""
 
     @abstractmethod
-    def connect(self, rank: int, size: int, rendezvous: str) -> TensorParallel:
-        """Joins the process group at `rendezvous`, a file or an address. Raises RuntimeError if a rank is missing."""
+    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
+        """Joins the process group of a stage's ranks, of this name, at `rendezvous`, a file or an address. Raises
+        RuntimeError where a rank is missing."""
+
+    @abstractmethod
+    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+        """Joins the group of the ranks of one number in all stages of a pipeline, as `connect`."""
 
     @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:

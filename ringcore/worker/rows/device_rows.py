@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from ringcore.kernels.step_state import (
     PARAMETERS,
     StateLayout,
 )
+from ringcore.kernels.upload import upload
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.rows.pinned_words import PinnedWords
 from ringcore.worker.rows.request_rows import AppendedBlocks, RequestRows
@@ -89,6 +91,12 @@ class DeviceRows:
             self._batch[stale] = -1
             self._add(self.layout.batch_at + stale, self._batch[stale])
 
+    def set_last_tokens(self, rows: np.ndarray, token_ids: torch.Tensor) -> None:
+        """Launches the write of token_ids [n], on the device, as the last tokens of rows [n]. No other write of these
+        rows may be pending."""
+        places = self._record_at(rows.astype(np.int64)) + LAST_TOKEN.value
+        write_words(self.state, upload(places.astype(np.int32), self.state.device), token_ids.int(), len(rows))
+
     def write(self) -> None:
         """Launches the gathered writes on the current stream; does not wait.
 
@@ -107,7 +115,8 @@ class DeviceRows:
             self._places.append(places.astype(np.int32))
             self._words.append(words.astype(np.int32, copy=False))
 
-    def _record_at(self, row: int) -> int:
+    def _record_at(self, row: Any) -> Any:
+        """Of one row, or of each of an array."""
         return self.layout.records_at + row * self.layout.record_words
 
     def _table_at(self, group: int, row: int) -> int:

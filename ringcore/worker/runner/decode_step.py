@@ -17,7 +17,7 @@ import torch
 
 from ringcore.attention.context import GroupContext
 from ringcore.kernels.sampling import sample_tokens
-from ringcore.kernels.step import finish_rows, prepare_decode
+from ringcore.kernels.step import RaggedRows, finish_rows, prepare_decode
 from ringcore.kernels.step_state import DecodeInputs
 from ringcore.protocol.codec import int_array
 from ringcore.worker.logits.result_ring import ResultRing
@@ -25,6 +25,7 @@ from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.runner import graph_capture
 from ringcore.worker.runner.graph_capture import graph_sizes, padded_metadata
 from ringcore.worker.runner.paged_model import PagedModel
+from ringcore.worker.runner.stage_port import StagePort
 
 __all__ = ["DecodeGraphs", "DecodeStep"]
 
@@ -36,17 +37,21 @@ _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class DecodeStep:
-    """A pure decoding step, in which every row has one uncomputed token: inputs, model, sampling, stop checks.
+    """A pure decoding step, in which every row has one uncomputed token: inputs, model, sampling, stop checks. In a
+    stage of a pipeline that is not the last: inputs and layers.
 
     Of the host's state it depends only on the number of rows. A step is launched whole by `launch`, or in three parts:
     `launch_logits`, `draw`, `finish`.
     """
 
-    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing) -> None:
+    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing, port: StagePort) -> None:
         """paged: each of its backends can `plan_on_device`."""
-        self._paged, self._rows, self._ring = paged, rows, ring
+        self._paged, self._rows, self._ring, self._port = paged, rows, ring, port
         max_rows, device = rows.layout.max_rows, rows.state.device
         self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
+        stage = paged.model.stage
+        self._received = None if stage.is_first else paged.model.new_inputs(max_rows, device)  # a static buffer
+        self._handed_on = None if stage.is_last else _HandedOn(paged.model.hidden_size, max_rows, device)
         self._logits: torch.Tensor | None = None  # [max_rows, vocab_size], a static buffer; None: each step allocates
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._ok = torch.zeros(max_rows, dtype=torch.bool, device=device)
@@ -64,8 +69,9 @@ class DecodeStep:
         """Captures the graph of a missing size; called between steps."""
         raise AssertionError(f"size {size} is not missing")
 
-    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launches a step of rows [n] -> logits [n, vocab_size] and token ids [n], both valid until the next launch."""
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Launches a step of rows [n] -> logits [n, vocab_size] and token ids [n]; or, in a stage that is not the last,
+        the model's output [n, hidden_size] alone; valid until the next launch."""
         self._set_rows(scheduled)
         self._ring.launched()
         return self._run(max(1, len(scheduled)))
@@ -89,17 +95,31 @@ class DecodeStep:
         self._finish(token_ids, ok)
 
     def _set_rows(self, scheduled: np.ndarray) -> None:
-        """Sets the batch of the next launch."""
+        """Sets the batch of the next launch, and receives what other stages have computed of it."""
         self._rows.set_batch(scheduled)
         self._rows.write()
+        if self._received is not None and len(scheduled):
+            self._port.fill(self._received[: len(scheduled)])
 
-    def _run(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, size: int) -> tuple[torch.Tensor, ...]:
+        if self._handed_on is not None:
+            return (self._run_layers(size, self._handed_on),)
         logits = self._run_logits(size)
         token_ids, ok = self.draw(logits)
         self._finish(token_ids, ok)
         return logits, token_ids
 
+    def _run_layers(self, size: int, handed_on: _HandedOn) -> torch.Tensor:
+        """In a stage that is not the last, whose rows go on without tokens."""
+        hidden = handed_on.rows[:size].copy_(self._run_model(size))
+        self._finish(self._token_ids[:size], self._ok[:size], handed_on.ragged(size))
+        return hidden
+
     def _run_logits(self, size: int) -> torch.Tensor:
+        logits = None if self._logits is None else self._logits[:size]
+        return self._paged.model.compute_logits(self._run_model(size), logits)
+
+    def _run_model(self, size: int) -> torch.Tensor:
         inputs = self._inputs
         prepare_decode(self._rows.state, self._rows.layout, inputs, size)
         groups = []
@@ -107,18 +127,31 @@ class DecodeStep:
             plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size])
             assert plan is not None, f"{backend.name} cannot plan on the device"
             groups.append(GroupContext(padded_metadata(size, slots[:size]), backend, plan))
-        hidden = self._paged.forward(inputs.input_ids[:size], inputs.positions[:size], groups)
-        return self._paged.model.compute_logits(hidden, None if self._logits is None else self._logits[:size])
+        model_inputs = inputs.input_ids if self._received is None else self._received
+        return self._paged.forward(model_inputs[:size], inputs.positions[:size], groups)
 
-    def _finish(self, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+    def _finish(self, token_ids: torch.Tensor, ok: torch.Tensor, ragged: RaggedRows | None = None) -> None:
         state, layout, batch = self._rows.state, self._rows.layout, self._rows.batch
-        finish_rows(state, layout, batch, token_ids, ok, self._ring.words, len(token_ids))
+        finish_rows(state, layout, batch, token_ids, ok, self._ring.words, len(token_ids), ragged)
+
+
+class _HandedOn:
+    """The output of a decoding step for the next stage, and its rows, each of which has a token and samples none."""
+
+    def __init__(self, hidden_size: int, max_rows: int, device: torch.device) -> None:
+        self.rows = torch.zeros(max_rows, hidden_size, dtype=torch.float32, device=device)
+        self._starts = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._counts = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._samples = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+
+    def ragged(self, size: int) -> RaggedRows:
+        finite = torch.isfinite(self.rows[:size].sum(-1))
+        return RaggedRows(self._starts[:size], self._counts[:size], self._samples[:size], finite)
 
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [size, vocab_size]: a view of the buffer shared by all sizes
-    token_ids: torch.Tensor  # [size], likewise
+    results: tuple[torch.Tensor, ...]  # [size, ...] each, see `DecodeStep.launch`: views of buffers shared by all sizes
 
 
 class DecodeGraphs(DecodeStep):
@@ -126,10 +159,11 @@ class DecodeGraphs(DecodeStep):
     graphs, which end with the logits. All graphs write logits and token ids to the same static buffers: a tensor that a
     graph returns would keep its memory for the life of the graph, and 256 rows of logits are 150 MiB."""
 
-    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing) -> None:
-        super().__init__(paged, rows, ring)
+    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing, port: StagePort) -> None:
+        super().__init__(paged, rows, ring, port)
         max_rows, device = rows.layout.max_rows, rows.state.device
-        self._logits = torch.empty(max_rows, paged.model.vocab_size, dtype=torch.float32, device=device)
+        if paged.model.stage.is_last:
+            self._logits = torch.empty(max_rows, paged.model.vocab_size, dtype=torch.float32, device=device)
         self._sizes = graph_sizes(max_rows)
         self._graphs: dict[int, _Captured] = {}
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size: up to the logits
@@ -147,7 +181,7 @@ class DecodeGraphs(DecodeStep):
         """Sizes of whole steps whose graph is not captured yet, ascending."""
         return [size for size in self._sizes if size not in self._graphs]
 
-    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, ...]:
         n = len(scheduled)
         size = self._size_of(n)
         if size not in self._graphs:
@@ -156,7 +190,7 @@ class DecodeGraphs(DecodeStep):
         self._ring.launched()
         captured = self._graphs[size]
         captured.graph.replay()
-        return captured.logits[:n], captured.token_ids[:n]
+        return tuple(result[:n] for result in captured.results)
 
     def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
         n = len(scheduled)
@@ -184,5 +218,4 @@ class DecodeGraphs(DecodeStep):
         self._set_rows(int_array())
         # Counted after the dummy run: a failed capture must not leave a step number that the device never writes.
         run, pool = (lambda: self._run(size)), self._pool()
-        graph, (logits, token_ids) = graph_capture.capture(run, pool, self._ring.launched)
-        self._graphs[size] = _Captured(graph, logits, token_ids)
+        self._graphs[size] = _Captured(*graph_capture.capture(run, pool, self._ring.launched))

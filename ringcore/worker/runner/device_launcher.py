@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,61 +12,25 @@ from ringcore.config import EngineConfig
 from ringcore.kernels import logit_adjustments
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
-from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.kernels.upload import upload
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
 from ringcore.tracing.kinds import COMPUTED, REPLAYED
-from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
-from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
-from ringcore.worker.logits.sampling_stage import ALL_MASKED, Finish, SampledTokens, not_finite
-from ringcore.worker.logits.step_output import SampledRows
+from ringcore.worker.logits.row_adjustments import AdjustmentOps
+from ringcore.worker.logits.sampling_stage import Finish, SampledTokens
 from ringcore.worker.rows.batch_order import BatchOrder
 from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
 from ringcore.worker.runner.decode_step import DecodeGraphs, DecodeStep
+from ringcore.worker.runner.device_step import DeviceStep, StepReader
 from ringcore.worker.runner.mixed_graphs import MixedGraphs
+from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
 __all__ = ["DeviceLauncher"]
-
-_FLAGS = BAD_LOGITS | BAD_HIDDEN
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """One step in flight."""
-
-    launcher: DeviceLauncher
-    number: int  # in the result ring
-    rows: np.ndarray  # [n] int32, in the order of the batch
-    starts: np.ndarray  # [n] int64: the position of each row's first token in the step
-    ends: np.ndarray  # [n] int64: one past the position of each row's last token in the step
-    admissions: np.ndarray  # [n]: identifies the row's request, see `RequestRows.num_admissions`
-    sampling: np.ndarray  # [num_sampled]: batch indices of the rows that sample, in the message's order
-    logprobs: PendingLogprobs | None  # in the order of the batch
-    errors: dict[int, RowError]  # of the whole message, by row
-    is_adjusted: bool  # whether any row's logits were adjusted before sampling
-    prompt_logprobs: Sequence[LaunchedPromptLogprobs]
-    words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
-
-    def done(self) -> bool:
-        return self.launcher.ring.is_over(self.number)
-
-    def read(self) -> None:
-        self.launcher.read(self)
-
-    def sampled(self) -> SampledRows:
-        assert self.words is not None
-        logprobs = None
-        if self.logprobs is not None:
-            found = self.logprobs.result()
-            logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
-        token_ids = self.words[self.sampling] & ~_FLAGS
-        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
 
 
 class DeviceLauncher(StepLauncher):
@@ -85,7 +48,12 @@ class DeviceLauncher(StepLauncher):
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages, self._device = stages, stages.device
         self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
+        self._reader = StepReader(stages, self.ring)
         self._device_rows = DeviceRows(stages.rows, self._device)
+        self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
+        is_last = stages.paged.model.stage.is_last
+        self._end_decode = self._launch_logprobs if is_last else self._hand_on_decode
+        self._end_mixed = self._sample_mixed if is_last else self._hand_on_mixed
         self._unread_steps: list[DeviceStep] = []  # with rows that `needs_token_ids`: read before their next sampling
         self._decode: DecodeStep | None = None
         self._mixed: MixedGraphs | None = None
@@ -95,7 +63,7 @@ class DeviceLauncher(StepLauncher):
         one = none[:1], none[None, :1]  # the length and the block table of one sequence
         if all(backend.plan_on_device(*one) is not None for backend in backends):
             decode_class = DecodeStep if is_eager else DecodeGraphs
-            self._decode = decode_class(stages.paged, self._device_rows, self.ring)
+            self._decode = decode_class(stages.paged, self._device_rows, self.ring, self._port)
         plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in backends)
         if not is_eager and all(plan is not None for plan in plans):
             self._mixed = MixedGraphs(stages.paged, self._device_rows, config.scheduler.token_budget)
@@ -131,6 +99,7 @@ class DeviceLauncher(StepLauncher):
 
     def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> DeviceStep:
         self._stages.adjustments.report_failed(scheduled, errors)
+        self._port.await_tokens(scheduled)
         order = BatchOrder.of(self._stages.rows, scheduled, counts)
         if self._decode is not None and order.num_decodes == len(scheduled):
             step = self._launch_decode(self._decode, scheduled, errors)
@@ -151,17 +120,19 @@ class DeviceLauncher(StepLauncher):
             replayed = began and now_ns()
             rows.advance(scheduled, None)
             self._read_needed_tokens(scheduled)
-            logprobs = sampling.sample(logits, scheduled, decode.draw, decode.finish, errors).logprobs
+            finish = partial(self._finish_decode, decode)
+            logprobs = sampling.sample(logits, scheduled, decode.draw, finish, errors).logprobs
         else:
-            logits, token_ids = decode.launch(scheduled)
+            results = decode.launch(scheduled)
             replayed = began and now_ns()
             rows.advance(scheduled, None)
-            logprobs = sampling.launch_logprobs(logits, token_ids, scheduled)
+            logprobs = self._end_decode(scheduled, *results)
         if began:
             tracer.record((REPLAYED.number, began, replayed, now_ns(), len(scheduled)))
         rows.append_tokens(scheduled, UNKNOWN_TOKEN)
+        self._port.expect_tokens(scheduled)
         return DeviceStep(
-            launcher=self,
+            reader=self._reader,
             number=self.ring.num_launched,
             rows=scheduled,
             starts=starts,
@@ -174,6 +145,22 @@ class DeviceLauncher(StepLauncher):
             prompt_logprobs=self._stages.prompt_logprobs.finished(scheduled, rows),
         )
 
+    def _finish_decode(self, decode: DecodeStep, token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+        decode.finish(token_ids, ok)
+        self._port.return_tokens(token_ids)
+
+    def _launch_logprobs(
+        self, scheduled: np.ndarray, logits: torch.Tensor, token_ids: torch.Tensor
+    ) -> PendingLogprobs | None:
+        self._port.return_tokens(token_ids)
+        return self._stages.sampling.launch_logprobs(logits, token_ids, scheduled)
+
+    def _hand_on_decode(self, scheduled: np.ndarray, hidden: torch.Tensor) -> None:
+        self._port.send_rows(hidden)
+
+    def _write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
+        self._device_rows.set_last_tokens(rows, token_ids)
+
     def _launch_mixed(self, order: BatchOrder, errors: dict[int, RowError]) -> DeviceStep:
         rows, scheduled = self._stages.rows, order.scheduled
         starts = rows.num_computed_tokens[scheduled]
@@ -182,18 +169,21 @@ class DeviceLauncher(StepLauncher):
         batch, rows_on_device = self._gather(order)
         prepared = began and now_ns()
         graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
-        hidden = self._stages.paged.forward_batch(batch) if graphs is None else graphs.forward(batch)
+        inputs = self._port.inputs(batch.input_ids)
+        hidden = self._stages.paged.forward_batch(inputs, batch) if graphs is None else graphs.forward(inputs, batch)
         computed = began and now_ns()
         self._stages.prompt_logprobs.take(hidden, batch, scheduled, rows)
         rows.advance(scheduled, order.counts)
         is_sampling = np.isin(scheduled, batch.sample_rows)
-        finish = partial(self._finish_mixed, order, batch, rows_on_device, is_sampling, hidden)
-        samples = self._sample_mixed(batch, hidden, finish, errors)
+        here = is_sampling & self._stages.paged.model.stage.is_last
+        finish = partial(self._finish_mixed, order, batch, rows_on_device, here, hidden)
+        samples = self._end_mixed(batch, hidden, finish, errors)
         if began:
             tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
         rows.append_tokens(batch.sample_rows, UNKNOWN_TOKEN)
+        self._port.expect_tokens(batch.sample_rows)
         return DeviceStep(
-            launcher=self,
+            reader=self._reader,
             number=self.ring.num_launched,
             rows=scheduled,
             starts=starts,
@@ -223,9 +213,7 @@ class DeviceLauncher(StepLauncher):
         """Samples for the rows whose known tokens are all computed, in the order of the batch."""
         rows = batch.sample_rows
         if not len(rows):
-            none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
-            finish(*none)
-            return SampledTokens(*none, logprobs=None, is_adjusted=False)
+            return _no_samples(hidden, finish)
         logits = self._stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
         inputs = DeviceSamplingInputs.from_host(self._stages.rows.sampling_inputs(rows), self._device)
         # Zeros: in kernel warm-up, which intercepts launches, these ids are used as indices without being sampled.
@@ -233,7 +221,18 @@ class DeviceLauncher(StepLauncher):
         if self._stages.sampling.is_adjusted(rows):
             self._read_needed_tokens(rows)
         draw = partial(sample_tokens, inputs=inputs, token_ids=token_ids)
-        return self._stages.sampling.sample(logits, rows, draw, finish, errors)
+
+        def finish_and_return(token_ids: torch.Tensor, ok: torch.Tensor) -> None:
+            finish(token_ids, ok)
+            self._port.return_tokens(token_ids)
+
+        return self._stages.sampling.sample(logits, rows, draw, finish_and_return, errors)
+
+    def _hand_on_mixed(
+        self, batch: InputBatch, hidden: torch.Tensor, finish: Finish, errors: dict[int, RowError]
+    ) -> SampledTokens:
+        self._port.send_rows(hidden)
+        return _no_samples(hidden, finish)
 
     def _finish_mixed(
         self,
@@ -264,49 +263,12 @@ class DeviceLauncher(StepLauncher):
         logits."""
         if self._stages.adjustments.needs_token_ids[rows].any():
             for step in self._unread_steps:
-                self.read(step)
+                step.read()
             self._unread_steps.clear()
 
-    # -----------------------------------------------------------------------------------------------------------
-    # Reading the results.
 
-    def read(self, step: DeviceStep) -> None:
-        """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
-        if step.words is not None:
-            return
-        words = step.words = self.ring.take(step.number, len(step.rows))
-        if step.is_adjusted:
-            self._store_token_ids(step, words)
-        flagged = np.flatnonzero(words & _FLAGS)
-        if not len(flagged):
-            return
-        is_masked = (words[flagged] == ALL_MASKED | BAD_LOGITS) & step.is_adjusted
-        for row in step.rows[flagged[is_masked]].tolist():
-            step.errors.setdefault(row, RowError(row, NO_TOKEN_LEFT))
-        non_finite = flagged[~is_masked]
-        for row, word in zip(step.rows[non_finite].tolist(), words[non_finite].tolist(), strict=True):
-            what = "hidden states" if word & BAD_HIDDEN else "logits"
-            step.errors.setdefault(row, not_finite(row, what, self._stages.dtype))
-        if len(non_finite):
-            self._zero_kv_since(step, non_finite)
-
-    def _store_token_ids(self, step: DeviceStep, words: np.ndarray) -> None:
-        """Stores the sampled ids of rows that `needs_token_ids`, unless another request has the row by now."""
-        rows, places = self._stages.rows, step.sampling
-        sampling = step.rows[places]
-        is_stored = self._stages.adjustments.needs_token_ids[sampling]
-        is_stored &= rows.num_admissions[sampling] == step.admissions[places]
-        places = places[is_stored]
-        rows.token_ids[sampling[is_stored], step.ends[places]] = words[places] & ~_FLAGS
-
-    @torch.inference_mode()
-    def _zero_kv_since(self, step: DeviceStep, places: np.ndarray) -> None:
-        """Zeroes the keys and values that the rows at `places` have written since this step began, unless another
-        request has the row by now."""
-        all_rows = self._stages.rows
-        rows, starts = step.rows[places], step.starts[places]
-        counts = all_rows.num_computed_tokens[rows] - starts
-        is_current = (all_rows.num_admissions[rows] == step.admissions[places]) & (counts > 0)
-        if is_current.any():
-            rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
-            self._stages.paged.zero_kv(InputBatch.gather(all_rows, rows, counts, self._device, starts=starts))
+def _no_samples(hidden: torch.Tensor, finish: Finish) -> SampledTokens:
+    """The end of a step that samples nothing here."""
+    none = hidden.new_zeros(1, dtype=torch.int64), hidden.new_zeros(1, dtype=torch.bool)
+    finish(*none)
+    return SampledTokens(*none, logprobs=None, is_adjusted=False)

@@ -17,7 +17,8 @@ from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
 from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
 from ringcore.worker.logits.step_output import SampledRows
 from ringcore.worker.rows.input_batch import InputBatch
-from ringcore.worker.rows.request_rows import AppendedBlocks
+from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
+from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
 __all__ = ["HostLauncher"]
@@ -46,6 +47,8 @@ class HostLauncher(StepLauncher):
 
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages = stages
+        self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
+        self._end = self._sample if stages.paged.model.stage.is_last else self._hand_on
 
     @property
     def max_unread_steps(self) -> int:
@@ -67,18 +70,31 @@ class HostLauncher(StepLauncher):
     def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> HostStep:
         stages, tracer = self._stages, self._stages.tracer
         began = tracer.is_on and now_ns()
+        self._port.await_tokens(scheduled)
         batch = InputBatch.gather(stages.rows, scheduled, counts, stages.device)
+        inputs = self._port.inputs(batch.input_ids)
         prepared = began and now_ns()
-        hidden = stages.paged.forward_batch(batch)
+        hidden = stages.paged.forward_batch(inputs, batch)
         computed = began and now_ns()
         self._isolate_non_finite(batch, scheduled, counts, hidden, errors)
         stages.prompt_logprobs.take(hidden, batch, scheduled, stages.rows)
         stages.rows.advance(scheduled, counts)
         stages.adjustments.report_failed(scheduled, errors)
-        sampled = self._sample(batch, hidden, errors)
+        sampled = self._end(batch, hidden, errors)
         if began:
             tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
         return HostStep(sampled._replace(prompt_logprobs=stages.prompt_logprobs.finished(scheduled, stages.rows)))
+
+    def _write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
+        self._stages.rows.token_ids[rows, positions] = token_ids.numpy()
+
+    def _hand_on(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:
+        """The end of a step in a stage that is not the last, which replies with no tokens."""
+        rows, none = batch.sample_rows, batch.sample_rows[:0]
+        self._port.send_rows(hidden)
+        self._stages.rows.append_tokens(rows, UNKNOWN_TOKEN)
+        self._port.expect_tokens(rows)
+        return SampledRows(none, none, None)
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor, errors: dict[int, RowError]) -> SampledRows:
         stages, rows = self._stages, batch.sample_rows
@@ -93,6 +109,7 @@ class HostLauncher(StepLauncher):
 
         def append(token_ids: torch.Tensor, ok: torch.Tensor) -> None:
             sampled_ids[:] = token_ids.numpy()
+            self._port.return_tokens(token_ids)
             stages.rows.append_tokens(rows, sampled_ids)  # also of rows with an error: the next step may be scheduled
 
         logits = stages.paged.model.compute_logits(batch.last_tokens_of(hidden))

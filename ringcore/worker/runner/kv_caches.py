@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import choose_backend
 from ringcore.attention.layer import Attention
+from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.kernels.dtypes import TORCH_DTYPES
@@ -20,11 +21,11 @@ from ringcore.worker.platforms.platform import Platform
 __all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer"]
 
 
-def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> tuple[int, ...]:
-    """The index of each layer's group, in the order of `layers`."""
+def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> dict[int, int]:
+    """The index of each layer's group, by the index of the layer."""
     groups = {name: index for index, group in enumerate(config.groups) for name in group.layer_names}
     assert sorted(groups) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
-    return tuple(groups[layer.name] for layer in layers)
+    return {layer.index: groups[layer.name] for layer in layers}
 
 
 def choose_backends(
@@ -35,7 +36,9 @@ def choose_backends(
     specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
     backends = []
     for index, spec in enumerate(specs):
-        own = [layer.spec for layer, group in zip(layers, of_layer, strict=True) if group == index]
+        own = [layer.spec for layer in layers if of_layer[layer.index] == index]
+        # A stage may have no layer of a group: its backend plans steps, as those of all groups do, that nothing reads.
+        own = own or [AttentionSpec(spec.num_kv_heads, scale=1.0)]
         sharing_specs = specs[:index] + specs[index + 1 :]
         backends.append(choose_backend(name, spec, own, platform.device, platform.attention_backends, sharing_specs))
     return backends
@@ -46,8 +49,8 @@ def allocate_kv_caches(
     layers: Sequence[Attention],
     backends: Sequence[AttentionBackend],  # by group
     platform: Platform,
-) -> tuple[torch.Tensor, ...]:
-    """One zero-filled tensor per layer, in the order of `layers`: `ForwardContext.kv_caches`.
+) -> dict[int, torch.Tensor]:
+    """One zero-filled tensor per layer: `ForwardContext.kv_caches`.
 
     The i-th layers of all groups share memory, each viewed in the shape of its group's backend.
     Raises `CapacityError` where the device lacks the memory, before anything is allocated.
@@ -70,7 +73,7 @@ def allocate_kv_caches(
         for group, shape in zip(config.groups, shapes, strict=True)
         for name, tensor in zip(group.layer_names, tensors, strict=False)  # shorter groups do not use the last tensors
     }
-    return tuple(by_name[layer.name] for layer in layers)
+    return {layer.index: by_name[layer.name] for layer in layers}
 
 
 def _tensors(shape: tuple[int, ...], dtype: torch.dtype, count: int, platform: Platform) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ringcore.config import EngineConfig
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.loader import pending_weights
@@ -45,11 +45,11 @@ class BuiltModel:
     build_s: float
 
     @classmethod
-    def of(cls, config: EngineConfig, platform: Platform, tp: TensorParallel) -> BuiltModel:
+    def of(cls, config: EngineConfig, platform: Platform, tp: TensorParallel, stage: Stage = ONLY_STAGE) -> BuiltModel:
         """Raises `ModelLoadError` for a model that cannot be computed."""
         start = time.monotonic()
         dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-        model = build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len)
+        model = build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len, stage=stage)
         return cls(model, dtype, time.monotonic() - start)
 
     @property

@@ -30,7 +30,8 @@ class MixedGraphs:
         self._sizes = mixed_sizes(max_tokens)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # with its hidden states
         device, layout, tokens = rows.state.device, rows.layout, self._sizes[-1]
-        self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+        self._inputs = paged.model.new_inputs(tokens, device)
+        self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._slots = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in paged.backends]
         num_seqs = min(tokens, layout.max_rows)
         self._starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
@@ -49,22 +50,23 @@ class MixedGraphs:
         """Sizes whose graph is not captured yet, ascending."""
         return [size for size in self._sizes if size not in self._graphs]
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """At most `max_tokens` tokens -> hidden states [num_tokens, hidden_size], valid until the next call."""
+    def forward(self, inputs: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+        """At most `max_tokens` tokens -> the model's output [num_tokens, hidden_size], valid until the next call.
+        inputs: see `CausalLM.forward`."""
         num_tokens = batch.metadata[0].num_tokens
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
         if size not in self._graphs:
             self.capture(size)
-        self._fill(batch, size)
+        self._fill(inputs, batch, size)
         graph, hidden = self._graphs[size]
         graph.replay()
         return hidden[:num_tokens]
 
-    def _fill(self, batch: InputBatch, size: int) -> None:
+    def _fill(self, inputs: torch.Tensor, batch: InputBatch, size: int) -> None:
         step = batch.metadata[0]
         n, d = step.num_seqs, step.num_decodes
         pairs = zip(batch.metadata, self._slots, strict=True)
-        tokens = [(self._input_ids, batch.input_ids), (self._positions, batch.positions)]
+        tokens = [(self._inputs, inputs), (self._positions, batch.positions)]
         for static, values in tokens + [(slots, metadata.slot_mapping) for metadata, slots in pairs]:
             static[: step.num_tokens].copy_(values)
             static[step.num_tokens : size].zero_()
@@ -81,7 +83,7 @@ class MixedGraphs:
 
     def capture(self, size: int) -> None:
         """Captures the graph of a size; called between steps."""
-        for static in (self._input_ids, self._positions, self._starts, self._seq_lens, self._decode_seq_lens):
+        for static in (self._inputs, self._positions, self._starts, self._seq_lens, self._decode_seq_lens):
             static.zero_()  # only padding
         for slots in self._slots:
             slots.zero_()
@@ -96,4 +98,4 @@ class MixedGraphs:
             plan = backend.plan_mixed_on_device(starts, lens, table[:n], decode_lens, size)
             assert plan is not None, f"{backend.name} cannot plan on the device"
             groups.append(GroupContext(padded_metadata(size, slots[:size]), backend, plan))
-        return self._paged.forward(self._input_ids[:size], self._positions[:size], groups)
+        return self._paged.forward(self._inputs[:size], self._positions[:size], groups)

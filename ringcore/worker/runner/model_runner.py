@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.distributed.pipeline import StageLink
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
@@ -42,18 +43,20 @@ class ModelRunner:
         is_output_rank: bool,
         launcher: type[StepLauncher],
         tracer: Tracer,
+        link: StageLink | None = None,
     ) -> None:
-        """Allocates the pages. Raises `CapacityError` or `ConfigError`."""
+        """Allocates the pages. link: to the other stages of a pipeline. Raises `CapacityError` or `ConfigError`."""
         spec, device = config.model.spec, platform.device
         self._is_output_rank = is_output_rank
         self.paged = PagedModel.allocate(loaded.model, config.device.attention_backend, kv_cache_config, platform)
         self.adjustments = RowAdjustments(config, device, loaded.dtype, launcher.adjustment_ops)
         prompt_logprobs = PromptLogprobRows(spec.vocab_size, loaded.model.compute_logits, self._is_output_rank)
-        listeners = (self.adjustments, prompt_logprobs)
+        # What a request asks of its tokens and logits is kept where these are.
+        listeners = (self.adjustments, prompt_logprobs) if loaded.model.stage.is_last else ()
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, len(spec.eos_token_ids), listeners)
         sampling = SamplingStage(self.rows, self.adjustments, self._is_output_rank)
         self._stages = StepStages(
-            self.paged, self.rows, self.adjustments, prompt_logprobs, sampling, device, loaded.dtype, tracer
+            self.paged, self.rows, self.adjustments, prompt_logprobs, sampling, device, loaded.dtype, tracer, link
         )
         self.launcher = launcher(self._stages, config)
         self._kv_cache_config = kv_cache_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,8 @@ class PagedModel:
 
     model: CausalLM
     backends: tuple[AttentionBackend, ...]  # by group
-    group_of_layer: tuple[int, ...]  # by attention layer
-    kv_caches: tuple[torch.Tensor, ...]  # by attention layer
+    group_of_layer: Mapping[int, int]  # this and the next by index of an attention layer
+    kv_caches: Mapping[int, torch.Tensor]
 
     @classmethod
     def allocate(cls, model: CausalLM, backend: str, plan: KVCacheConfig, platform: Platform) -> PagedModel:
@@ -36,22 +36,19 @@ class PagedModel:
         kv_caches = allocate_kv_caches(plan, layers, backends, platform)
         return cls(model, tuple(backends), group_of_layer(plan, layers), kv_caches)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupContext]) -> torch.Tensor:
-        """input_ids and positions: [num_tokens] int64; groups: by KV cache group -> hidden states [num_tokens,
-        hidden_size]."""
-        return self.model.forward(
-            input_ids, positions, ForwardContext(tuple(groups), self.group_of_layer, self.kv_caches)
-        )
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupContext]) -> torch.Tensor:
+        """groups: by KV cache group; otherwise as `CausalLM.forward`."""
+        return self.model.forward(inputs, positions, ForwardContext(tuple(groups), self.group_of_layer, self.kv_caches))
 
-    def forward_batch(self, batch: InputBatch) -> torch.Tensor:
+    def forward_batch(self, inputs: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         """As `forward`, planned on the host."""
-        return self.forward(batch.input_ids, batch.positions, self._plan(batch))
+        return self.forward(inputs, batch.positions, self._plan(batch))
 
     def _plan(self, batch: InputBatch) -> list[GroupContext]:
         return [GroupContext.of(*group) for group in zip(batch.metadata, self.backends, strict=True)]
 
     def zero_kv(self, batch: InputBatch) -> None:
         """Zeroes the keys and values of the tokens of `batch`, by the write path that every backend has."""
-        groups, layers = self._plan(batch), self.model.attention_layers
-        for layer, index, kv_cache in zip(layers, self.group_of_layer, self.kv_caches, strict=True):
-            layer.zero_kv(groups[index], kv_cache)
+        groups = self._plan(batch)
+        for layer in self.model.attention_layers:
+            layer.zero_kv(groups[self.group_of_layer[layer.index]], self.kv_caches[layer.index])

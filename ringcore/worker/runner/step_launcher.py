@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.distributed.pipeline import StageLink
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError
 from ringcore.tracing import Tracer
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
@@ -52,6 +53,7 @@ class StepStages:
     device: torch.device
     dtype: str  # the model's compute dtype
     tracer: Tracer
+    link: StageLink | None  # to the other stages of a pipeline; None: there are none
 
 
 class StepLauncher(ABC):

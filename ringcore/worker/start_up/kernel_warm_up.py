@@ -146,7 +146,7 @@ def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> l
         plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
-        is_output_rank = tp.rank == config.parallel.layout.output_rank
+        is_output_rank = tp.rank == config.parallel.layout.tensor_rank_of(config.parallel.layout.output_rank)
         runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher, Tracer())
         for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)

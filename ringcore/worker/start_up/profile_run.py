@@ -86,7 +86,8 @@ class _ProfileRun:
             torch.zeros(backend.kv_cache_shape(1), dtype=TORCH_DTYPES[backend.spec.dtype], device=platform.device)
             for backend in backends
         ]
-        self._paged = PagedModel(model, tuple(backends), groups, tuple(pages[group] for group in groups))
+        by_layer = {index: pages[group] for index, group in groups.items()}
+        self._paged = PagedModel(model, tuple(backends), groups, by_layer)
 
     def step(self, lens: np.ndarray) -> None:
         """A dummy run of whole sequences of lens[i] tokens, sampling for as many rows as possible, with filters,
@@ -99,9 +100,12 @@ class _ProfileRun:
             GroupContext.of(_metadata(lens, starts, backend.spec.block_size, slots), backend)
             for backend in self._paged.backends
         ]
-        hidden = self._paged.forward(torch.zeros_like(positions), positions, groups)
+        model = self._paged.model
+        hidden = self._paged.forward(model.new_inputs(num_tokens, device), positions, groups)
+        if not model.stage.is_last:
+            return
         num_sampled = min(self._max_num_seqs, num_tokens)
-        logits = self._paged.model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
+        logits = model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
         inputs = sampling_inputs(num_sampled)
         adjusted = logits.to(torch.float32, copy=True)
         token_ids, _ = sample_tokens(adjusted, DeviceSamplingInputs.from_host(inputs, logits.device))
@@ -109,7 +113,7 @@ class _ProfileRun:
         token_logprobs(logits, token_ids, inputs.parameters["num_logprobs"])
         del logits
         chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
-        prompt_logits = self._paged.model.compute_logits(chunk)
+        prompt_logits = model.compute_logits(chunk)
         logprob_tensors(prompt_logits, torch.zeros(len(chunk), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
 
 

@@ -85,7 +85,7 @@ class WeightReceiver:
                 field="enable_sleep_mode",
                 value=False,
             )
-        self._update = WeightUpdate(loaded.model.weights(), loaded.tensors)
+        self._update = WeightUpdate(loaded.model.weights(), loaded.tensors, loaded.model.elsewhere)
 
     @torch.inference_mode()
     def receive(self, source: dict[str, Any], platform: Platform) -> dict[str, float]:

@@ -46,8 +46,8 @@ def logits_of(head: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 def check_head(
     head: PreTrainedModel, linear: nn.Module | None, hidden_size: int, vocab_size: int
 ) -> ParallelLinear | None:
-    """The linear whose product of hidden rows the logits are, where nothing comes before or after it. linear: of the head.
-    Raises `Refused` for a head that needs more than hidden rows."""
+    """The linear whose product of hidden rows the logits are, where nothing comes before or after it. linear: of the
+    head. Raises `Refused` for a head that needs more than hidden rows."""
     hidden = torch.empty(3, hidden_size, dtype=head.config.dtype, device="meta")
     products: list[torch.Tensor] = []
 

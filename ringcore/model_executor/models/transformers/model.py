@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
-from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall, record, record_masked
@@ -29,9 +29,10 @@ from ringcore.model_executor.models.transformers.head import check_head, head_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
+from ringcore.model_executor.models.transformers.stages import LayerChain, StagedBody, read_chain
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
-from ringcore.model_executor.weight import Tensors, Weight
+from ringcore.model_executor.weight import SeenTensors, Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
 
 __all__ = ["TransformersModel"]
@@ -62,10 +63,17 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 class TransformersModel(CausalLM):
     def __init__(
-        self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
+        self,
+        spec: TransformersSpec,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        max_model_len: int,
+        scheme_of: SchemeOf,
+        stage: Stage = ONLY_STAGE,
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
+        self.stage = stage
         with refusals_of(spec), torch.inference_mode(False), torch.no_grad():
             self._build(spec, tp, dtype, max_model_len, scheme_of)
 
@@ -80,12 +88,15 @@ class TransformersModel(CausalLM):
         calls = record_masked(body, num_positions)
         layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
+        chain = None
+        if self.stage.size > 1:
+            chain = read_chain(body, self._fusion.recognised.layers, spec.num_layers, num_positions)
         replaced = self._fusion.replaced
         shares = {} if tp.size == 1 else shard(model, layouts, tp.detached(), replaced)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
-        self.vocab_size = spec.vocab_size
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
         self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
         _use_products(model, self._fusion.linears, tp)
@@ -95,8 +106,22 @@ class TransformersModel(CausalLM):
             if isinstance(module, ParallelLinear | ParallelEmbedding):
                 module.tp = tp  # while the passes were recorded no other rank took part
         model.config._attn_implementation = _ATTENTION
-        self._own_weights = _weights(layouts, shares, replaced)
+        self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
+        self._staged: StagedBody | None = None
+        self.elsewhere: list[Weight] = []
+        if chain is not None:
+            self._take_stage(body, chain, dtype)
         _log.info("%s by transformers: %s", spec.model_type, self.report())
+
+    def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:
+        fused = {f"{body.path}.{path}": weights for path, weights in self._fusion.weights().items()}
+        weights = {weight.name: [weight] for weight in self._own_weights} | fused
+        self._staged = staged = StagedBody(body, chain, self.stage, weights)
+        self.elsewhere = [one for name, of_name in weights.items() if not staged.has(name) for one in of_name]
+        self._own_weights = [weight for weight in self._own_weights if staged.has(weight.name)]
+        self._fusion.keep(lambda path: staged.has(f"{body.path}.{path}"))
+        self.attention_layers = [self.attention_layers[index] for index in staged.own]
+        staged.install(dtype)
 
     @property
     def has_plan(self) -> bool:
@@ -104,10 +129,10 @@ class TransformersModel(CausalLM):
         return bool(self._model.tp_plan)
 
     def report(self) -> ModelReport:
-        return ModelReport("transformers", len(self.attention_layers), *self._fusion.counted())
+        return ModelReport("transformers", self._num_attention_layers, *self._fusion.counted())
 
     def weights(self) -> Sequence[Weight]:
-        return [*self._own_weights, *self._fusion.weights()]
+        return [*self._own_weights, *(weight for one in self._fusion.weights().values() for weight in one)]
 
     def may_ignore(self, checkpoint_name: str) -> bool:
         """Also what transformers leaves out by its model class (layers that only predict several tokens at once), and
@@ -115,23 +140,26 @@ class TransformersModel(CausalLM):
         return super().may_ignore(checkpoint_name) or checkpoint_name in self._left_out
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        seen = SeenTensors(tensors)
         for weight in self._own_weights:
             module, leaf = module_of(self._model, weight.name)
-            tensor = tensors.pop(weight.name)
+            tensor = seen.pop(weight.name)
             if leaf in module._parameters:
                 empty = module._parameters[leaf]
                 assert empty is not None, weight
                 module._parameters[leaf] = nn.Parameter(tensor.view(empty.shape), requires_grad=False)
             else:
                 module._buffers[leaf] = tensor
-            device = tensor.device
+        self._fusion.bind(seen, updatable)
+        device = seen.device
         for name, source in self._model.all_tied_weights_keys.items():
+            if self._staged is not None and not self._staged.ties(name, source):
+                continue
             module, leaf = module_of(self._model, name)
             module._parameters[leaf] = self._model.get_parameter(source)
         for module in self._model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(device)
-        self._fusion.bind(tensors, updatable, device)
         for linear in self._linears():
             linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
         # The reference loops over the experts that were chosen, which asks for them on the host: not in a CUDA graph.
@@ -142,9 +170,16 @@ class TransformersModel(CausalLM):
         for linear in self._linears():
             linear.refresh()
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions: [num_tokens] int64 -> hidden states [num_tokens, hidden_size]."""
-        return self._body(input_ids, positions, ForwardPass(ctx, self._layers, self._fusion.rotations(positions)))
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """See `CausalLM`."""
+        given, ids = ForwardPass(ctx, self._layers, self._fusion.rotations(positions)), inputs
+        if not self.stage.is_first:
+            given.received, ids = inputs, torch.zeros_like(positions)
+        hidden = self._body(ids, positions, given)
+        if self.stage.is_last:
+            return hidden
+        assert given.left is not None
+        return given.left
 
     def compute_logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ringcore.attention.context import ForwardContext
@@ -23,3 +24,5 @@ class ForwardPass:
     layers: Mapping[nn.Module, Attention]  # by the module that calls, of attention that is the model's own
     rotations: Sequence[Rotation]
     stream: Residual | None = None  # between two of our layers
+    received: torch.Tensor | None = None  # [num_tokens, hidden_size] float32, of the previous stage of a pipeline
+    left: torch.Tensor | None = None  # likewise, for the next stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -23,7 +23,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
 from ringcore.model_executor.models.transformers.fusion.trial import angle_table
-from ringcore.model_executor.weight import Tensors, Weight
+from ringcore.model_executor.weight import SeenTensors, Weight
 
 __all__ = ["Fusion"]
 
@@ -102,13 +102,20 @@ class Fusion:
             reasons = [reason.replace(f"{layer}.", "").replace(layer, "a layer") for reason in reasons]
         return counts, list(dict.fromkeys(reasons))
 
-    def weights(self) -> list[Weight]:
-        return [weight for layer in self._body.weighted() for weight in layer.weights()]
+    def weights(self) -> dict[str, list[Weight]]:
+        """By the name in the body of the module in whose place they are."""
+        modules = self._body.modules.items()
+        return {path: [weight for layer in one.weighted() for weight in layer.weights()] for path, one in modules}
 
-    def bind(self, tensors: Tensors, updatable: bool, device: torch.device) -> None:
-        """Pops the tensors of our layers."""
+    def keep(self, is_kept: Callable[[str], bool]) -> None:
+        """Without the modules, by name in the body, that are not kept."""
+        self._body.modules = {path: module for path, module in self._body.modules.items() if is_kept(path)}
+
+    def bind(self, tensors: SeenTensors, updatable: bool) -> None:
+        """Pops the tensors of our layers, and has everything else on their device, or that of the others."""
         for layer in self._body.weighted():
             layer.bind(tensors, updatable)
+        device = tensors.device
         self._body.bind_device(device)
         self._rotaries = []
         for angles in self._angles:

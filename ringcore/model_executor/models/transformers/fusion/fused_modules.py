@@ -18,7 +18,7 @@ from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["FusedAttention", "FusedMLP", "FusedNorm"]
 
-_NO_CONTEXT = ForwardContext((), (), ())
+_NO_CONTEXT = ForwardContext((), {}, {})
 
 
 class FusedAttention(nn.Module):

@@ -94,7 +94,7 @@ class Trial:
     def context(self) -> ForwardContext:
         """For attention of index 0."""
         group = GroupContext(_NO_METADATA, _OneSequence(FullAttentionSpec(1, 1, 1, "float32"), [_ANY]), None)
-        return ForwardContext((group,), (0,), (torch.empty(0),))
+        return ForwardContext((group,), {0: 0}, {0: torch.empty(0)})
 
     def _inputs(self, rotations: list[Rotation], call: Call) -> ModuleInputs:
         return ModuleInputs(self.context(), rotations, call.args, call.kwargs)
