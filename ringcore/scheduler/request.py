@@ -43,6 +43,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_preemptions",
+        "has_loaded",
         "num_prompt_tokens",
         "num_times_passed",
         "num_tokens_to_hold",
@@ -100,6 +101,7 @@ class Request:
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens = 0  # prefix cache hit at its first start
         self.num_preemptions = 0
+        self.has_loaded = False  # stored blocks, since it last had a row
 
     def start(self, row: int, run: int, num_cached_tokens: int, now_s: float) -> None:
         """Marks it as running; `num_cached_tokens` tokens from the prefix cache count as computed."""
@@ -108,6 +110,7 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
         self.status = RequestStatus.RUNNING
         self.row, self.run = row, run
+        self.has_loaded = False
 
     def preempt(self, tokens: array[int], *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
         """Preemption by recompute: `tokens`, all that are known, are computed again as if they were the prompt.
@@ -132,6 +135,7 @@ class Request:
         """
         assert self.row is None
         self.block_hashes.clear()
+        self.has_loaded = False
         self.max_total_tokens = min(self.max_total_tokens, max_total_tokens)
         self.num_tokens_to_hold = min(self.num_tokens_to_hold, self.max_total_tokens - 1)
 

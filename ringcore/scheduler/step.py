@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ringcore.protocol.codec import int_array
+from ringcore.kv_cache.block_store import Transfers
 from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
+from ringcore.protocol.stored_kv import KVLoad, KVTransfers
 from ringcore.scheduler.running_table import RunningTable
 
 __all__ = ["StepInFlight", "StepPlan", "check_in_flight"]
@@ -55,7 +57,8 @@ class StepInFlight(NamedTuple):
     def check(self, max_num_batched_tokens: int) -> None:
         num_tokens = self.num_tokens // self.num_steps + self.num_drafts
         assert self.num_steps == 1 or self.max_gained is None, f"step {self.step} has drafts, and several steps"
-        assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
+        assert (num_tokens > 0) == bool(len(self.rows)), f"step {self.step} has {num_tokens} tokens"
+        assert num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
         assert len(set(self.rows.tolist())) == len(self.rows), f"step {self.step} has a row twice"
 
 
@@ -102,6 +105,10 @@ class StepPlan:
     def computes_prompts(self) -> bool:
         """Whether a request gets more than one token, or starts."""
         return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
+
+    def schedule_nothing(self) -> None:
+        """No request is in the step: it only carries transfers."""
+        self.positions = self.counts = np.zeros(0, np.int64)
 
     def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         if not self.new_blocks:
@@ -152,7 +159,9 @@ class StepPlan:
             positions, counts = np.concatenate((positions, started)), np.concatenate((counts, self.new_counts))
         return positions, counts
 
-    def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
+    def to_output(
+        self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool, transfers: Transfers | None
+    ) -> SchedulerOutput:
         """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
             step=step.step,
@@ -164,7 +173,14 @@ class StepPlan:
             num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
             num_tokens=step.num_tokens,
             max_gained=None if step.max_gained is None else int_array(step.max_gained),
+            kv_transfers=None if transfers is None else _to_message(transfers),
         )
+
+
+def _to_message(transfers: Transfers) -> KVTransfers:
+    drops, saves, loads = transfers
+    loads_now = [KVLoad(number, names, int_array(block_ids)) for number, names, block_ids in loads]
+    return KVTransfers(drops, list(saves), int_array(list(saves.values())), loads_now)
 
 
 def _new_blocks(rows: list[np.ndarray], block_ids: list[np.ndarray]) -> NewBlocks:
