@@ -35,8 +35,10 @@ class BlockStore:
     Invariant: a name is either in `_kept`, in LRU order, or in `_loading`, where nothing evicts it.
     """
 
-    def __init__(self, capacity: int, block_bytes: int, stored: Iterable[bytes] = ()) -> None:
-        self._capacity, self._block_bytes = capacity, block_bytes
+    def __init__(
+        self, capacity: int, block_bytes: int, stored: Iterable[bytes] = (), *, outlives_engine: bool = False
+    ) -> None:
+        self._capacity, self._block_bytes, self._outlives_engine = capacity, block_bytes, outlives_engine
         self._kept: OrderedDict[bytes, None] = OrderedDict.fromkeys(stored)
         self._loading: dict[bytes, int] = {}  # the number of the load
         self._drops: list[bytes] = []
@@ -99,11 +101,23 @@ class BlockStore:
                 self.num_failed_blocks += 1
 
     def clear(self) -> None:
-        """Forgets everything. Loads in flight bring nothing any more."""
+        """Drops everything. Loads in flight bring nothing any more."""
         for name in [*self._kept, *self._loading]:
             self._drop(name)
         self._kept.clear()
         self._loading.clear()
+
+    def weights_changed(self) -> None:
+        """What is stored is of other weights. What outlives this engine stays for those that have them; its names are
+        no names of the new weights, so it gets nothing more.
+        """
+        if not self._outlives_engine:
+            self.clear()
+            return
+        self._saves = {}
+        self._kept.clear()
+        self._loading.clear()
+        self._capacity = 0
 
     @property
     def has_transfers(self) -> bool:

@@ -60,7 +60,8 @@ def find_by_hash(
     alignment: int,
     cached: CachedBlocks,
 ) -> list[np.ndarray]:
-    """`find_longest_prefix` by the hashes alone. Each group may shorten the hit of the others, until all have the same length."""
+    """`find_longest_prefix` by the hashes alone: each group may shorten the hit of the others, until all have the same
+    length."""
     found: list[np.ndarray] = []
     for group in groups:
         found.append(group.find(hashes, num_tokens, limit, cached))

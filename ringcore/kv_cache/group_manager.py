@@ -170,7 +170,8 @@ class GroupManager(ABC):
     def tokens_at(self, token_ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """The tokens of its full blocks with these numbers: [n, block_size] int32, a copy."""
         num_blocks = len(token_ids) // self.block_size
-        return token_ids[: num_blocks * self.block_size].reshape(-1, self.block_size)[blocks]
+        found: np.ndarray = token_ids[: num_blocks * self.block_size].reshape(-1, self.block_size)[blocks]
+        return found
 
     def num_confirmed_tokens(self, ids: np.ndarray, token_ids: np.ndarray) -> int:
         """How many leading tokens, in whole blocks, equal those cached in `ids`: guards against hash collisions."""

@@ -19,7 +19,7 @@ from ringcore.kv_cache.attention_kinds import LocalAttentionManager, make_group_
 from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.block_pool import BlockPool
-from ringcore.kv_cache.block_store import BlockStore, Transfers
+from ringcore.kv_cache.block_store import BlockStore
 from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
 from ringcore.kv_cache.occupancy import Occupancy
 from ringcore.kv_cache.spec import KVCacheConfig
@@ -77,7 +77,8 @@ class KVCacheManager:
             for index, group in enumerate(config.groups)
         ]
         self.occupancy = Occupancy(self._pool, self._groups)
-        # None without a store; the loads of prefixes that left the device.
+        self.store = store
+        # The loads of prefixes that left the device; None without a store.
         self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, self._alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
@@ -287,19 +288,9 @@ class KVCacheManager:
 
     def begin_load(self, request: CacheUser, num_tokens: int, prefix: CachedPrefix, now_s: float) -> int | None:
         """`StoredPrefixes.begin` for a request of `num_tokens` tokens, whose `prefix` was found just before."""
-        if self.stored is None:
-            return None
+        assert self.stored is not None, "there is no store"
         num_blocks = self.blocks_needed(num_tokens)
         return self.stored.begin(request.block_hashes, np.asarray(request.tokens), num_blocks, prefix, now_s)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether `take_transfers` has any."""
-        return self.stored is not None and self.stored.store.has_transfers
-
-    def take_transfers(self) -> Transfers | None:
-        """What has to go with the next step."""
-        return None if self.stored is None else self.stored.store.take_transfers()
 
     # Columns by row, and the invariants.
 

@@ -163,19 +163,21 @@ class _Reachable:
         return _Names(group, self._pool.hashes(group), self._store)
 
 
-class _Names(NamedTuple):
-    group: int
-    cached: Container[bytes]
-    store: BlockStore
+class _Names:
+    """The hashes of the group's blocks that are cached or stored."""
+
+    def __init__(self, group: int, cached: Container[bytes], store: BlockStore) -> None:
+        self._group, self._cached, self._store = group, cached, store
 
     def __contains__(self, block_hash: object) -> bool:
         assert isinstance(block_hash, bytes)
-        return block_hash in self.cached or block_name(self.group, block_hash) in self.store
+        return block_hash in self._cached or block_name(self._group, block_hash) in self._store
 
 
 def _in_token_order(groups: Sequence[GroupManager], found: Sequence[np.ndarray]) -> np.ndarray:
     """The blocks of all groups, without null blocks, by where their tokens end. [n] int64."""
     ends = [np.arange(1, len(ids) + 1) * group.block_size for group, ids in zip(groups, found, strict=True)]
     ids = np.concatenate(found)
-    in_order: np.ndarray = ids[np.argsort(np.concatenate(ends), kind="stable")]
-    return in_order[in_order != 0]
+    in_order = ids[np.argsort(np.concatenate(ends), kind="stable")]
+    held: np.ndarray = in_order[in_order != 0]
+    return held

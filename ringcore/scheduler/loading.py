@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from ringcore.kv_cache.manager import CachedPrefix
+from ringcore.protocol.stored_kv import StoredKVStats
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.request_queue import RequestQueue
+from ringcore.scheduler.running import RunningRequests
 
 __all__ = ["LoadingRequests"]
 
@@ -11,11 +16,13 @@ __all__ = ["LoadingRequests"]
 class LoadingRequests:
     """By load those that wait for it; when it has ended they return to their place in the queue `waiting`.
 
+    `clock` gives seconds on the host's monotonic clock.
+
     Invariant: a request is in `_load_of` exactly if it is in `_requests` of that load.
     """
 
-    def __init__(self, waiting: RequestQueue) -> None:
-        self._waiting = waiting
+    def __init__(self, waiting: RequestQueue, running: RunningRequests, clock: Callable[[], float]) -> None:
+        self._waiting, self._running, self._clock = waiting, running, clock
         self._requests: dict[int, dict[str, Request]] = {}
         self._load_of: dict[str, int] = {}  # by request id
 
@@ -25,20 +32,35 @@ class LoadingRequests:
     def __len__(self) -> int:
         return len(self._load_of)
 
-    def add(self, load: int, request: Request) -> None:
-        """The request, which is not in the queue, waits for this load."""
+    @property
+    def in_flight(self) -> list[int]:
+        """The loads that have not ended, whether a request waits for them or not."""
+        stored = self._running.kv_cache.stored
+        return [] if stored is None else stored.in_flight
+
+    def begin(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether the request, which is not in the queue, waits from now on for a load of what a store has after
+        `prefix`. There is a store. A request waits once before each start: what is evicted meanwhile is computed.
+        """
+        if request.has_loaded or request.wants_prompt_logprobs:
+            return False
+        num_tokens = request.num_tokens_to_hold
+        load = self._running.kv_cache.begin_load(request, num_tokens, prefix, self._clock())
+        if load is None:
+            return False
         request.has_loaded = True
         self._load_of[request.request_id] = load
         self._requests.setdefault(load, {})[request.request_id] = request
+        return True
 
-    def discard(self, request: Request) -> None:
-        """It waits no more; the load goes on."""
-        load = self._load_of.pop(request.request_id, None)
-        if load is not None:
-            del self._requests[load][request.request_id]
+    def finish(self, load: int, is_loaded: Sequence[bool]) -> None:
+        """The load has ended on every rank; is_loaded: by block, in the order of its names."""
+        stored = self._running.kv_cache.stored
+        assert stored is not None, "there is no store"
+        stored.finish(load, is_loaded, self._clock())
+        self._release(load)
 
-    def release(self, load: int) -> None:
-        """The load has ended."""
+    def _release(self, load: int) -> None:
         for request in self._requests.pop(load, {}).values():
             del self._load_of[request.request_id]
             self._waiting.add(request)
@@ -46,7 +68,18 @@ class LoadingRequests:
     def release_all(self) -> None:
         """The workers are lost, and every load with them."""
         for load in list(self._requests):
-            self.release(load)
+            self._release(load)
+
+    def discard(self, request: Request) -> None:
+        """It waits no more; the load goes on."""
+        load = self._load_of.pop(request.request_id, None)
+        if load is not None:
+            del self._requests[load][request.request_id]
+
+    def stats(self) -> StoredKVStats | None:
+        """None without a store."""
+        stored = self._running.kv_cache.stored
+        return None if stored is None else StoredKVStats(*stored.counts())
 
     def check(self) -> dict[str, Request]:
         """Asserts the invariant, for tests; -> all of them by id."""

@@ -40,11 +40,11 @@ import numpy as np
 
 from ringcore.config import SchedulerConfig
 from ringcore.errors import CapacityError, EngineDeadError
+from ringcore.kv_cache.block_store import BlockStore
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
-from ringcore.protocol.stored_kv import StoredKVStats
 from ringcore.scheduler.admission import Admission, MaxGain, one_token
 from ringcore.scheduler.failures import failure, id_in_use, poison_request
 from ringcore.scheduler.planning import (
@@ -93,7 +93,7 @@ class Scheduler:
             max_gain=max_gain,
         )
         self._clock = clock
-        # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting`, `_loading` and
+        # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting`, `loading` and
         # `_quarantine`; only the suspect on trial is both running and in the quarantine.
         self._requests: dict[str, Request] = {}
         self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
@@ -101,7 +101,7 @@ class Scheduler:
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
-        self._loading = self._starter.loading
+        self.loading = self._starter.loading
         self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False
@@ -109,7 +109,7 @@ class Scheduler:
         self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
-        self.view = SchedulerView(self._requests, self._running, self._quarantine, self._loading)
+        self.view = SchedulerView(self._requests, self._running, self._quarantine, self.loading)
 
     # Requests in and out.
 
@@ -208,8 +208,8 @@ class Scheduler:
             if self._starter.may_start and self.paused is None and not plan.has_preempted:
                 self._starter.start_waiting(plan)
         if plan.is_empty:
-            if not self._running.kv_cache.has_transfers:
-                is_held = self._in_flight or self.paused or self.loads_in_flight or not self._requests
+            if self.store is None or not self.store.has_transfers:
+                is_held = self._in_flight or self.paused or self.loading.in_flight or not self._requests
                 assert is_held, "unfinished requests, and nothing to wait for"
                 return None
             plan.schedule_nothing()
@@ -286,7 +286,13 @@ class Scheduler:
 
     def _can_repeat(self, plan: StepPlan) -> bool:
         """Whether all running requests decode, in this step and, except for stop tokens, in the next one too."""
-        if not plan.decodes_all or self._table.has_drafts or self._in_flight or self._quarantine.is_open or self._loading:
+        if (
+            not plan.decodes_all
+            or self._table.has_drafts
+            or self._in_flight
+            or self._quarantine.is_open
+            or self.loading
+        ):
             return False
         if not self._waiting or self.paused is not None:
             return True
@@ -297,7 +303,8 @@ class Scheduler:
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
         step = plan.launch(self._num_steps, num_steps, self._table)
         repeats_rows = plan.decodes_all and step.version == self._last_version
-        transfers = self._running.kv_cache.take_transfers()
+        store = self._running.kv_cache.store
+        transfers = None if store is None else store.take_transfers()
         output = plan.to_output(step, self._running.finished_rows, repeats_rows, transfers)
         self._running.finished_rows.clear()
         self._in_flight.append(step)
@@ -305,31 +312,10 @@ class Scheduler:
         self._num_steps += num_steps
         return output
 
-    # Loads from a store.
-
-    @property
-    def loads_in_flight(self) -> list[int]:
-        """Loads that no `finish_load` has ended."""
-        stored = self._running.kv_cache.stored
-        return [] if stored is None else stored.in_flight
-
-    def finish_load(self, number: int, is_loaded: Sequence[bool]) -> None:
-        """A load in flight has ended on every rank; is_loaded: by block, in the order of its names."""
-        stored = self._running.kv_cache.stored
-        assert stored is not None, "no load is in flight"
-        stored.finish(number, is_loaded, self._clock())
-        self._loading.release(number)
+    def finish_load(self, load: int, is_loaded: Sequence[bool]) -> None:
+        """A load in flight has ended: see `LoadingRequests.finish`."""
+        self.loading.finish(load, is_loaded)
         self._starter.may_start = True
-
-    def forget_stored(self) -> None:
-        """Empties the store, if there is one."""
-        if (stored := self._running.kv_cache.stored) is not None:
-            stored.store.clear()
-
-    def stored_kv_stats(self) -> StoredKVStats | None:
-        """None without a store."""
-        stored = self._running.kv_cache.stored
-        return None if stored is None else StoredKVStats(*stored.counts())
 
     # Preemption and end of requests.
 
@@ -355,7 +341,7 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request.request_id)
             self._quarantine.discard(request)
-            self._loading.discard(request)
+            self.loading.discard(request)
             request.finish()
             del self._requests[request.request_id]
             self._starter.may_start = True
@@ -390,7 +376,7 @@ class Scheduler:
 
     def _switch_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
-        self._loading.release_all()
+        self.loading.release_all()
         self._in_flight.clear()
         self._last_version = None
         self._running.change_workers(kv_cache)
@@ -418,12 +404,17 @@ class Scheduler:
             self._preempt_all()
         return self._running.kv_cache.reset_prefix_cache()
 
+    @property
+    def store(self) -> BlockStore | None:
+        """What keeps blocks beyond the device."""
+        return self._running.kv_cache.store
+
     def check(self) -> None:
         """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
         self._running.check()
         owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
-        loading = self._loading.check()
+        loading = self.loading.check()
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
         assert len(held) == len(self._quarantine), "the quarantine holds a finished request"
         assert not waiting.keys() & (owners.keys() | held.keys() | loading.keys()), "a waiting request is elsewhere too"

@@ -46,7 +46,7 @@ class Starter:
         self.may_start = False
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
-        self.loading = LoadingRequests(waiting)
+        self.loading = LoadingRequests(waiting, running, clock)
         self._started: list[StartedRequest] = []  # not reported to the front end yet
 
     @property
@@ -114,7 +114,7 @@ class Starter:
         if prefix.is_awaited:
             self.may_start = True  # every step result may publish more of it
             return False
-        if kv_cache.stored is not None and self._begin_load(request, prefix):
+        if kv_cache.stored is not None and self.loading.begin(request, prefix):
             return False
         num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
@@ -126,15 +126,6 @@ class Starter:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens
             self.num_prefix_query_tokens += len(request.tokens)
         return True
-
-    def _begin_load(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Whether the request waits from now on for a load of what a store has after `prefix`."""
-        if request.has_loaded or request.wants_prompt_logprobs:
-            return False
-        load = self._running.kv_cache.begin_load(request, request.num_tokens_to_hold, prefix, self._clock())
-        if load is not None:
-            self.loading.add(load, request)
-        return load is not None
 
     def _find_cached_prefix(self, request: Request) -> CachedPrefix:
         """No hit for a request with prompt logprobs due: these need every position computed."""

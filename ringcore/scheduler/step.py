@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.protocol.codec import int_array
 from ringcore.kv_cache.block_store import Transfers
+from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
 from ringcore.protocol.stored_kv import KVLoad, KVTransfers
 from ringcore.scheduler.running_table import RunningTable

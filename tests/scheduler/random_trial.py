@@ -126,7 +126,8 @@ class Trial:
         none_runs = self.engine.scheduler.stats().num_running == 0
         assert self.engine.scheduler.reset_prefix_cache(preempt_running) == (none_runs or preempt_running)
         if preempt_running:
-            self.engine.scheduler.forget_stored()
+            if self.engine.scheduler.store is not None:
+                self.engine.scheduler.store.clear()
             self.was_cleared = True
         self.engine.check()
 

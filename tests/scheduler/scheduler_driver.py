@@ -235,9 +235,9 @@ class Driver:
     def drain(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, every step in flight included."""
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished and not self.in_flight and not self.scheduler.loads_in_flight:
+            if not self.scheduler.has_unfinished and not self.in_flight and not self.scheduler.loading.in_flight:
                 return
-            before = len(self.in_flight) + len(self.scheduler.loads_in_flight)
+            before = len(self.in_flight) + len(self.scheduler.loading.in_flight)
             num_steps = self.scheduler.stats().step
             self.step()
             assert before or self.scheduler.stats().step > num_steps, "nothing is in flight, and nothing was scheduled"

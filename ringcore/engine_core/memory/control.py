@@ -54,6 +54,9 @@ class Requests(Protocol):
     def drop_kv_cache(self) -> None:
         """Preempts the running requests and empties the prefix cache; no step may be in flight."""
 
+    def weights_change(self) -> None:
+        """What a store beyond the device has is of the old ones."""
+
     def lose_workers(self, error: Exception) -> None:
         """The workers' memory is in an unknown state. Raises `EngineDeadError` if they are not replaced."""
 
@@ -212,6 +215,7 @@ class MemoryControl:
             raise
         if self.states[KV_CACHE] == "resident":
             self._requests.drop_kv_cache()  # keys and values of the old weights
+        self._requests.weights_change()
         self._needs_all = self.states[WEIGHTS] == "stale"
         self._has_new_weights, self._path = True, None
         self.states.begin_update()

@@ -15,6 +15,8 @@ from ringcore.distributed.communicator import NcclCommunicator
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ConfigError
 from ringcore.worker.memory.arena import Arena
+from ringcore.worker.memory.block_pages import BlockPages
+from ringcore.worker.memory.cuda_blocks import CudaBlockLink
 from ringcore.worker.memory.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
 from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
 from ringcore.worker.memory.nvml import GpuMonitor, process_bytes
@@ -158,6 +160,9 @@ class CudaPlatform(Platform):
 
     def host_link(self) -> CudaLink:
         return CudaLink(self.device, self._cuda, self._driver)
+
+    def block_link(self, pages: BlockPages) -> CudaBlockLink:
+        return CudaBlockLink(pages, self.host_link(), self._cuda)
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.device)
