@@ -48,6 +48,8 @@ class RequestGate:
         assert is_empty, "a block has a reference that no running request holds"
 
     def weights_change(self) -> None:
+        """Keys and values, those beyond the device too, are of the old weights."""
+        self.drop_kv_cache()
         if self._scheduler.store is not None:
             self._scheduler.store.weights_changed()
 

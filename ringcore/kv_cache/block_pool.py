@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, KeysView, Mapping, Sequence
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from operator import eq
 
 import numpy as np
@@ -41,7 +41,7 @@ class BlockPool:
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
         self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
-        # Called with the groups, hashes and ids of blocks that are evicted, whose contents hold until the next step.
+        # Called with the groups, hashes and ids of blocks about to be evicted; their contents hold until the next step.
         self.on_eviction: Callable[[list[int], list[bytes], list[int]], None] | None = None
         self._num_empty = 0
         self._empty_unused()
@@ -85,16 +85,18 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> np.ndarray:
         """Evicts the least recently used cached blocks: no lookup hits them any more."""
-        pop_lru = self._evictable.popitem
-        pairs = [pop_lru(last=False) for _ in range(num_blocks)]
-        ids = [block_id for block_id, _ in pairs]
-        hashes = list(map(self._hash_of.pop, ids))
-        for (_, group), block_hash in zip(pairs, hashes, strict=True):
-            del self._cached[group][block_hash]
+        if self.on_eviction is not None:
+            ids = list(islice(self._evictable, num_blocks))
+            groups = [self._evictable[block_id] for block_id in ids]
+            self.on_eviction(groups, [self._hash_of[block_id] for block_id in ids], ids)
+        ids = []
+        pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
+        for _ in range(num_blocks):
+            block_id, group = pop_lru(last=False)
+            del self._cached[group][pop_hash(block_id)]
+            ids.append(block_id)
         evicted = np.array(ids, np.int64)
         self._group_of[evicted] = _NOT_CACHED
-        if self.on_eviction is not None:
-            self.on_eviction([group for _, group in pairs], hashes, ids)
         return evicted
 
     def free(self, ids: np.ndarray) -> None:

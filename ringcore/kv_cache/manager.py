@@ -40,7 +40,8 @@ class KVCacheManager:
     """The blocks of every KV cache group, and the prefix cache over them. All groups take their blocks from one pool.
 
     Without `enable_prefix_caching` no block is hashed and no prefix hits. `hasher` hashes blocks of the smallest block
-    size of any group; by default one whose root is random in each process. `store` holds what the pool evicts.
+    size of any group; by default one whose root is random in each process. `store` holds what the pool evicts,
+    and `stored` finds it.
 
     A block can be hit once it is published: its tokens are confirmed, and no step in flight writes to its slots. So
     requests do not share blocks within the step that computes them, nor before its output has arrived;
@@ -58,11 +59,10 @@ class KVCacheManager:
     ) -> None:
         sizes = [group.spec.block_size for group in config.groups]
         self._hash_block_size, self._alignment = min(sizes), math.lcm(*sizes)
-        assert not any(size % self._hash_block_size for size in sizes), "a block is a whole number of the smallest ones"
+        assert not any(size % min(sizes) for size in sizes), "a block is a whole number of the smallest ones"
         self._hasher = hasher or BlockHasher(self._hash_block_size)
         assert self._hasher.block_size == self._hash_block_size, "one chain of hashes, in the smallest blocks"
-        self.config = config
-        self.enable_prefix_caching = enable_prefix_caching
+        self.config, self.store, self.enable_prefix_caching = config, store, enable_prefix_caching
         self._pool = BlockPool(config.num_blocks, len(sizes))
         self._groups = [
             make_group_manager(
@@ -77,8 +77,6 @@ class KVCacheManager:
             for index, group in enumerate(config.groups)
         ]
         self.occupancy = Occupancy(self._pool, self._groups)
-        self.store = store
-        # The loads of prefixes that left the device; None without a store.
         self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, self._alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
@@ -285,12 +283,6 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Evicts every cached prefix, and saves none; False, and nothing done, while a row is in use."""
         return not self._users and self._pool.reset_prefix_cache(self.stored.num_held_blocks if self.stored else 0)
-
-    def begin_load(self, request: CacheUser, num_tokens: int, prefix: CachedPrefix, now_s: float) -> int | None:
-        """`StoredPrefixes.begin` for a request of `num_tokens` tokens, whose `prefix` was found just before."""
-        assert self.stored is not None, "there is no store"
-        num_blocks = self.blocks_needed(num_tokens)
-        return self.stored.begin(request.block_hashes, np.asarray(request.tokens), num_blocks, prefix, now_s)
 
     # Columns by row, and the invariants.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ringcore.kv_cache.manager import CachedPrefix
 from ringcore.protocol.stored_kv import StoredKVStats
 from ringcore.scheduler.request import Request
@@ -44,8 +46,10 @@ class LoadingRequests:
         """
         if request.has_loaded or request.wants_prompt_logprobs:
             return False
-        num_tokens = request.num_tokens_to_hold
-        load = self._running.kv_cache.begin_load(request, num_tokens, prefix, self._clock())
+        kv_cache, tokens = self._running.kv_cache, np.asarray(request.tokens)
+        num_blocks = kv_cache.blocks_needed(request.num_tokens_to_hold)
+        assert kv_cache.stored is not None, "there is no store"
+        load = kv_cache.stored.begin(request.block_hashes, tokens, num_blocks, prefix, self._clock())
         if load is None:
             return False
         request.has_loaded = True

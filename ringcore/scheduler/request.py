@@ -100,8 +100,7 @@ class Request:
         self.waiting_since_s = request.arrival_s  # waiting for a row since it arrived, or was preempted
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens = 0  # prefix cache hit at its first start
-        self.num_preemptions = 0
-        self.has_loaded = False  # stored blocks, since it last had a row
+        self.num_preemptions, self.has_loaded = 0, False  # has_loaded: stored blocks, since it last had a row
 
     def start(self, row: int, run: int, num_cached_tokens: int, now_s: float) -> None:
         """Marks it as running; `num_cached_tokens` tokens from the prefix cache count as computed."""

@@ -16,8 +16,8 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
-from ringcore.protocol.stored_kv import KVTransfers
 from ringcore.testing.fake_rows import FakeRows
+from ringcore.testing.fake_store import FakeStore
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
 from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepWork
@@ -56,8 +56,7 @@ class FakeWorker(TracedWorker):
         self._memory = {"weights": "resident", "kv_cache": "resident"}
         self._target: dict[str, str] | None = None  # of a prepared change of memory states
         self._num_steps = self._num_tokens = 0
-        self._stored: set[bytes] = set()  # names of blocks beyond the device
-        self._loads: dict[int, list[bool]] = {}
+        self._store = FakeStore()
         self._num_logprobs: dict[int, int] = {}  # by row, of requests with logprobs
         self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # by row, pending prompt logprobs: number and prompt
 
@@ -93,22 +92,13 @@ class FakeWorker(TracedWorker):
 
     @rpc(scope="engine")
     def open_kv_store(self, namespace: str, num_blocks: int) -> list[bytes]:
-        """An empty store, which holds names alone."""
-        self._stored.clear()
+        """Of names alone, and empty."""
+        self._store = FakeStore()
         return []
 
     @rpc(scope="engine")
     def finished_kv_loads(self, numbers: list[int], wait_s: float) -> list[list[bool] | None]:
-        """Loads take no time."""
-        return [self._loads.get(number) for number in numbers]
-
-    def _transfer(self, transfers: KVTransfers) -> None:
-        self._stored.difference_update(transfers.drops)
-        assert self._stored.isdisjoint(transfers.save_names), "a stored block is saved again"
-        self._stored.update(transfers.save_names)
-        for load in transfers.loads:
-            assert self._stored.issuperset(load.names), "a block is loaded that is not stored"
-            self._loads[load.number] = [True] * len(load.names)
+        return self._store.results(numbers)
 
     @rpc(scope="engine")
     def reset_rows(self) -> None:
@@ -185,7 +175,7 @@ class FakeWorker(TracedWorker):
         """`execute_model`, in which the request of `failing_row` (-1: of the step's first row) fails."""
         assert set(self._memory.values()) == {"resident"}, f"a step without its memory: {self._memory}"
         if step.kv_transfers is not None:
-            self._transfer(step.kv_transfers)
+            self._store.transfer(step.kv_transfers)
         scheduled = self.rows.apply(step)
         for request in step.new_requests:
             self._note(request)

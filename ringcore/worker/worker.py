@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Worker"]
 
 _log = logging.getLogger(__name__)
-_LOAD_POLL_S = 1e-4
 _Stage = TypeVar("_Stage")
 
 
@@ -205,10 +204,7 @@ class Worker(TracedWorker):
         """Of each load in flight which of its blocks were loaded; None of one in progress. Waits up to wait_s seconds
         for one to end."""
         assert self._kv_store is not None, "there is no store"
-        deadline = time.monotonic() + wait_s
-        while not any(results := self._kv_store.results(numbers)) and time.monotonic() < deadline:
-            time.sleep(_LOAD_POLL_S)
-        return results
+        return self._kv_store.results(numbers, wait_s)
 
     # Sleep and wake: the engine tracks whether the contents are valid, and calls all ranks alike.
 

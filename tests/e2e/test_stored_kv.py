@@ -1,6 +1,6 @@
 """Blocks that left the prefix cache come back from host memory or a directory: the tokens of an engine without either,
-with two steps in flight, chunks, preemption, several KV cache groups, on one rank and two, and after deaths, new weights
-and broken files."""
+with two steps in flight, chunks, preemption, several KV cache groups, on one rank and two, and after new weights and
+broken files."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ENGINE_ONLY = [
     *("execute_model", "reset_rows", "prepare_memory", "commit_memory", "roll_back_memory", "compile_grammar"),
     *("shutdown", "capture_graph", "open_kv_store", "finished_kv_loads"),
 ]
-REFUSED = r"only the engine itself calls it on its workers|no worker method '(capture_graph|open_kv_store|finished_kv_loads)'"
+REFUSED = r"only the engine itself calls it on its workers|no worker method '(capture_graph|\w+_kv_\w+)'"
 OPTIONS = {"load_format": "dummy", "max_model_len": 64, "block_size": 8}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ import torch
 from ringcore.protocol.stored_kv import KVTransfers
 
 __all__ = ["KVConnector"]
+
+_POLL_S = 1e-4
 
 
 class KVConnector(ABC):
@@ -61,7 +64,10 @@ class KVConnector(ABC):
             self.load(load.number, load.names, load.block_ids.tolist())
 
     @torch.inference_mode()
-    def results(self, numbers: Sequence[int]) -> list[list[bool] | None]:
-        """`result` of each, of all that are in flight."""
+    def results(self, numbers: Sequence[int], wait_s: float) -> list[list[bool] | None]:
+        """`result` of each, of all that are in flight. Waits up to wait_s seconds for one to end."""
         self.forget_results(min(numbers, default=0))
-        return [self.result(number) for number in numbers]
+        deadline = time.monotonic() + wait_s
+        while not any(results := [self.result(number) for number in numbers]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return results

@@ -30,7 +30,8 @@ class HostBlocks:
         if num_bytes > free_bytes:
             raise CapacityError(
                 f"host_kv_cache_bytes: {format_bytes(num_bytes, exact=True)} of host memory asked on each of "
-                f"{num_ranks} ranks, {format_bytes(free_bytes, exact=True)} are free for each; lower host_kv_cache_bytes",
+                f"{num_ranks} ranks, {format_bytes(free_bytes, exact=True)} are free for each; lower "
+                "host_kv_cache_bytes",
                 needed_bytes=num_bytes,
                 available_bytes=free_bytes,
             )
