@@ -377,6 +377,7 @@ class Scheduler:
     def _switch_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
         self.loading.release_all()
+        self._starter.may_start = True
         self._in_flight.clear()
         self._last_version = None
         self._running.change_workers(kv_cache)
