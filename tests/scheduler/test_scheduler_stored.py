@@ -151,9 +151,9 @@ def test_a_preempted_request_finds_its_blocks_again() -> None:
     assert [engine.tokens(one) for one in ("old", "new")] == [completion(A, 14), completion(B, 14)]
 
 
-def test_turns_of_many(seed: int = 3) -> None:
+def test_turns_of_many() -> None:
     """Eight conversations take turns in a cache of two, in random order, in groups with and without a window."""
-    rng, num_loaded = random.Random(seed), 0
+    rng, num_loaded = random.Random(3), 0
     for groups in ([(4, None)], [(4, None), (4, 6)], [(2, None), (2, 4), (4, 9)]):
         for depth in (1, 2):
             engine = Driver(
@@ -172,3 +172,31 @@ def test_turns_of_many(seed: int = 3) -> None:
             assert not engine.worker.num_lost
             num_loaded += stats(engine).loaded_bytes
     assert num_loaded > 200
+
+
+def test_what_was_cleared_while_it_loads_is_no_hit(held: list[bool]) -> None:
+    """As new weights do."""
+    engine = evicted(make_driver())
+    engine.add("waits", [*A, 5], max_tokens=1)
+    engine.step()
+    engine.scheduler.store.clear()
+    (number,) = engine.worker.loads
+    names, _ = engine.worker.loads.pop(number)
+    engine.scheduler.finish_load(number, [True] * len(names))
+    held.clear()
+    engine.drain()
+    assert engine.tokens("waits") == completion([*A, 5], 1)
+    assert engine.outputs["waits"][-1].num_cached_tokens == 0
+    assert stats(engine).num_hit_tokens == 0
+
+
+def test_it_loads_once(held: list[bool]) -> None:
+    """What is evicted again before it starts is computed: it cannot be overtaken for ever."""
+    engine = evicted(make_driver())
+    engine.add("waits", [*A, 5], max_tokens=1)
+    engine.step()
+    (number,) = engine.worker.loads
+    names, _ = engine.worker.loads.pop(number)
+    engine.scheduler.finish_load(number, [False] * len(names))
+    engine.scheduler.store.save(names, [1, 2, 3, 4])  # it could be loaded again
+    assert engine.scheduler.loading.begin(next(iter(engine.scheduler._waiting)), engine.kv_cache.no_prefix()) is False
