@@ -19,8 +19,8 @@ order, so that stray write precedes the first step of the block's new owner, and
 it. The prefix cache has only blocks whose tokens are known and whose step has come back, and no step in flight writes
 to those. A freed row is safe for the same reason, once it is reported.
 
-The scheduler always drains. While no step is in flight and a request is unfinished, `schedule` returns a step unless it
-is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
+The scheduler always drains. While no step and no load is in flight and a request is unfinished, `schedule` returns a
+step unless it is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
 admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no request runs, all
 blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes progress: the one
 with the most computed tokens is never preempted for another, and each sampled token stays known. In a quarantine the

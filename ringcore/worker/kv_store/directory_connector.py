@@ -58,7 +58,7 @@ class DirectoryConnector(KVConnector):
         """Raises OSError if the folder cannot be made."""
         self._folder, self._link, self._buffers = folder, link, buffers
         self._num_for_loads = max(1, buffers.num_free // 4)  # buffers that saves leave free
-        self._num_written = self._num_skipped = 0
+        self._num_written = self._num_skipped = self._num_failed = 0
         self._copying_out: deque[_Save] = deque()
         self._writing: deque[tuple[_Save, Future[None]]] = deque()
         self._unread: deque[tuple[_Load, int]] = deque()  # and the block's index in the load
@@ -147,7 +147,9 @@ class DirectoryConnector(KVConnector):
             save, future = self._writing.popleft()
             self._buffers.give_back(save.buffer)
             if (error := future.exception()) is not None:
-                _log.warning("a block of the KV cache could not be kept in %s: %s", self._folder, error)
+                if not self._num_failed:
+                    _log.warning("blocks of the KV cache cannot be kept in %s: %s", self._folder, error)
+                self._num_failed += 1
 
     def _read_next(self) -> None:
         """Reads into free buffers. A block whose save is in progress is read after it."""
@@ -190,7 +192,8 @@ class DirectoryConnector(KVConnector):
         self._write_copied()
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
-        if self._num_skipped:
-            _log.info("%d blocks of the KV cache were not kept: the disk was slower", self._num_skipped)
-            self._num_skipped = 0
+        if self._num_skipped or self._num_failed:
+            counts = self._num_skipped, self._num_failed
+            _log.info("%d blocks of the KV cache were not kept as the disk was slower, and %d that failed", *counts)
+            self._num_skipped = self._num_failed = 0
         self._buffers.close()

@@ -162,7 +162,15 @@ class CudaPlatform(Platform):
         return CudaLink(self.device, self._cuda, self._driver)
 
     def block_link(self, pages: BlockPages) -> CudaBlockLink:
-        return CudaBlockLink(pages, self.host_link(), self._cuda)
+        try:
+            return CudaBlockLink(pages, self.host_link(), self._cuda)
+        except ImportError as error:
+            raise ConfigError(
+                f"host_kv_cache_bytes: host memory cannot be pinned: cuda.bindings.driver cannot be imported: {error}; "
+                "run pip install 'ringcore[cuda]', or leave host_kv_cache_bytes out",
+                option="host_kv_cache_bytes",
+                value=None,
+            ) from error
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.device)
