@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import make_model_folder
 from fake_engines import add, drain, make_config, make_core
 from prometheus_client import generate_latest
 
+from ringcore import LLM, SamplingParams
 from ringcore.metrics import RequestLog
 from ringcore.metrics.exposition import make_registry
 from ringcore.protocol.requests import NO_STATS
@@ -89,3 +91,16 @@ def test_sleep_and_pause_while_it_loads(model_folder, without):
     core.finish_weight_update()
     add(core, "turn 5", PROMPTS[1], seed=1)
     assert drain(core)["turn 5"] == without["turn 5"]
+
+
+def test_in_an_engine_process(tmp_path):
+    """Its loop, which waits for a load as for a step."""
+    options = {"load_format": "dummy", "executor": "ringcore.testing:FakeExecutor", "block_size": 4}
+    texts = ["".join(chr(97 + (i + j) % 26) for j in range(40)) for i in range(4)]
+    params = SamplingParams(max_tokens=4, seed=1)
+    with LLM(
+        make_model_folder(tmp_path), **options, max_model_len=64, num_blocks_override=25, host_kv_cache_bytes=1 << 20
+    ) as llm:
+        first, again = ([llm.generate(text, params, use_tqdm=False)[0] for text in texts] for _ in range(2))
+        assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in first]
+        assert all(one.num_cached_tokens >= 36 for one in again)
