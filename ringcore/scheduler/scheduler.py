@@ -20,11 +20,12 @@ it. The prefix cache has only blocks whose tokens are known and whose step has c
 to those. A freed row is safe for the same reason, once it is reported.
 
 The scheduler always drains. While no step and no load is in flight and a request is unfinished, `schedule` returns a
-step unless it is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
-admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no request runs, all
-blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes progress: the one
-with the most computed tokens is never preempted for another, and each sampled token stays known. In a quarantine the
-suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step that reaches it.
+step unless it is paused: the last running request in preemption order has a token to compute, a budget, and the blocks
+of all others; admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no
+request runs, all blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes
+progress: the one with the most computed tokens is never preempted for another, and each sampled token stays known. In a
+quarantine the suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step
+that reaches it.
 
 Recovery. When the workers die, only computed work is lost: every token sent out is known here. `recover` preempts all
 running requests, which are computed again from these tokens, and the quarantine finds the request that kills workers.
@@ -60,7 +61,7 @@ from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.starting import Starter
-from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
+from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight, with_transfers
 from ringcore.scheduler.view import SchedulerView
 
 __all__ = ["Scheduler"]
@@ -303,9 +304,9 @@ class Scheduler:
     def _launch(self, plan: StepPlan, num_steps: int) -> SchedulerOutput:
         step = plan.launch(self._num_steps, num_steps, self._table)
         repeats_rows = plan.decodes_all and step.version == self._last_version
-        store = self._running.kv_cache.store
-        transfers = None if store is None else store.take_transfers()
-        output = plan.to_output(step, self._running.finished_rows, repeats_rows, transfers)
+        output = plan.to_output(step, self._running.finished_rows, repeats_rows)
+        if (store := self._running.kv_cache.store) is not None:
+            output = with_transfers(output, store.take_transfers())
         self._running.finished_rows.clear()
         self._in_flight.append(step)
         self._last_version = step.version

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ringcore.kv_cache.block_store import Transfers
@@ -14,7 +15,7 @@ from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
 from ringcore.protocol.stored_kv import KVLoad, KVTransfers
 from ringcore.scheduler.running_table import RunningTable
 
-__all__ = ["StepInFlight", "StepPlan", "check_in_flight"]
+__all__ = ["StepInFlight", "StepPlan", "check_in_flight", "with_transfers"]
 
 _NONE = int_array()
 
@@ -159,9 +160,7 @@ class StepPlan:
             positions, counts = np.concatenate((positions, started)), np.concatenate((counts, self.new_counts))
         return positions, counts
 
-    def to_output(
-        self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool, transfers: Transfers | None
-    ) -> SchedulerOutput:
+    def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
         """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
             step=step.step,
@@ -173,14 +172,17 @@ class StepPlan:
             num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
             num_tokens=step.num_tokens,
             max_gained=None if step.max_gained is None else int_array(step.max_gained),
-            kv_transfers=None if transfers is None else _to_message(transfers),
         )
 
 
-def _to_message(transfers: Transfers) -> KVTransfers:
+def with_transfers(output: SchedulerOutput, transfers: Transfers | None) -> SchedulerOutput:
+    """The message with what the workers have to do for a store before the step."""
+    if transfers is None:
+        return output
     drops, saves, loads = transfers
     loads_now = [KVLoad(number, names, int_array(block_ids)) for number, names, block_ids in loads]
-    return KVTransfers(drops, list(saves), int_array(list(saves.values())), loads_now)
+    message = KVTransfers(drops, list(saves), int_array(list(saves.values())), loads_now)
+    return msgspec.structs.replace(output, kv_transfers=message)
 
 
 def _new_blocks(rows: list[np.ndarray], block_ids: list[np.ndarray]) -> NewBlocks:
