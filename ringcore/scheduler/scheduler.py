@@ -314,7 +314,6 @@ class Scheduler:
         return output
 
     def finish_load(self, load: int, is_loaded: Sequence[bool]) -> None:
-        """A load in flight has ended: see `LoadingRequests.finish`."""
         self.loading.finish(load, is_loaded)
         self._starter.may_start = True
 
