@@ -13,6 +13,7 @@ BENCHMARKS = {
     "null_engine": "benchmarks.null_engine:NullEngine",
     "bench_client": "benchmarks.bench_client:BenchClientCeiling",
     "metrics_cost": "benchmarks.metrics_cost:MetricsCost",
+    "stored_kv": "benchmarks.stored_kv:StoredKV",
     "introspection": "benchmarks.introspection:Introspection",
     "tracing": "benchmarks.tracing:Tracing",
     "simulator": "benchmarks.simulator:Simulator",

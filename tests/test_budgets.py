@@ -14,19 +14,20 @@ FILE_LINES, FUNCTION_LINES = 300, 40
 # The most lines that a file may have, and why it is one file.
 FILES: dict[str, tuple[int, str]] = {
     "scheduler/scheduler.py": (
-        410,
+        430,
         "schedule, update and preemption share one state; the argument that it drains is a page",
     ),
-    "engine_core/core.py": (390, "every public call of the engine, a few lines each"),
+    "engine_core/core.py": (400, "every public call of the engine, a few lines each"),
     "engine_core/loop.py": (370, "one event loop: each message and each wait of it"),
     "executor/multiproc.py": (360, "one executor: start, send, receive and close share the call table"),
     "front_end/async_engine.py": (365, "every public call of AsyncEngine, with its documentation"),
-    "worker/worker.py": (365, "every RPC method of the worker, a few lines each"),
+    "testing/fake_worker.py": (310, "every RPC method of the worker, without a model"),
+    "worker/worker.py": (390, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
     "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
     "front_end/llm.py": (345, "every public call of LLM, with its documentation"),
     "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
-    "kv_cache/manager.py": (320, "allocation and hits share the books of one cache"),
+    "kv_cache/manager.py": (328, "allocation and hits share the books of one cache"),
     "front_end/client.py": (332, "every public call of the client, a few lines each"),
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
@@ -47,7 +48,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
     "config/option_checks.py:check_values": (50, "a check a line"),
-    "engine_core/core.py:__init__": (44, "the engine's parts, a line each"),
+    "engine_core/core.py:__init__": (45, "the engine's parts, a line each"),
     "engine_core/process.py:main": (44, "the phases of a process in order"),
 }
 

@@ -51,6 +51,11 @@ class AttentionBackend(ABC):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """The shape of one layer's cache tensor; its bytes are num_blocks * spec.page_size_bytes."""
 
+    def block_views(self, kv_cache: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views [num_blocks, ...] of a layer's cache that together have the bytes of every block. By default the cache
+        itself, for layouts with the blocks first."""
+        return (kv_cache,)
+
     def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:  # noqa: B027  most need nothing
         """Loads libraries and compiles what prompts of up to `max_len` tokens need, in steps of up to `num_tokens`.
 

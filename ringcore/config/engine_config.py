@@ -65,7 +65,7 @@ class EngineConfig:
         options["executor"] = _executor_name(options["executor"])
         check_values(options)
         # Plain strings: the config is sent to other processes.
-        for name in ("model", "tokenizer", "admin_keys", "join_keys", "sleep_directory"):
+        for name in ("model", "tokenizer", "admin_keys", "join_keys", "sleep_directory", "host_kv_cache_dir"):
             options[name] = options[name] and as_file_name(os.fspath(options[name]))
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:

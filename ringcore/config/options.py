@@ -64,6 +64,12 @@ class CacheConfig:
         "the share of the device's memory to use; None means 0.9, and on a CPU 0.75 of what the weights leave",
     )
     enable_prefix_caching: bool = _option(True, "keep full blocks of finished requests for prompts that begin alike")
+    host_kv_cache_bytes: int | None = _option(
+        None, "bytes on each rank for blocks that leave the prefix cache, in host memory; None keeps none"
+    )
+    host_kv_cache_dir: str | None = _option(
+        None, "a directory that keeps them instead, also for later engines with the same model and options"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

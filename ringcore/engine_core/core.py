@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.operator_calls import OperatorCalls
 from ringcore.engine_core.admin.public_methods import PublicMethods, engine_method
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
+from ringcore.engine_core.kv_loads import KVLoads
 from ringcore.engine_core.memory.calls import by_rank, decoded_operation
 from ringcore.engine_core.memory.control import MemoryControl
 from ringcore.engine_core.memory.methods import MemoryMethods
@@ -108,6 +111,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         self._step_log: StepLog | None = None
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
+        self._kv_loads = KVLoads(self._scheduler, self._calls.submit, self._steps)
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._buffer_step)
@@ -196,6 +200,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             try:
                 self._supervisor.check_serving()
                 self._grammars.drive()
+                if self._scheduler.store is not None:
+                    self._kv_loads.drive()
                 columns = self._steps.advance(block, max_steps)
             except WorkersLost:
                 self._recover()
@@ -204,7 +210,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             columns = columns or output_columns([], self.stats())
             columns.others[:0] = self._pending_outputs
             self._pending_outputs.clear()
-        if columns is None and block and self._grammars:
+        if columns is None and block and (self._grammars or self._kv_loads):
             self._grammars.wait(self.wait_fds())
         return columns
 
@@ -217,6 +223,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             self._pending_outputs += self._scheduler.recover(kv_cache, cause, num_executed=len(self._steps))
         self._steps.discard_lost()
         self._grammars.workers_replaced()
+        self._kv_loads.workers_replaced()
         if (steps := self._memory.workers_replaced()) is not None:
             self._operations.submit("recovery", steps, first=True)
 
@@ -275,11 +282,14 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         self._scheduler.resume()
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Evicts the whole prefix cache. Returns False and changes nothing while requests run, unless `preempt_running`
-        preempts them (by recompute).
+        """Evicts the whole prefix cache, and what a store has. Returns False and changes nothing while requests run,
+        unless `preempt_running` preempts them (by recompute).
         """
         self._supervisor.check_alive()
-        return self._scheduler.reset_prefix_cache(preempt_running)
+        is_empty = self._scheduler.reset_prefix_cache(preempt_running)
+        if is_empty and self._scheduler.store is not None:
+            self._scheduler.store.clear()
+        return is_empty
 
     # -----------------------------------------------------------------------------------------------------------
     # Sleep, wake-up and new weights.
@@ -311,8 +321,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
     @property
     def is_operating(self) -> bool:
         """Whether work is in progress whose completion may signal no descriptor: an operation, or a grammar that
-        compiles."""
-        return bool(self._operations) or self._grammars.is_working
+        compiles, or a load from a store."""
+        return bool(self._operations or self._kv_loads) or self._grammars.is_working
 
     def is_sleeping(self) -> bool:
         """Whether some memory has not been woken since the last sleep."""
@@ -338,7 +348,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         if self._step_log is None:
             self._step_log = StepLog()
             self._steps.observers.append(self._step_log)
-        return self._step_log.metrics()
+        return msgspec.structs.replace(self._step_log.metrics(), stored_kv=self._scheduler.loading.stats())
 
     @property
     def num_restarts(self) -> int:

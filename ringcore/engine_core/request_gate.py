@@ -40,12 +40,18 @@ class RequestGate:
         self._pending_outputs += self._scheduler.abort(self._scheduler.unfinished_ids)
 
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + len(self._scheduler.loading.in_flight)
 
     def drop_kv_cache(self) -> None:
         assert not self._in_flight, "a step in flight reads the pages"
         is_empty = self._scheduler.reset_prefix_cache(preempt_running=True)
         assert is_empty, "a block has a reference that no running request holds"
+
+    def weights_change(self) -> None:
+        """Keys and values, those beyond the device too, are of the old weights."""
+        self.drop_kv_cache()
+        if self._scheduler.store is not None:
+            self._scheduler.store.weights_changed()
 
     def lose_workers(self, error: Exception) -> None:
         text = error.message if isinstance(error, RingcoreError) else f"{type(error).__name__}: {error}"

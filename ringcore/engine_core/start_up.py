@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ringcore.config import EngineConfig
+from ringcore.engine_core.kv_store import open_store
 from ringcore.executor.base import Executor
 from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
@@ -60,8 +61,13 @@ def start_up(
         answers = executor.collective_rpc("initialize_from_config", (plan,))
         reports = [report or {} for report in msgspec.convert(answers, list[dict[str, Any] | None])]
     add_parts(phases, "initialize_from_config", reports)
+    opened = open_store(config, executor, plan)
     kv_cache = KVCacheManager(
-        plan, max_num_seqs=config.scheduler.max_num_seqs, enable_prefix_caching=config.cache.enable_prefix_caching
+        plan,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        hasher=opened.hasher,
+        store=opened.store,
     )
     num_graphs_left = max(int(report.get("graphs_left", 0)) for report in reports)
     model = msgspec.convert(reports[0].get("model"), ModelReport | None)

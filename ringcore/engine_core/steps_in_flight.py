@@ -59,7 +59,9 @@ class StepsInFlight:
         while len(self._steps) < self._depth and self._launch_next(max_steps):
             continue
         if not self._steps:
-            assert not self._scheduler.has_unfinished, "unfinished requests and nothing to schedule"
+            assert not self._scheduler.has_unfinished or self._scheduler.loading.in_flight, (
+                "unfinished requests and nothing to schedule"
+            )
             return None
         scheduled, future, began_s, scheduled_s, launched_s = self._steps[0]
         if not block and not future.done():

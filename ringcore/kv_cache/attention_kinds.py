@@ -8,7 +8,7 @@ from typing import assert_never
 import numpy as np
 
 from ringcore.kv_cache.block_pool import BlockPool
-from ringcore.kv_cache.group_manager import GroupManager, cells_of_rows
+from ringcore.kv_cache.group_manager import CachedBlocks, GroupManager, cells_of_rows
 from ringcore.kv_cache.spec import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
@@ -26,10 +26,12 @@ class FullAttentionManager(GroupManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
-    def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
-        return self._pool.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
+    def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
+        return cached.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
 
-    def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
+    def shorten(
+        self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks
+    ) -> np.ndarray:
         return ids[: limit // self.block_size]
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
@@ -45,22 +47,22 @@ class LocalAttentionManager(GroupManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
 
-    def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
+    def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         """Searches from the end for consecutive cached blocks that cover the window or chunk."""
-        step, cached = self._hashes_per_block, self._pool.hashes(self.index)
+        step, names = self._hashes_per_block, cached.hashes(self.index)
         end, num_unneeded = self._needed(num_tokens, limit)
         begin = end  # from here to the end all are cached
         # The last block must be cached, even if the next token does not see it: with a window of 1, or in a new chunk.
         while begin > max(min(num_unneeded, end - 1), 0):
             begin -= 1
-            if hashes[(begin + 1) * step - 1] in cached:
+            if hashes[(begin + 1) * step - 1] in names:
                 continue
-            while begin > 0 and hashes[begin * step - 1] not in cached:
+            while begin > 0 and hashes[begin * step - 1] not in names:
                 begin -= 1
             aligned = begin * self.block_size // self.alignment * self.alignment
             end, num_unneeded = self._needed(num_tokens, aligned)
             begin = end
-        ids = self._pool.lookup(self.index, self._block_hashes(hashes, num_unneeded, end))
+        ids = cached.lookup(self.index, self._block_hashes(hashes, num_unneeded, end))
         return np.concatenate((np.zeros(num_unneeded, np.int64), ids))
 
     def _needed(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
@@ -71,9 +73,11 @@ class LocalAttentionManager(GroupManager):
         end = num_cached // self.block_size
         return end, min(self.num_skipped_blocks(min(num_cached, num_tokens - 1)), end)
 
-    def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
+    def shorten(
+        self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks
+    ) -> np.ndarray:
         """Searches again: a shorter prefix needs earlier blocks."""
-        return self.find(hashes, num_tokens, limit)
+        return self.find(hashes, num_tokens, limit, cached)
 
     def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
         """Those of the first step; early blocks are freed before the last ones are allocated."""

@@ -3,7 +3,8 @@
     root ──▶ digest(root, tokens of block 0) ──▶ digest(that, tokens of block 1) ──▶ ...
 
 A digest stands for all tokens up to the end of its block, so equal digests mean equal prefixes. The root is random
-in each process unless seeded: no client can prepare two prompts that collide, or learn tokens from a digest. A cache
+in each process unless it is given, for names that outlive a process: no client can prepare two prompts that collide,
+or, unless it knows the root, learn tokens from a digest. A cache
 salt or an adapter has its own root. A block with a part of an image has the image's hash in its digest.
 
 Of the standard library's hashes with 256 bits, BLAKE2b costs least for blocks of 16 tokens, with or without SHA
@@ -45,11 +46,14 @@ def token_bytes(tokens: array[int] | np.ndarray, begin: int, end: int) -> bytes:
 
 
 class BlockHasher:
-    """Hashes full blocks of `block_size` tokens. With the same `seed` the digests are the same in every process."""
+    """Hashes full blocks of `block_size` tokens. With the same `seed`, or the same `root` of 32 bytes, the digests are
+    the same in every process."""
 
-    def __init__(self, block_size: int, seed: int | None = None) -> None:
+    def __init__(self, block_size: int, seed: int | None = None, root: bytes | None = None) -> None:
         self.block_size = block_size
-        self._root = os.urandom(_DIGEST_BYTES) if seed is None else _digest(f"block hash root {seed}".encode())
+        assert root is None or len(root) == _DIGEST_BYTES, "a root is a digest"
+        seeded = os.urandom(_DIGEST_BYTES) if seed is None else _digest(f"block hash root {seed}".encode())
+        self._root = seeded if root is None else root
 
     def extend(
         self,

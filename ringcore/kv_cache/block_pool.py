@@ -15,8 +15,8 @@ Python object exists for a block that is not cached.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import KeysView, Mapping, Sequence
-from itertools import compress, repeat
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from itertools import compress, islice, repeat
 from operator import eq
 
 import numpy as np
@@ -41,12 +41,15 @@ class BlockPool:
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
         self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
+        # Called with the groups, hashes and ids of blocks about to be evicted; their contents hold until the next step.
+        self.on_eviction: Callable[[list[int], list[bytes], list[int]], None] | None = None
         self._num_empty = 0
-        self._empty_all()
+        self._empty_unused()
 
-    def _empty_all(self) -> None:
-        self._num_empty = self.num_usable_blocks
-        self._stack[: self._num_empty] = np.arange(self.num_usable_blocks, 0, -1)
+    def _empty_unused(self) -> None:
+        unused = np.flatnonzero(self.ref_counts[1:] == 0)[::-1] + 1
+        self._num_empty = len(unused)
+        self._stack[: self._num_empty] = unused
 
     @property
     def num_usable_blocks(self) -> int:
@@ -82,6 +85,10 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> np.ndarray:
         """Evicts the least recently used cached blocks: no lookup hits them any more."""
+        if self.on_eviction is not None:
+            ids = list(islice(self._evictable, num_blocks))
+            groups = [self._evictable[block_id] for block_id in ids]
+            self.on_eviction(groups, [self._hash_of[block_id] for block_id in ids], ids)
         ids = []
         pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
         for _ in range(num_blocks):
@@ -157,20 +164,26 @@ class BlockPool:
         """The hashes of the group's cached blocks."""
         return self._cached[group].keys()
 
+    def block_of(self, group: int, block_hash: bytes) -> int:
+        """The group's cached block of this hash; 0 if there is none."""
+        return self._cached[group].get(block_hash, 0)
+
     def hash_of(self, block_id: int) -> bytes | None:
         """The block's hash; None if it is not cached."""
         return self._hash_of.get(block_id)
 
-    def reset_prefix_cache(self) -> bool:
-        """Evicts every cached block; False, and nothing done, while any block is in use."""
-        if self.num_free_blocks != self.num_usable_blocks:
+    def reset_prefix_cache(self, num_held: int = 0) -> bool:
+        """Evicts every cached block; False, and nothing done, while more blocks than `num_held` are in use, which
+        stay so. `on_eviction` is not called.
+        """
+        if self.num_free_blocks + num_held != self.num_usable_blocks:
             return False
         for cached in self._cached:
             cached.clear()
         self._hash_of.clear()
         self._evictable.clear()
         self._group_of[:] = _NOT_CACHED
-        self._empty_all()
+        self._empty_unused()
         return True
 
     def check(self, ref_counts: Mapping[int, int]) -> None:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.kv_cache.group_manager import GroupManager
+from ringcore.kv_cache.group_manager import CachedBlocks, GroupManager
 
-__all__ = ["CachedPrefix", "find_longest_prefix"]
+__all__ = ["CachedPrefix", "find_by_hash", "find_longest_prefix"]
 
 
 class CachedPrefix(NamedTuple):
@@ -29,7 +29,12 @@ class CachedPrefix(NamedTuple):
 
 
 def find_longest_prefix(
-    groups: Sequence[GroupManager], hashes: list[bytes], token_ids: np.ndarray, limit: int, alignment: int
+    groups: Sequence[GroupManager],
+    hashes: list[bytes],
+    token_ids: np.ndarray,
+    limit: int,
+    alignment: int,
+    cached: CachedBlocks,
 ) -> list[np.ndarray]:
     """By group, the blocks of the longest prefix of `token_ids`, of at most `limit` tokens. Each [n] int64.
 
@@ -40,25 +45,31 @@ def find_longest_prefix(
     `alignment`, as the result is.
     """
     while True:
-        found = _find_by_hash(groups, hashes, len(token_ids), limit, alignment)
+        found = find_by_hash(groups, hashes, len(token_ids), limit, alignment, cached)
         confirmed = min(group.num_confirmed_tokens(found[group.index], token_ids) for group in groups)
         if len(found[0]) * groups[0].block_size == confirmed:
             return found
         limit = confirmed // alignment * alignment
 
 
-def _find_by_hash(
-    groups: Sequence[GroupManager], hashes: list[bytes], num_tokens: int, limit: int, alignment: int
+def find_by_hash(
+    groups: Sequence[GroupManager],
+    hashes: list[bytes],
+    num_tokens: int,
+    limit: int,
+    alignment: int,
+    cached: CachedBlocks,
 ) -> list[np.ndarray]:
-    """Each group may shorten the hit of the others, until all have the same length."""
+    """`find_longest_prefix` by the hashes alone: each group may shorten the hit of the others, until all have the same
+    length."""
     found: list[np.ndarray] = []
     for group in groups:
-        found.append(group.find(hashes, num_tokens, limit))
+        found.append(group.find(hashes, num_tokens, limit, cached))
         limit = len(found[-1]) * group.block_size // alignment * alignment
     while True:
         longer = [group for group in groups if len(found[group.index]) * group.block_size > limit]
         if not longer:
             return found
         for group in longer:
-            found[group.index] = group.shorten(found[group.index], hashes, num_tokens, limit)
+            found[group.index] = group.shorten(found[group.index], hashes, num_tokens, limit, cached)
             limit = len(found[group.index]) * group.block_size // alignment * alignment

@@ -11,15 +11,26 @@ A row's block table where no token sees the first two blocks any more (0 is the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain, compress
+from typing import Protocol
 
 import numpy as np
 
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.spec import KVCacheSpec
 
-__all__ = ["GroupManager", "cells_of_rows"]
+__all__ = ["CachedBlocks", "GroupManager", "cells_of_rows"]
+
+
+class CachedBlocks(Protocol):
+    """Where a prefix is looked up: the `BlockPool`, or all that can be had."""
+
+    def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
+        """The blocks of the first hashes, up to the first miss. [n] int64."""
+        ...
+
+    def hashes(self, group: int) -> Container[bytes]: ...
 
 
 class GroupManager(ABC):
@@ -60,7 +71,7 @@ class GroupManager(ABC):
         """Leading blocks that no token from position `num_computed_tokens` on attends to."""
 
     @abstractmethod
-    def find(self, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
+    def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         """The longest prefix cache hit: its blocks, with 0, the null block, for those that the request does not need.
 
         hashes: the request's. num_tokens: all that it has. limit: the most tokens of the prefix, a multiple of the
@@ -68,7 +79,9 @@ class GroupManager(ABC):
         """
 
     @abstractmethod
-    def shorten(self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int) -> np.ndarray:
+    def shorten(
+        self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks
+    ) -> np.ndarray:
         """`find` for a smaller limit, given its result `ids` for a larger one."""
 
     @abstractmethod
@@ -144,6 +157,21 @@ class GroupManager(ABC):
         # Also written for a duplicate block, where no lookup reads them.
         self._token_ids[ids] = token_ids[at_rows[:, None], (at_blocks * size)[:, None] + self._offsets]
         self.num_published[rows] = end
+
+    def adopt(self, ids: np.ndarray, hashes: Sequence[bytes], token_ids: np.ndarray) -> None:
+        """Puts blocks in use, whose contents came from elsewhere, into the prefix cache. token_ids: [n, block_size]."""
+        self._pool.cache(self.index, ids, hashes)
+        self._token_ids[ids] = token_ids
+
+    def hashes_at(self, hashes: list[bytes], blocks: np.ndarray) -> list[bytes]:
+        """Of a request's hashes those of its blocks with these numbers, [n]."""
+        return [hashes[(block + 1) * self._hashes_per_block - 1] for block in blocks.tolist()]
+
+    def tokens_at(self, token_ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """The tokens of its full blocks with these numbers: [n, block_size] int32, a copy."""
+        num_blocks = len(token_ids) // self.block_size
+        found: np.ndarray = token_ids[: num_blocks * self.block_size].reshape(-1, self.block_size)[blocks]
+        return found
 
     def num_confirmed_tokens(self, ids: np.ndarray, token_ids: np.ndarray) -> int:
         """How many leading tokens, in whole blocks, equal those cached in `ids`: guards against hash collisions."""

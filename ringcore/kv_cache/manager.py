@@ -19,9 +19,11 @@ from ringcore.kv_cache.attention_kinds import LocalAttentionManager, make_group_
 from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.block_pool import BlockPool
+from ringcore.kv_cache.block_store import BlockStore
 from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
 from ringcore.kv_cache.occupancy import Occupancy
 from ringcore.kv_cache.spec import KVCacheConfig
+from ringcore.kv_cache.stored_prefix import StoredPrefixes
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
 
@@ -38,7 +40,8 @@ class KVCacheManager:
     """The blocks of every KV cache group, and the prefix cache over them. All groups take their blocks from one pool.
 
     Without `enable_prefix_caching` no block is hashed and no prefix hits. `hasher` hashes blocks of the smallest block
-    size of any group; by default one whose root is random in each process.
+    size of any group; by default one whose root is random in each process. `store` holds what the pool evicts,
+    and `stored` finds it.
 
     A block can be hit once it is published: its tokens are confirmed, and no step in flight writes to its slots. So
     requests do not share blocks within the step that computes them, nor before its output has arrived;
@@ -52,14 +55,14 @@ class KVCacheManager:
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
         hasher: BlockHasher | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         sizes = [group.spec.block_size for group in config.groups]
         self._hash_block_size, self._alignment = min(sizes), math.lcm(*sizes)
-        assert not any(size % self._hash_block_size for size in sizes), "a block is a whole number of the smallest ones"
+        assert not any(size % min(sizes) for size in sizes), "a block is a whole number of the smallest ones"
         self._hasher = hasher or BlockHasher(self._hash_block_size)
         assert self._hasher.block_size == self._hash_block_size, "one chain of hashes, in the smallest blocks"
-        self.config = config
-        self.enable_prefix_caching = enable_prefix_caching
+        self.config, self.store, self.enable_prefix_caching = config, store, enable_prefix_caching
         self._pool = BlockPool(config.num_blocks, len(sizes))
         self._groups = [
             make_group_manager(
@@ -74,6 +77,7 @@ class KVCacheManager:
             for index, group in enumerate(config.groups)
         ]
         self.occupancy = Occupancy(self._pool, self._groups)
+        self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, self._alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
@@ -130,7 +134,8 @@ class KVCacheManager:
             return self.no_prefix()
         hashes = request.block_hashes
         self._hasher.extend(hashes, request.tokens, limit // self._hash_block_size, request.extra_keys)
-        found = find_longest_prefix(self._groups, hashes, np.asarray(request.tokens), limit, self._alignment)
+        token_ids = np.asarray(request.tokens)
+        found = find_longest_prefix(self._groups, hashes, token_ids, limit, self._alignment, self._pool)
         num_cached = len(found[0]) * self._groups[0].block_size
         next_hash = (num_cached + self._alignment) // self._hash_block_size - 1
         is_awaited = num_cached < limit and hashes[next_hash] in self._awaited
@@ -276,8 +281,8 @@ class KVCacheManager:
         return np.concatenate(ids)[np.argsort(np.concatenate(ends), kind="stable")]
 
     def reset_prefix_cache(self) -> bool:
-        """Evicts every cached prefix; False, and nothing done, while a row is in use."""
-        return not self._users and self._pool.reset_prefix_cache()
+        """Evicts every cached prefix, and saves none; False, and nothing done, while a row is in use."""
+        return not self._users and self._pool.reset_prefix_cache(self.stored.num_held_blocks if self.stored else 0)
 
     # Columns by row, and the invariants.
 
@@ -304,6 +309,9 @@ class KVCacheManager:
             num_known = max(num_confirmed[row], int(self._num_cached[row]))
             for group in self._groups:
                 group.check_row(row, user.block_hashes, num_confirmed[row], num_known, self.config.max_tokens_in_flight)
+        if self.stored is not None:
+            users.update(self.stored.held_blocks())
+            self.stored.store.check()
         self._pool.check(users)
         rows = np.array([*self._users], np.int64)
         assert (self.capacity[rows] == self._slots(rows)).all(), "capacity disagrees with the tables"

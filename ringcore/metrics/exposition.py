@@ -15,6 +15,7 @@ from ringcore.metrics.request_log import HISTOGRAMS, RequestLog
 from ringcore.metrics.step_log import StepMetrics
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import EngineStats
+from ringcore.protocol.stored_kv import StoredKVStats
 
 __all__ = ["EngineSource", "make_registry"]
 
@@ -69,6 +70,8 @@ class _EngineCollector(Collector):
         steps = self._source.step_metrics()
         if steps is not None:
             yield from self._of_steps(steps)
+            if steps.stored_kv is not None:
+                yield from self._of_store(steps.stored_kv)
         if ready is not None:
             yield from self._of_workers(ready)
 
@@ -111,6 +114,16 @@ class _EngineCollector(Collector):
         yield self._histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps.tokens)
         yield self._histogram("ringcore:step_seconds", "The time of a step.", steps.seconds)
         yield self._histogram("ringcore:step_requests", "Requests in a step.", steps.requests)
+
+    def _of_store(self, stored: StoredKVStats) -> Iterable[Metric]:
+        hits = "Prompt tokens found beyond the device; vllm:prefix_cache_hits has them too."
+        yield self._counter("vllm:external_prefix_cache_hits", hits, stored.num_hit_tokens)
+        yield self._gauge("ringcore:stored_kv_blocks", "Blocks kept beyond the device.", stored.num_blocks)
+        failed = "Blocks that could not be loaded, and were computed again."
+        yield self._counter("ringcore:stored_kv_failed_blocks", failed, stored.num_failed_blocks)
+        yield self._counter("ringcore:stored_kv_saved_bytes", "Bytes copied out, all ranks.", stored.saved_bytes)
+        yield self._counter("ringcore:stored_kv_loaded_bytes", "Bytes copied back, all ranks.", stored.loaded_bytes)
+        yield self._counter("ringcore:stored_kv_load_seconds", "Seconds that loads took, summed.", stored.load_s)
 
     def _of_workers(self, ready: EngineReady) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(

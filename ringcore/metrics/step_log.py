@@ -8,6 +8,7 @@ import numpy as np
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
+from ringcore.protocol.stored_kv import StoredKVStats
 
 __all__ = ["StepLog", "StepMetrics"]
 
@@ -27,6 +28,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     seconds: HistogramCounts
     tokens: HistogramCounts  # prompt tokens and others
     requests: HistogramCounts  # the batch size
+    stored_kv: StoredKVStats | None = None  # with a store beyond the device
 
 
 class StepLog:

@@ -29,7 +29,8 @@ MAX_CELLS = 4096
 MAX_STEPS = 1024  # that an engine remembers
 
 # "compiling": its grammar is. "held": by the quarantine, while suspects of the workers' death are tried one by one.
-RequestState = Literal["running", "waiting", "preempted", "held", "compiling"]
+# "loading": the beginning of its prompt is, from a store beyond the device.
+RequestState = Literal["running", "waiting", "preempted", "held", "compiling", "loading"]
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import numpy as np
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.stored_kv import KVTransfers
 
 __all__ = [
     "ModelRunnerOutput",
@@ -73,6 +74,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_scheduled_tokens: np.ndarray | None  # [num_scheduled] int32, each at least 1; None: one token each
     num_tokens: int  # known tokens that are computed, over all rows and steps; without drafts
     max_gained: np.ndarray | None = None  # [num_scheduled] int32, each at least 1; None: one token each and step
+    kv_transfers: KVTransfers | None = None  # before the step; it may have no rows then
 
     def composition(self) -> tuple[int, int, int, int, int, int]:
         """For a trace: the first step, the number of steps, rows, those that compute one token, tokens, and new

@@ -39,6 +39,7 @@ class Request:
         "eos_token_ids",
         "extra_keys",
         "first_scheduled_s",
+        "has_loaded",
         "max_gain",
         "max_total_tokens",
         "num_cached_tokens",
@@ -99,7 +100,7 @@ class Request:
         self.waiting_since_s = request.arrival_s  # waiting for a row since it arrived, or was preempted
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens = 0  # prefix cache hit at its first start
-        self.num_preemptions = 0
+        self.num_preemptions, self.has_loaded = 0, False  # has_loaded: stored blocks, since it last had a row
 
     def start(self, row: int, run: int, num_cached_tokens: int, now_s: float) -> None:
         """Marks it as running; `num_cached_tokens` tokens from the prefix cache count as computed."""
@@ -108,6 +109,7 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
         self.status = RequestStatus.RUNNING
         self.row, self.run = row, run
+        self.has_loaded = False
 
     def preempt(self, tokens: array[int], *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
         """Preemption by recompute: `tokens`, all that are known, are computed again as if they were the prompt.
@@ -132,6 +134,7 @@ class Request:
         """
         assert self.row is None
         self.block_hashes.clear()
+        self.has_loaded = False
         self.max_total_tokens = min(self.max_total_tokens, max_total_tokens)
         self.num_tokens_to_hold = min(self.num_tokens_to_hold, self.max_total_tokens - 1)
 

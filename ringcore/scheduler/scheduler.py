@@ -19,12 +19,13 @@ order, so that stray write precedes the first step of the block's new owner, and
 it. The prefix cache has only blocks whose tokens are known and whose step has come back, and no step in flight writes
 to those. A freed row is safe for the same reason, once it is reported.
 
-The scheduler always drains. While no step is in flight and a request is unfinished, `schedule` returns a step unless it
-is paused: the last running request in preemption order has a token to compute, a budget, and the blocks of all others;
-admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no request runs, all
-blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes progress: the one
-with the most computed tokens is never preempted for another, and each sampled token stays known. In a quarantine the
-suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step that reaches it.
+The scheduler always drains. While no step and no load is in flight and a request is unfinished, `schedule` returns a
+step unless it is paused: the last running request in preemption order has a token to compute, a budget, and the blocks
+of all others; admission ensures that it never needs more than the whole cache (`Request.max_total_tokens`). If no
+request runs, all blocks are free, no prefix is awaited, and the first waiting request fits. Some request always makes
+progress: the one with the most computed tokens is never preempted for another, and each sampled token stays known. In a
+quarantine the suspect on trial has not reached its target, so it has a token to compute; its trial ends with the step
+that reaches it.
 
 Recovery. When the workers die, only computed work is lost: every token sent out is known here. `recover` preempts all
 running requests, which are computed again from these tokens, and the quarantine finds the request that kills workers.
@@ -41,6 +42,7 @@ import numpy as np
 
 from ringcore.config import SchedulerConfig
 from ringcore.errors import CapacityError, EngineDeadError
+from ringcore.kv_cache.block_store import BlockStore
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
@@ -60,7 +62,7 @@ from ringcore.scheduler.request_queue import RequestQueue
 from ringcore.scheduler.results import apply_output
 from ringcore.scheduler.running import RunningRequests
 from ringcore.scheduler.starting import Starter
-from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight
+from ringcore.scheduler.step import StepInFlight, StepPlan, check_in_flight, with_transfers
 from ringcore.scheduler.turns import Turns
 from ringcore.scheduler.view import SchedulerView
 
@@ -94,14 +96,15 @@ class Scheduler:
             max_gain=max_gain,
         )
         self._clock = clock
-        # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting` and `_quarantine`;
-        # only the suspect on trial is both running and in the quarantine.
+        # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting`, `loading` and
+        # `_quarantine`; only the suspect on trial is both running and in the quarantine.
         self._requests: dict[str, Request] = {}
         self._running = RunningRequests(config.max_num_seqs, vocab_size, kv_cache)
         self._table = self._running.table
         self._waiting = RequestQueue(config.scheduling_policy)
         self._quarantine = Quarantine(self._waiting)
         self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
+        self.loading = self._starter.loading
         self._turns = None if config.num_stages == 1 else Turns(config.num_stages, config.steps_in_flight)
         self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
@@ -110,7 +113,7 @@ class Scheduler:
         self._last_version: int | None = None  # of the running table, if the last step had all of it, in its order
         self._num_steps = 0
         self._num_preemptions = 0
-        self.view = SchedulerView(self._requests, self._running, self._quarantine)
+        self.view = SchedulerView(self._requests, self._running, self._quarantine, self.loading)
 
     # Requests in and out.
 
@@ -209,8 +212,11 @@ class Scheduler:
             if self._starter.may_start and self.paused is None and not plan.has_preempted:
                 self._starter.start_waiting(plan)
         if plan.is_empty:
-            assert self._in_flight or self.paused or not self._requests, "unfinished requests, and nothing to wait for"
-            return None
+            if self.store is None or not self.store.has_transfers:
+                is_held = self._in_flight or self.paused or self.loading.in_flight or not self._requests
+                assert is_held, "unfinished requests, and nothing to wait for"
+                return None
+            plan.schedule_nothing()
         if self._table.has_drafts:
             add_drafts(plan, self._table, self._running.kv_cache, self._config.max_row_tokens)
         num_steps = 1
@@ -285,7 +291,13 @@ class Scheduler:
 
     def _can_repeat(self, plan: StepPlan) -> bool:
         """Whether all running requests decode, in this step and, except for stop tokens, in the next one too."""
-        if not plan.decodes_all or self._table.has_drafts or self._in_flight or self._quarantine.is_open:
+        if (
+            not plan.decodes_all
+            or self._table.has_drafts
+            or self._in_flight
+            or self._quarantine.is_open
+            or self.loading
+        ):
             return False
         if not self._waiting or self.paused is not None:
             return True
@@ -297,11 +309,17 @@ class Scheduler:
         step = plan.launch(self._num_steps, num_steps, self._table)
         repeats_rows = plan.decodes_all and step.version == self._last_version
         output = plan.to_output(step, self._running.finished_rows, repeats_rows)
+        if (store := self._running.kv_cache.store) is not None:
+            output = with_transfers(output, store.take_transfers())
         self._running.finished_rows.clear()
         self._in_flight.append(step)
         self._last_version = step.version
         self._num_steps += num_steps
         return output
+
+    def finish_load(self, load: int, is_loaded: Sequence[bool]) -> None:
+        self.loading.finish(load, is_loaded)
+        self._starter.may_start = True
 
     # Preemption and end of requests.
 
@@ -327,6 +345,7 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request.request_id)
             self._quarantine.discard(request)
+            self.loading.discard(request)
             request.finish()
             del self._requests[request.request_id]
             self._starter.may_start = True
@@ -361,6 +380,8 @@ class Scheduler:
 
     def _switch_workers(self, kv_cache: KVCacheManager) -> None:
         self._preempt_all()
+        self.loading.release_all()
+        self._starter.may_start = True
         self._in_flight.clear()
         self._last_version = None
         self._running.change_workers(kv_cache)
@@ -388,15 +409,22 @@ class Scheduler:
             self._preempt_all()
         return self._running.kv_cache.reset_prefix_cache()
 
+    @property
+    def store(self) -> BlockStore | None:
+        """What keeps blocks beyond the device."""
+        return self._running.kv_cache.store
+
     def check(self) -> None:
         """Recomputes every derived count and asserts every invariant; for tests, after any operation."""
         self._running.check()
         owners = {request.request_id: request for request in self._table.in_order()}
         waiting = {request.request_id: request for request in self._waiting}
+        loading = self.loading.check()
         held = {id_: request for id_, request in self._requests.items() if request in self._quarantine}
         assert len(held) == len(self._quarantine), "the quarantine holds a finished request"
-        assert not waiting.keys() & (owners.keys() | held.keys()), "a waiting request runs, or is in quarantine"
-        assert {**waiting, **owners, **held} == self._requests, "a request is lost, or left over"
+        assert not waiting.keys() & (owners.keys() | held.keys() | loading.keys()), "a waiting request is elsewhere too"
+        assert not loading.keys() & (owners.keys() | held.keys()), "a loading request runs, or is in quarantine"
+        assert {**waiting, **owners, **held, **loading} == self._requests, "a request is lost, or left over"
         for request in self._requests.values():
             request.check()
             assert (request.status is RequestStatus.RUNNING) == (request.request_id in owners)

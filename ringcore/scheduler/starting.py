@@ -5,6 +5,7 @@ keeps its place, and a bounded number may skip ahead of it, which limits head-of
 
     too few blocks are free                   nothing changes until a request frees blocks
     a running request computes its prefix     tried again in every step, as each result may add blocks of it
+    a store has more of its prefix            it is loaded; meanwhile the request is outside the queue
     too little token budget is left           tried again in the next step
 
 While the first is the only reason, no request is tried until the scheduler sets `may_start`: a blocked queue costs a
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from ringcore.config import SchedulerConfig
 from ringcore.kv_cache.manager import CachedPrefix
 from ringcore.protocol.requests import StartedRequest
+from ringcore.scheduler.loading import LoadingRequests
 from ringcore.scheduler.planning import is_worth_starting, num_victims_needed
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.request_queue import RequestQueue
@@ -44,6 +46,7 @@ class Starter:
         self.may_start = False
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
+        self.loading = LoadingRequests(waiting, running, clock)
         self._started: list[StartedRequest] = []  # not reported to the front end yet
 
     @property
@@ -66,7 +69,8 @@ class Starter:
                 break
             request = self._waiting.pop()
             if not self._try_to_start(request, plan):
-                passed.append(request)
+                if request not in self.loading:
+                    passed.append(request)
                 continue
             for one in passed:
                 one.num_times_passed += 1
@@ -109,6 +113,8 @@ class Starter:
         prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
             self.may_start = True  # every step result may publish more of it
+            return False
+        if kv_cache.stored is not None and self.loading.begin(request, prefix):
             return False
         num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):

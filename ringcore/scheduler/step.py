@@ -6,13 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from ringcore.kv_cache.block_store import Transfers
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewBlocks, NewRequest, SchedulerOutput
+from ringcore.protocol.stored_kv import KVLoad, KVTransfers
 from ringcore.scheduler.running_table import RunningTable
 
-__all__ = ["StepInFlight", "StepPlan", "check_in_flight"]
+__all__ = ["StepInFlight", "StepPlan", "check_in_flight", "with_transfers"]
 
 _NONE = int_array()
 
@@ -55,7 +58,8 @@ class StepInFlight(NamedTuple):
     def check(self, max_num_batched_tokens: int) -> None:
         num_tokens = self.num_tokens // self.num_steps + self.num_drafts
         assert self.num_steps == 1 or self.max_gained is None, f"step {self.step} has drafts, and several steps"
-        assert 0 < num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
+        assert (num_tokens > 0) == bool(len(self.rows)), f"step {self.step} has {num_tokens} tokens"
+        assert num_tokens <= max_num_batched_tokens, f"step {self.step} has {num_tokens} tokens"
         assert len(set(self.rows.tolist())) == len(self.rows), f"step {self.step} has a row twice"
 
 
@@ -102,6 +106,10 @@ class StepPlan:
     def computes_prompts(self) -> bool:
         """Whether a request gets more than one token, or starts."""
         return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
+
+    def schedule_nothing(self) -> None:
+        """No request is in the step: it only carries transfers."""
+        self.positions = self.counts = np.zeros(0, np.int64)
 
     def append_blocks(self, by_group: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         if not self.new_blocks:
@@ -166,6 +174,16 @@ class StepPlan:
             num_tokens=step.num_tokens,
             max_gained=None if step.max_gained is None else int_array(step.max_gained),
         )
+
+
+def with_transfers(output: SchedulerOutput, transfers: Transfers | None) -> SchedulerOutput:
+    """The message with what the workers have to do for a store before the step."""
+    if transfers is None:
+        return output
+    drops, saves, loads = transfers
+    loads_now = [KVLoad(number, names, int_array(block_ids)) for number, names, block_ids in loads]
+    message = KVTransfers(drops, list(saves), int_array(list(saves.values())), loads_now)
+    return msgspec.structs.replace(output, kv_transfers=message)
 
 
 def _new_blocks(rows: list[np.ndarray], block_ids: list[np.ndarray]) -> NewBlocks:

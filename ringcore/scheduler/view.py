@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from ringcore.protocol.introspection import MAX_ID_CHARS, BlockMap, RequestReport, RequestState
+from ringcore.scheduler.loading import LoadingRequests
 from ringcore.scheduler.quarantine import Quarantine
 from ringcore.scheduler.request import Request, RequestStatus
 from ringcore.scheduler.running import RunningRequests
@@ -25,8 +26,14 @@ _STATES: Mapping[RequestStatus, RequestState] = {
 class SchedulerView:
     """requests: all unfinished ones, in the order of their arrival at the scheduler."""
 
-    def __init__(self, requests: Mapping[str, Request], running: RunningRequests, quarantine: Quarantine) -> None:
-        self._requests, self._running, self._quarantine = requests, running, quarantine
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        running: RunningRequests,
+        quarantine: Quarantine,
+        loading: LoadingRequests,
+    ) -> None:
+        self._requests, self._running, self._quarantine, self._loading = requests, running, quarantine, loading
 
     def oldest_waiting_s(self, now_s: float) -> float | None:
         """The longest time that a request waits for a row, since it arrived or was preempted; seconds."""
@@ -52,6 +59,8 @@ class SchedulerView:
         return BlockMap(num_blocks, num_free, num_cached, num_used, num_shared, per_cell, cells)
 
     def _state_of(self, request: Request) -> RequestState:
+        if request in self._loading:
+            return "loading"
         return "held" if request in self._quarantine and request.row is None else _STATES[request.status]
 
     def _report(self, request: Request, num_blocks: Mapping[int, int], now_s: float) -> RequestReport:

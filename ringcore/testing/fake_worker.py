@@ -17,6 +17,7 @@ from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
 from ringcore.testing.fake_rows import FakeRows
+from ringcore.testing.fake_store import FakeStore
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
 from ringcore.testing.speculator import FakeSpeculator
 from ringcore.testing.step_cost import StepWork
@@ -55,6 +56,7 @@ class FakeWorker(TracedWorker):
         self._memory = {"weights": "resident", "kv_cache": "resident"}
         self._target: dict[str, str] | None = None  # of a prepared change of memory states
         self._num_steps = self._num_tokens = 0
+        self._store = FakeStore()
         self._num_logprobs: dict[int, int] = {}  # by row, of requests with logprobs
         self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # by row, pending prompt logprobs: number and prompt
 
@@ -87,6 +89,16 @@ class FakeWorker(TracedWorker):
         self._tokens = make_token_source(self._script, spec.vocab_size, next(iter(spec.eos_token_ids), None))
         self._kv_cache_bytes = kv_cache_config.total_bytes
         self._stage = "ready"
+
+    @rpc(scope="engine")
+    def open_kv_store(self, namespace: str, num_blocks: int) -> list[bytes]:
+        """Of names alone, and empty."""
+        self._store = FakeStore()
+        return []
+
+    @rpc(scope="engine")
+    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> list[list[bool] | None]:
+        return self._store.results(numbers)
 
     @rpc(scope="engine")
     def reset_rows(self) -> None:
@@ -162,6 +174,8 @@ class FakeWorker(TracedWorker):
     def execute(self, step: SchedulerOutput, failing_row: int | None = None) -> ModelRunnerOutput | None:
         """`execute_model`, in which the request of `failing_row` (-1: of the step's first row) fails."""
         assert set(self._memory.values()) == {"resident"}, f"a step without its memory: {self._memory}"
+        if step.kv_transfers is not None:
+            self._store.transfer(step.kv_transfers)
         scheduled = self.rows.apply(step)
         for request in step.new_requests:
             self._note(request)

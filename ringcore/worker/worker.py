@@ -19,6 +19,8 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.tracing import Tracer
+from ringcore.worker.kv_store.connector import KVConnector
+from ringcore.worker.kv_store.opening import open_connector
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms import choose_platform
 from ringcore.worker.platforms.platform import Platform
@@ -66,6 +68,7 @@ class Worker(TracedWorker):
         self._runner: ModelRunner | None = None
         self._host_store: HostStore | None = None  # in sleep mode, as the next
         self._rank_memory: RankMemory | None = None
+        self._kv_store: KVConnector | None = None
         self._new_weights = WeightReceiver()
         self._grammars = model_grammars(config)  # shared with the runner
         self._peaks: StepPeaks | None = None  # None until measured; stays None on a CPU
@@ -156,7 +159,10 @@ class Worker(TracedWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Launches the one or several steps of a message; -> their output on the output rank, None on the others.
         On a GPU they are in flight when this returns."""
-        output = self._awake_runner().execute(scheduler_output)
+        runner = self._awake_runner()
+        if self._kv_store is not None and scheduler_output.kv_transfers is not None:
+            self._kv_store.transfer(scheduler_output.kv_transfers)
+        output = runner.execute(scheduler_output)
         num_steps, num_tokens = self._counts
         self._counts = num_steps + scheduler_output.num_steps, num_tokens + scheduler_output.num_tokens
         return output
@@ -180,6 +186,21 @@ class Worker(TracedWorker):
     def reset_rows(self) -> None:
         """Clears every row, as if all requests had finished."""
         _require(self._runner, "initialize_from_config").rows.clear()
+
+    @rpc(scope="engine")
+    def open_kv_store(self, namespace: str, num_blocks: int) -> list[bytes]:
+        """Opens the store of blocks that leave the device, of at most num_blocks, as the options ask; -> the names of
+        what it holds, the least recently used first. Raises `CapacityError` or `ConfigError`."""
+        runner, platform = self._awake_runner(), _require(self._platform, "init_device")
+        self._kv_store = open_connector(self.config, self.rank, runner.paged, platform, namespace, num_blocks)
+        return self._kv_store.held()
+
+    @rpc(scope="engine")
+    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> list[list[bool] | None]:
+        """Of each load in flight which of its blocks were loaded; None of one in progress. Waits up to wait_s seconds
+        for one to end."""
+        assert self._kv_store is not None, "there is no store"
+        return self._kv_store.results(numbers, wait_s)
 
     # Sleep and wake: the engine tracks whether the contents are valid, and calls all ranks alike.
 
@@ -318,6 +339,9 @@ class Worker(TracedWorker):
     def shutdown(self) -> None:
         """Frees the KV cache, the weights and the connections. Idempotent."""
         self._rank_memory = None
+        kv_store, self._kv_store = self._kv_store, None
+        if kv_store is not None:
+            kv_store.close()
         store, self._host_store = self._host_store, None
         if store is not None:
             store.close()

@@ -20,13 +20,13 @@ from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import RpcCall
 from ringcore.protocol.requests import EngineCoreRequest
 
-# All names, so that none becomes public by mistake. The fake worker has no `capture_graph`.
+# All names, so that none becomes public by mistake. The fake worker does not have the last ones.
 ENGINE_ONLY = [
     *("init_device", "load_model", "get_kv_cache_spec", "determine_available_memory", "initialize_from_config"),
     *("execute_model", "reset_rows", "prepare_memory", "commit_memory", "roll_back_memory", "compile_grammar"),
-    *("shutdown", "capture_graph"),
+    *("shutdown", "capture_graph", "open_kv_store", "finished_kv_loads"),
 ]
-REFUSED = r"only the engine itself calls it on its workers|no worker method 'capture_graph'"
+REFUSED = r"only the engine itself calls it on its workers|no worker method '(capture_graph|\w+_kv_\w+)'"
 OPTIONS = {"load_format": "dummy", "max_model_len": 64, "block_size": 8}
 
 

@@ -382,7 +382,7 @@ def test_operators_see_who_waits_for_a_grammar(make):
     core.add_request(request("held", "a", arrival_s=1.0))
     step(core)
     found = core.engine_call("requests")()
-    assert found.num_by_state == {"running": 1, "waiting": 0, "preempted": 0, "held": 0, "compiling": 1}
+    assert found.num_by_state == {"running": 1, "waiting": 0, "preempted": 0, "held": 0, "compiling": 1, "loading": 0}
     assert [(one.request_id, one.state, one.num_prompt_tokens) for one in found.oldest] == [
         ("held", "compiling", 2),
         ("plain", "running", 2),

@@ -61,7 +61,7 @@ def test_requests_by_state_the_oldest_first(folder):
         core.step()
     clock.now_s = 110.0
     found = call(core, "requests")
-    assert found.num_by_state == {"running": 2, "waiting": 1, "preempted": 0, "held": 0, "compiling": 0}
+    assert found.num_by_state == {"running": 2, "waiting": 1, "preempted": 0, "held": 0, "compiling": 0, "loading": 0}
     a, b, c = found.oldest
     assert (a.request_id, a.state, a.age_s, a.waiting_s, a.first_scheduled_s) == ("a", "running", 20.0, None, 10.0)
     assert (a.num_prompt_tokens, a.num_generated_tokens, a.max_generated_tokens) == (9, 3, 8)

@@ -9,6 +9,7 @@ groups share the pages: what one group writes into a page, no other can read, an
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -129,6 +130,9 @@ class FakeWorker:
         self.killers: dict[int, int] = {}  # by seed: at so many computed tokens the row kills
         # By block: the group that wrote last, and by offset what is there.
         self._pages: list[tuple[int, list[int | None]]] = [(-1, [])] * num_blocks
+        self.store: dict[bytes, tuple[int, list[int | None]]] = {}  # what was saved, by name
+        self.loads: dict[int, tuple[list[bytes], list[int]]] = {}  # by number: names and blocks, not carried out yet
+        self.num_lost = 0  # blocks to load that the store had not
 
     def execute(self, step) -> Sampled:
         """Applies the step, or steps; returns what they sampled and the rows that failed."""
@@ -144,6 +148,11 @@ class FakeWorker:
         assert len(self.work) == len(rows), "a row is twice in one step"
         most = [1] * len(rows) if step.max_gained is None else step.max_gained.tolist()
         self.max_gained = dict(zip(rows, most, strict=True))
+        if step.kv_transfers is not None:
+            self._transfer(step.kv_transfers)
+            if not rows:
+                assert step.rows is not None
+                return Sampled(None, [], None, [], {})
         assert step.max_gained is None or max(most) > 1, "the most that rows gain is told where it is one each"
         assert step.num_steps == 1 or step.max_gained is None
         assert min(most) >= 1
@@ -162,6 +171,41 @@ class FakeWorker:
         ):
             assert step.new_requests or len(step.finished_rows), "rows that the workers know are sent again"
         return sampled
+
+    def _transfer(self, transfers) -> None:
+        for name in transfers.drops:
+            del self.store[name]
+        for name, block_id in zip(transfers.save_names, transfers.save_block_ids.tolist(), strict=True):
+            assert name not in self.store, "a block is saved twice"
+            assert block_id not in self._blocks_loading(), "a block is saved before it is loaded"
+            writer, page = self._pages[block_id]
+            assert name[0] == writer, "a block is saved for another group"
+            assert None not in page, "a block is saved before it is full"
+            self.store[name] = writer, list(page)
+        for load in transfers.loads:
+            ids = load.block_ids.tolist()
+            assert not self._blocks_loading() & set(ids), "a block is loaded twice"
+            self.loads[load.number] = load.names, ids
+
+    def _blocks_loading(self) -> set[int]:
+        return {block_id for _, ids in self.loads.values() for block_id in ids}
+
+    def finish_loads(self, rng: random.Random, failure_rate: float) -> dict[int, list[bool]]:
+        """Carries out some loads, as late as this; by load which of its blocks could be read."""
+        finished = {}
+        for number in [number for number in self.loads if rng.random() < 0.5]:
+            names, ids = self.loads.pop(number)
+            finished[number] = [self._load(*one, rng.random() < failure_rate) for one in zip(names, ids, strict=True)]
+        return finished
+
+    def _load(self, name: bytes, block_id: int, fails: bool) -> bool:
+        self.num_lost += name not in self.store
+        if fails or name not in self.store:
+            self._pages[block_id] = (name[0], [None])
+            return False
+        writer, page = self.store[name]
+        self._pages[block_id] = (writer, list(page))
+        return True
 
     def _run(self, num_steps: int) -> Sampled:
         sampled: dict[int, list[int]] = {index: [] for index in self.work}
@@ -249,6 +293,8 @@ class FakeWorker:
             if most >= self.killers.get(row.seed, math.inf):
                 raise WorkersKilled(row.seed)
         live = {index: self._live_blocks(row) for index, row in self.rows.items()}
+        loading = self._blocks_loading()
+        assert not any(loading & set(blocks) for blocks in live.values()), "a row has a block that is being loaded"
         for index, num_tokens in self.work.items():
             others = {block_id for other, blocks in live.items() if other != index for block_id in blocks}
             self._write(self.rows[index], num_tokens, others)

@@ -36,6 +36,8 @@ SIZES = {
     "max_skip_ahead": [0, 16, 2, 1],
     "max_model_len": [30, 20, 6],
     "max_gain": [1, 1, 2, 5, 16],
+    "num_stored": [0, 0, 3, 20, 200],
+    "failure_rate": [0.0, 0.0, 0.3],
 }
 REQUEST = {
     "num_shared": list(range(18)),  # prompts of one family, so that they begin alike
@@ -61,6 +63,7 @@ class Trial:
         self.expected: dict[str, tuple[list[int], str]] = {}  # by id, in the order of arrival
         self.num_steps = 0
         self.num_poisoned = 0
+        self.was_cleared = False
         self.num_other_deaths = 0  # of which no request is guilty
         self._completions: dict[str, dict] = {}  # what each request asks of the model
         self._places: dict[str, tuple] = {}  # where each request stands in the queue
@@ -105,6 +108,7 @@ class Trial:
             self.num_steps += self.engine.schedule() is not None
 
     def update(self) -> None:
+        self.engine.finish_loads()
         if self.engine.in_flight:
             self.engine.update()
 
@@ -122,6 +126,10 @@ class Trial:
     def reset_prefix_cache(self, preempt_running: bool) -> None:
         none_runs = self.engine.scheduler.stats().num_running == 0
         assert self.engine.scheduler.reset_prefix_cache(preempt_running) == (none_runs or preempt_running)
+        if preempt_running:
+            if self.engine.scheduler.store is not None:
+                self.engine.scheduler.store.clear()
+            self.was_cleared = True
         self.engine.check()
 
     def pause(self, mode: str | None) -> None:
@@ -194,6 +202,8 @@ class Trial:
             place = self._places[request_id]
             earlier = [other for s, other in first if s < began and int(other[1:]) > number]
             num_passed = sum(self._places[other] > place for other in earlier)
+            if self.engine.num_stored:
+                continue  # while it loads, any number of others run
             assert num_passed <= self.engine.config.max_skip_ahead, f"{request_id} was passed {num_passed} times"
 
     def finish(self) -> None:
@@ -202,6 +212,7 @@ class Trial:
         self.check_outputs()
         assert all(self.engine.finish_reason(request_id) for request_id in self.expected)
         assert self.engine.kv_cache.num_free_blocks == self.engine.kv_cache.num_usable_blocks
+        assert self.was_cleared or not self.engine.worker.num_lost, "the store evicted what was being loaded"
         stats = self.engine.scheduler.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         self.num_steps = stats.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from fake_model import FakeWorker, Group, Sampled, WorkersKilled
 from ringcore.config import SchedulerConfig
 from ringcore.errors import EngineDeadError
 from ringcore.kv_cache.block_hash import BlockHasher
+from ringcore.kv_cache.block_store import BlockStore
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 from ringcore.params.sampling_params import SamplingParams
@@ -57,6 +59,7 @@ class Driver:
 
     groups: of the KV cache, (block_size, window) each; one with full attention by default.
     max_gain: the most tokens that a request gains in a step; every fourth one, by its seed, gains one at a time.
+    num_stored: the most blocks that a store beyond the device holds, of which a load fails to read `failure_rate`.
     checks: whether `Scheduler.check` is called after every operation.
     """
 
@@ -80,8 +83,11 @@ class Driver:
         vocab_size: int = 50,
         max_gain: int = 1,
         hasher: BlockHasher | None = None,
+        num_stored: int = 0,
+        failure_rate: float = 0.0,
         checks: bool = True,
     ) -> None:
+        self.num_stored, self.failure_rate, self.loads_rng = num_stored, failure_rate, random.Random(0)
         self.max_steps = max_steps
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.config = SchedulerConfig(
@@ -129,7 +135,14 @@ class Driver:
             max_tokens_in_flight=self.config.max_tokens_in_flight,
         )
         max_num_seqs = self.config.max_num_seqs
-        return KVCacheManager(config, max_num_seqs=max_num_seqs, enable_prefix_caching=self.caching, hasher=self.hasher)
+        store = BlockStore(self.num_stored, block_bytes=1) if self.num_stored else None
+        return KVCacheManager(
+            config,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=self.caching,
+            hasher=self.hasher,
+            store=store,
+        )
 
     def check(self) -> None:
         if self.checks:
@@ -209,6 +222,7 @@ class Driver:
     def step(self) -> dict[int, int]:
         """Fills the steps in flight, takes in the oldest; what the last one scheduled, tokens by row."""
         work: dict[int, int] = {}
+        self.finish_loads()
         while len(self.in_flight) < self.depth and self._schedule() is not None:
             work = self.work
         if self.in_flight:
@@ -216,13 +230,21 @@ class Driver:
         self.check()
         return work
 
+    def finish_loads(self) -> None:
+        """Some of the loads in flight are carried out, and reported."""
+        for number, is_loaded in self.worker.finish_loads(self.loads_rng, self.failure_rate).items():
+            self.scheduler.finish_load(number, is_loaded)
+            self.check()
+
     def drain(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, every step in flight included."""
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished and not self.in_flight:
+            if not self.scheduler.has_unfinished and not self.in_flight and not self.scheduler.loading.in_flight:
                 return
-            before = len(self.in_flight)
-            assert self.step() or before, "nothing is in flight, and nothing was scheduled"
+            before = len(self.in_flight) + len(self.scheduler.loading.in_flight)
+            num_steps = self.scheduler.stats().step
+            self.step()
+            assert before or self.scheduler.stats().step > num_steps, "nothing is in flight, and nothing was scheduled"
         raise AssertionError(f"not drained after {max_steps} steps")
 
     # The workers' death.
@@ -285,7 +307,8 @@ class Driver:
         counts = [count + self.worker.max_gained[row] - 1 for row, count in self.work.items()]
         assert 1 <= step.num_steps <= self.max_steps
         assert step.num_steps == 1 or set(counts) == {1}
-        assert 0 < sum(counts) <= self.config.max_num_batched_tokens
+        assert (sum(counts) > 0) == (bool(counts) or step.kv_transfers is None), "a step that does nothing"
+        assert sum(counts) <= self.config.max_num_batched_tokens
         assert all(1 <= count <= (self.config.long_prefill_token_threshold or count) for count in counts)
         assert len(counts) <= self.config.max_num_seqs
 

@@ -84,6 +84,9 @@ class TorchSdpaBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return self._layout.shape(num_blocks)
 
+    def block_views(self, kv_cache: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [part.movedim(2, 0) for part in self._layout.parts(kv_cache)]
+
     def plan(self, metadata: AttentionMetadata) -> list[WorkItem]:
         return self._planner.plan(metadata)
 

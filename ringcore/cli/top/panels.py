@@ -26,7 +26,14 @@ _STATE_STYLES = {
     "stalled": "bold red",
     "dead": "bold red",
 }
-_REQUEST_STYLES = {"running": "green", "waiting": "yellow", "preempted": "red", "held": "magenta", "compiling": "cyan"}
+_REQUEST_STYLES = {
+    "running": "green",
+    "waiting": "yellow",
+    "preempted": "red",
+    "held": "magenta",
+    "compiling": "cyan",
+    "loading": "blue",
+}
 # Of a block map's cell, in its order: glyph, style, name.
 _BLOCKS = (
     ("·", "grey58", "free"),

@@ -31,7 +31,6 @@ from ringcore.protocol.operations import (
 
 __all__ = ["MemoryControl", "Requests"]
 
-
 RankReports = list[dict[str, float]]
 
 
@@ -53,6 +52,8 @@ class Requests(Protocol):
 
     def drop_kv_cache(self) -> None:
         """Preempts the running requests and empties the prefix cache; no step may be in flight."""
+
+    def weights_change(self) -> None: ...
 
     def lose_workers(self, error: Exception) -> None:
         """The workers' memory is in an unknown state. Raises `EngineDeadError` if they are not replaced."""
@@ -210,8 +211,7 @@ class MemoryControl:
         except BaseException:
             self._thaw_if_serving()
             raise
-        if self.states[KV_CACHE] == "resident":
-            self._requests.drop_kv_cache()  # keys and values of the old weights
+        self._requests.weights_change()
         self._needs_all = self.states[WEIGHTS] == "stale"
         self._has_new_weights, self._path = True, None
         self.states.begin_update()

@@ -16,6 +16,8 @@ from ringcore.distributed.parallel import Stage, TensorParallel
 from ringcore.distributed.pipeline import NcclLink, StageLink
 from ringcore.errors import ConfigError
 from ringcore.worker.memory.arena import Arena
+from ringcore.worker.memory.block_pages import BlockPages
+from ringcore.worker.memory.cuda_blocks import CudaBlockLink
 from ringcore.worker.memory.cuda_memory import CudaLink, CudaVirtualMemory, tensor_at
 from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
 from ringcore.worker.memory.nvml import GpuMonitor, process_bytes
@@ -162,6 +164,17 @@ class CudaPlatform(Platform):
 
     def host_link(self) -> CudaLink:
         return CudaLink(self.device, self._cuda, self._driver)
+
+    def block_link(self, pages: BlockPages) -> CudaBlockLink:
+        try:
+            return CudaBlockLink(pages, self.host_link(), self._cuda)
+        except ImportError as error:
+            raise ConfigError(
+                f"host_kv_cache_bytes: host memory cannot be pinned: cuda.bindings.driver cannot be imported: {error}; "
+                "run pip install 'ringcore[cuda]', or leave host_kv_cache_bytes out",
+                option="host_kv_cache_bytes",
+                value=None,
+            ) from error
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.device)

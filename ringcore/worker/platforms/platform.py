@@ -12,6 +12,8 @@ import torch
 from ringcore.distributed.parallel import Stage, TensorParallel
 from ringcore.distributed.pipeline import StageLink
 from ringcore.worker.memory.arena import Arena
+from ringcore.worker.memory.block_link import BlockLink, LocalBlockLink
+from ringcore.worker.memory.block_pages import BlockPages
 from ringcore.worker.memory.device_memory import MemoryTag
 from ringcore.worker.memory.host_link import HostLink, LocalLink
 
@@ -105,6 +107,10 @@ class Platform(ABC):
     def host_link(self) -> HostLink:
         """-> the copies between device and host memory."""
         return LocalLink()
+
+    def block_link(self, pages: BlockPages) -> BlockLink:
+        """-> the copies of blocks between the device's pages and host memory."""
+        return LocalBlockLink(pages)
 
     def process_memory(self) -> ProcessMemory | None:
         """This process's device memory now; None where it is not known."""

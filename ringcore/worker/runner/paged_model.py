@@ -11,6 +11,7 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models.base import CausalLM
+from ringcore.worker.memory.block_pages import BlockPages
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.runner.kv_caches import allocate_kv_caches, choose_backends, group_of_layer
@@ -46,6 +47,14 @@ class PagedModel:
 
     def _plan(self, batch: InputBatch) -> list[GroupContext]:
         return [GroupContext.of(*group) for group in zip(batch.metadata, self.backends, strict=True)]
+
+    def block_pages(self) -> BlockPages:
+        """The pages of the blocks. Layers that share memory are one: the groups map a block to the same bytes."""
+        by_address = {
+            cache.data_ptr(): self.backends[self.group_of_layer[layer]].block_views(cache)
+            for layer, cache in self.kv_caches.items()
+        }
+        return BlockPages([view for _, views in sorted(by_address.items()) for view in views])
 
     def zero_kv(self, batch: InputBatch) -> None:
         """Zeroes the keys and values of the tokens of `batch`, by the write path that every backend has."""

@@ -1,0 +1,1 @@
+"""KV beyond the device: what a rank keeps of blocks that left the prefix cache."""

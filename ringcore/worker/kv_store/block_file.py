@@ -1,0 +1,69 @@
+"""One block in one file: its bytes after a header with their length and a digest of its name and of them.
+
+    magic and version   8 bytes
+    length              8 bytes, little-endian
+    digest             32 bytes: BLAKE2b of the name and the bytes
+
+A file that is short, long, changed, or under another's name is no block. It is written beside its place and renamed, so
+a reader sees a whole file or none; after a crash of the host it may see another one, which the digest tells.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from hashlib import blake2b
+from pathlib import Path
+
+__all__ = ["HEADER_BYTES", "read_block", "write_block"]
+
+_MAGIC = b"rckv\x00\x00\x00\x01"
+HEADER_BYTES = len(_MAGIC) + 8 + 32
+
+
+def write_block(path: Path, temporary: Path, name: bytes, contents: memoryview) -> None:
+    """Raises OSError; then there is no file, or the one before."""
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            left = memoryview(_header(name, contents))
+            for part in (left, contents):
+                while part:
+                    part = part[os.write(file, part) :]
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_block(path: Path, name: bytes, out: memoryview) -> bool:
+    """Whether `out` has the block's bytes now; if not it has any bytes. The file counts as used just now."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if os.fstat(file).st_size != HEADER_BYTES + len(out):
+            return False
+        header, at = os.read(file, HEADER_BYTES), 0
+        while at < len(out):
+            count = os.preadv(file, [out[at:]], HEADER_BYTES + at)
+            if not count:
+                return False
+            at += count
+        if header != _header(name, out):
+            return False
+        os.utime(file)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _header(name: bytes, contents: memoryview) -> bytes:
+    digest = blake2b(name, digest_size=32)
+    digest.update(contents)
+    return _MAGIC + struct.pack("<q", len(contents)) + digest.digest()
