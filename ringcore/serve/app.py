@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
-from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.metrics.server import CONTENT_TYPE, render
 from ringcore.openai_api.answers import (
     ChatCompletionResponse,
@@ -45,7 +45,7 @@ _Described = dict[int | str, dict[str, Any]]
 _SERVING = ("ready", "sleeping")  # an engine sleeps only on its operator's call
 
 
-def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> FastAPI:
+def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> FastAPI:
     """An ASGI application that serves `engine`, which must be started; the caller closes it."""
     options = options or ServiceOptions()
     service = Service(engine, options)

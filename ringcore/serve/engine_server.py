@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from ringcore.errors import RingcoreError
-from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.serve.server import HttpServer
 
 __all__ = ["EngineServer"]
@@ -29,7 +29,7 @@ class EngineServer(HttpServer):
     failed already.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: ServingEngine, drain_s: float) -> None:
         super().__init__(config)
         self._engine, self._drain_s = engine, drain_s
         self._has_died = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.host.file_names import as_utf8
 from ringcore.openai_api.errors import engine_restarting
 from ringcore.openai_api.served_model import ServedModel, unix_seconds
@@ -15,7 +15,7 @@ __all__ = ["Service"]
 class Service:
     """An engine with the options and limits of its clients."""
 
-    def __init__(self, engine: AsyncEngine, options: ServiceOptions) -> None:
+    def __init__(self, engine: ServingEngine, options: ServiceOptions) -> None:
         self.engine = engine
         self.options = options
         self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
