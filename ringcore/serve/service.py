@@ -13,7 +13,10 @@ __all__ = ["Service"]
 
 
 class Service:
-    """An engine with the options and limits of its clients."""
+    """An engine with the options and limits of its clients.
+
+    is_ending: it was asked to end, and requests should go elsewhere.
+    """
 
     def __init__(self, engine: ServingEngine, options: ServiceOptions) -> None:
         self.engine = engine
@@ -29,8 +32,12 @@ class Service:
             reasoning_parser=options.reasoning_parser,
         )
         self.started_at = unix_seconds()
+        self.is_ending = False
 
     def check_started(self) -> None:
         """Raises 503 while the engine restarts, since that may take long."""
         if self.engine.is_starting:
             raise engine_restarting()
+
+    def begin_ending(self) -> None:
+        self.is_ending = True
