@@ -17,6 +17,7 @@ BENCHMARKS = {
     "tracing": "benchmarks.tracing:Tracing",
     "simulator": "benchmarks.simulator:Simulator",
     "batch": "benchmarks.batch:BatchRunner",
+    "replicas": "benchmarks.replicas:Replicas",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",
     "front_end": "benchmarks.front_end:FrontEnd",
