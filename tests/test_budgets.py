@@ -20,7 +20,6 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/core.py": (390, "every public call of the engine, a few lines each"),
     "engine_core/loop.py": (370, "one event loop: each message and each wait of it"),
     "executor/multiproc.py": (360, "one executor: start, send, receive and close share the call table"),
-    "front_end/async_engine.py": (365, "every public call of AsyncEngine, with its documentation"),
     "worker/worker.py": (365, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
     "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
@@ -31,7 +30,7 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (315, "every check of a prompt"),
-    "openai_api/answers.py": (306, "every kind of answer"),
+    "openai_api/answers.py": (312, "every kind of answer"),
     "worker/runner/device_launcher.py": (320, "launching and reading a step share its state; each part has its span"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
@@ -44,7 +43,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
     "cli/app.py:make_app": (50, "a command a line"),
     "cli/batch.py:batch": (46, "a command's flags, a line each"),
-    "cli/serve.py:serve": (70, "a command's flags, a line each"),
+    "cli/serve.py:serve": (84, "a command's flags, a line each"),
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
     "config/option_checks.py:check_values": (50, "a check a line"),

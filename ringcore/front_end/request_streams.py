@@ -177,8 +177,7 @@ class RequestStreams:
         """Removes a stream; returns whether it had not ended before. error: its end, where its state has none."""
         if self._by_id.get(stream.state.request_id) is not stream:
             return False
-        had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
-        if had_not_ended:
+        if had_not_ended := self._by_id.pop(stream.state.request_id, None) is stream:
             self._observer.ended(stream.state, error)
         if not self._by_id and self._error is not None:  # `close` sets it before it waits
             self._drained.put(None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -30,25 +32,40 @@ def container():
     return container | {"grace_s": spec["terminationGracePeriodSeconds"]}
 
 
-def test_the_arguments_are_the_commands(container, tmp_path, monkeypatch):
-    """They are parsed and checked, until the engines would be started."""
+def parsed(arguments, monkeypatch) -> dict[str, Any]:
+    """What the engines and the server would be given."""
     asked = {}
 
     async def serve(model, engine, service, listening, end_s, access_log):
-        asked.update(engine, end_s=end_s, names=service.served_model_names)
+        asked.update(engine, end_s=end_s, batch_dir=service.batch_dir)
         return 0
 
-    keys = tmp_path / "keys.txt"
-    keys.write_text("a-key\n")
-    arguments = [str(one).replace("/keys/keys.txt", str(keys)) for one in container["args"]]
-    arguments[0] = make_model_folder(tmp_path)
-    arguments = ["--host=127.0.0.1" if "--host" in one else "--port=0" if "--port" in one else one for one in arguments]
     monkeypatch.setattr(module, "_serve", serve)
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(make_serve())
     with pytest.raises(SystemExit) as ended:
         app(arguments)
     assert ended.value.code == 0
+    return asked
+
+
+def test_documented_commands(monkeypatch):
+    """Of the guide, as typed, but for the port."""
+    guide = (DEPLOY.parent / "docs" / "guide" / "serving.md").read_text()
+    commands = re.findall(r"^    ringcore serve (.*)$", guide, re.M)
+    assert len(commands) >= 3
+    found = [parsed([*shlex.split(command), "--port", "0"], monkeypatch) for command in commands]
+    assert {one["data_parallel_size"] for one in found} == {1, 2}
+
+
+def test_the_arguments_are_the_commands(container, tmp_path, monkeypatch):
+    """They are parsed and checked, until the engines would be started."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("a-key\n")
+    arguments = [str(one).replace("/keys/keys.txt", str(keys)) for one in container["args"]]
+    arguments[0] = make_model_folder(tmp_path)
+    arguments = ["--host=127.0.0.1" if "--host" in one else "--port=0" if "--port" in one else one for one in arguments]
+    asked = parsed(arguments, monkeypatch)
     assert asked["data_parallel_size"] == container["resources"]["limits"]["nvidia.com/gpu"]
     drain_s, delay_s = asked["end_s"]
     assert container["grace_s"] >= drain_s + delay_s + 10
