@@ -19,6 +19,7 @@ from ringcore.serve.service import Service
 __all__ = ["add_monitoring"]
 
 _SERVING = ("ready", "sleeping")  # an engine sleeps only on its operator's call
+_PROBE_S = 3.0  # for an engine's answer: one that is slow on a busy host serves
 
 
 def add_monitoring(app: FastAPI, service: Service) -> None:
@@ -34,7 +35,7 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/health/live", responses=_described(ProbeResponse))
     async def live() -> Response:
         """503 once only a new process can help: every engine has died, and none is being replaced."""
-        is_dead = (await service.engine.health()).state == "dead"
+        is_dead = (await service.engine.health(_PROBE_S)).state == "dead"
         return _probed("every engine has died" if is_dead else None)
 
     @app.get("/health/ready", responses=_described(ProbeResponse))
@@ -42,7 +43,7 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
         """200 while a request would be computed now: an engine is ready and not paused, and the service goes on."""
         if service.is_ending:
             return _probed("the service ends")
-        engines = await service.engine.replica_healths()
+        engines = await service.engine.replica_healths(_PROBE_S)
         return _probed(None if any(map(_is_serving, engines)) else _why_not(engines))
 
     @app.get("/version", responses={200: {"model": VersionResponse}})

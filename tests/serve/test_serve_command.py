@@ -196,7 +196,8 @@ def test_replicas_behind_one_port(folder):
         before = {engine.pid for engine in command.engines()}
         command.process.send_signal(signal.SIGUSR1)
         while any(engine.pid in before for engine in command.engines()) or replicas(command.url) != ["ready", "ready"]:
-            assert probe(command.url, "ready") == 200
+            answer = http.get(f"{command.url}/health/ready")
+            assert answer.status_code == 200, answer.text
             time.sleep(0.05)
         assert load.failures == []
 
